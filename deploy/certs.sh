@@ -2,18 +2,18 @@
 # Certificates for trying TLS between elasticd and etcd. For production use your own authorities (in Kubernetes
 # cert-manager, see k8s/README.md).
 #
-#   deploy/certs.sh [--job JOB]... [--keep-key] DIR HOST_OR_ADDRESS...   # where etcd is reached; localhost always is
-#   deploy/certs.sh --job JOB DIR                                       # one job more, after --keep-key
+#   deploy/certs.sh [--job JOB]... [--keep-key] DIR HOST_OR_ADDRESS...   # etcd's hosts, besides localhost
+#   deploy/certs.sh --job JOB DIR                                       # for another job, after --keep-key
 #
 # Writes into DIR
-#   ca.crt             the authority of etcd's clients, and of what etcd shows them
-#   server.crt, .key   what etcd shows its clients
-#   client.crt, .key   a client named elasticd, for an etcd that does not ask who its clients are
-#   root.crt, .key     a client named root, who makes the roles: see `elasticd etcd-role`
+#   ca.crt             the authority that signs the certificates of etcd's clients and server
+#   server.crt, .key   the certificate that etcd presents to its clients
+#   client.crt, .key   a client named elasticd, for an etcd without roles
+#   root.crt, .key     a client named root, which makes the roles: see `elasticd etcd-role`
 #   job-JOB.crt, .key  a client named JOB, for the nodes of that job alone
-#   peer-ca.crt, peer.crt, peer.key   for etcd's members among themselves, of an authority that signs nothing else
+#   peer-ca.crt, peer.crt, peer.key   for connections between etcd's members, from an authority of their own
 #
-# The key of the clients' authority is kept as ca.key with --keep-key alone, that of the peers' never.
+# The key of ca.crt is kept as ca.key only with --keep-key. The key of peer-ca.crt is never kept.
 # Days of validity: DAYS (30).
 set -eu
 
@@ -89,10 +89,10 @@ for host in "$@"; do
   esac
 done
 
-rm -f "$dir/ca.key" # of an authority before this one
+rm -f "$dir/ca.key" # the key of a previous authority
 authority ca "elasticd try-out"
 authority peer-ca "elasticd try-out, etcd's members"
-# An etcd is a client too, of its own members.
+# A member of etcd is also a client of the other members.
 for name in "ca server" "peer-ca peer"; do
   # shellcheck disable=SC2086  # two words
   issue $name etcd "extendedKeyUsage=serverAuth,clientAuth

@@ -1,6 +1,6 @@
-"""Prints a project's dependencies, so that they can be installed before its sources are there.
+"""Print a project's dependencies, to install them before its sources are copied.
 
-requirements.py pyproject.toml [EXTRAS]    # with those of its extras of these names: gpu,s3
+requirements.py pyproject.toml [EXTRAS]    # EXTRAS: the names of optional dependencies to include: gpu,s3
 """
 
 import sys

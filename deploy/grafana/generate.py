@@ -1,4 +1,4 @@
-"""Writes dashboards/*.json: python deploy/grafana/generate.py (needs grafana-foundation-sdk)."""
+"""Write dashboards/*.json: python deploy/grafana/generate.py (needs grafana-foundation-sdk)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ WORKER = "{{node}}/{{slot}}"
 
 @dataclass(frozen=True)
 class Panel:
-    """``queries``: pairs of an expression and its legend. ``now``: one number instead of a curve."""
+    """``queries``: pairs of an expression and its legend. ``now``: show the present value, not a curve.
+    ``most``: the upper end of the scale."""
 
     title: str
     queries: tuple[tuple[str, str], ...]
@@ -34,7 +35,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Board:
-    """A dashboard, and the variables one chooses by: a label, and the metric whose values it takes."""
+    """A dashboard. ``variables``: pairs of a label to choose by, and the metric that has its values."""
 
     name: str
     title: str
@@ -47,7 +48,7 @@ def now(title: str, expr: str, unit: str = "short") -> Panel:
 
 
 def mean(histogram: str, by: str = "run") -> str:
-    """Of a quarter of an hour; nothing where nothing was observed."""
+    """Return the mean of the observations of 15 minutes; no value without an observation."""
     total, count = (f"sum by ({by}) (increase({histogram}_{part}{RUN}[15m]))" for part in ("sum", "count"))
     return f"{total} / ({count} > 0)"
 
@@ -77,12 +78,12 @@ JOB = Board(
         Panel(
             "Where the time goes",
             ((f"run_kind:elasticd_time_seconds:rate5m{RUN}", "{{run}} {{kind}}"),),
-            help="Slots in each kind of time, on average of five minutes; all together are all slots.",
+            help="The number of slots in each kind of time: the average of five minutes.",
             stacked=True,
         ),
         Panel("Goodput", ((f"run:elasticd_goodput:ratio5m{RUN}", "{{run}}"),), "percentunit", most=1),
         Panel(
-            "Rounds, by why they began",
+            "Rounds by cause",
             ((f"sum by (run, cause) (increase(elasticd_rounds_total{RUN}[5m])) > 0", "{{run}} {{cause}}"),),
             stacked=True,
         ),
@@ -93,10 +94,10 @@ JOB = Board(
                 (mean("elasticd_detect_seconds", "run, cause"), "{{run}} detected {{cause}}"),
             ),
             "s",
-            "The mean of those of a quarter of an hour.",
+            "The mean over 15 minutes.",
         ),
         Panel(
-            "Nodes, by state",
+            "Nodes by state",
             ((f"max by (run, kind) (elasticd_members{RUN})", "{{run}} {{kind}}"),),
             stacked=True,
         ),
@@ -110,19 +111,19 @@ JOB = Board(
         Panel(
             "Loss",
             ((f"avg by (run) (elasticd_loss{RUN})", "{{run}}"),),
-            help="The mean of what the workers told last, of scripts that tell it.",
+            help="The mean of the losses that the workers reported last. Only scripts that report a loss.",
         ),
         Panel(
-            "What a checkpoint takes",
+            "Time for a checkpoint",
             (
-                (mean("elasticd_checkpoint_duration_seconds"), "{{run}} until it is committed"),
-                (mean("elasticd_checkpoint_blocked_seconds"), "{{run}} of which the training waits"),
+                (mean("elasticd_checkpoint_duration_seconds"), "{{run}} until the commit"),
+                (mean("elasticd_checkpoint_blocked_seconds"), "{{run}} training is blocked"),
             ),
             "s",
-            "The mean of those of a quarter of an hour.",
+            "The mean over 15 minutes.",
         ),
         Panel(
-            "Checkpoints, by what became of them",
+            "Checkpoints by result",
             (
                 (
                     f"sum by (run, kind) (increase(elasticd_checkpoints_total{RUN}[5m])) > 0",
@@ -137,7 +138,7 @@ JOB = Board(
             "bytes",
         ),
         Panel(
-            "etcd: 99 of 100 requests within",
+            "etcd request time, 99th percentile",
             ((f"run_node:elasticd_etcd_request_seconds:p99_5m{RUN}", "{{run}} {{node}}"),),
             "s",
         ),
@@ -181,9 +182,9 @@ WORKERS = Board(
         ),
         Panel("Hung", ((f"increase(elasticd_hangs_total{SLOT}[15m])", WORKER),)),
         Panel(
-            "Its own time for a step, over its peers'",
+            "Time of a step relative to peers",
             ((f"elasticd_worker_slowdown_ratio{SLOT}", WORKER),),
-            help="Where workers measure how long they wait for each other: 1.2 is a fifth slower.",
+            help="Without the time spent waiting for other workers. 1.2: a fifth slower than the median.",
         ),
         Panel(
             "Stragglers and bad GPUs",
@@ -209,7 +210,7 @@ WORKERS = Board(
         Panel("GPU temperature", ((f"elasticd_gpu_temperature_celsius{SLOT}", WORKER),), "celsius"),
         Panel("GPU power", ((f"elasticd_gpu_power_watts{SLOT}", WORKER),), "watt"),
         Panel(
-            "GPU held down", ((f"elasticd_gpu_throttled{SLOT} == 1", f"{WORKER} {{{{kind}}}}"),), stacked=True
+            "GPU throttled", ((f"elasticd_gpu_throttled{SLOT} == 1", f"{WORKER} {{{{kind}}}}"),), stacked=True
         ),
         Panel(
             "GPU errors",
@@ -248,7 +249,7 @@ FLEET = Board(
             "s",
         ),
         Panel(
-            "Alerts that fire",
+            "Firing alerts",
             (('ALERTS{alertstate="firing"}', "{{alertname}} {{run}} {{node}} {{slot}}"),),
             stacked=True,
         ),
@@ -283,7 +284,7 @@ def drawn(panel: Panel, number: int, numbers_wide: int) -> stat.Panel | timeseri
 
 
 def text_of(board: Board) -> str:
-    """The JSON of it."""
+    """Return the dashboard as JSON."""
     made = dashboard.Dashboard(board.title).uid(f"elasticd-{board.name}").tags(["elasticd"]).editable()
     made = made.time("now-1h", "now").refresh("10s").tooltip(DashboardCursorSync.CROSSHAIR)
     made = made.with_variable(dashboard.DatasourceVariable("source").label("source").type("prometheus"))

@@ -1,7 +1,7 @@
-"""Makes top.svg: python deploy/pictures/generate.py (needs pyte, and some minutes).
+"""Make top.svg: python deploy/pictures/generate.py (needs pyte, and some minutes).
 
-It runs a job in a terminal, kills one of its workers and stops another, and draws what `elasticd top` shows
-of that in another terminal.
+It runs a job in a terminal, kills one of the job's workers and stops another, and draws the screen of
+`elasticd top` in a second terminal.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ JOB = ["--job", "gpt", "--node", "a", "--slots", "4", "--min", "2", "--max", "4"
 SCRIPT = ["workers/train_gpt_in_place.py", "--steps", "1000000"]
 COLUMNS, ROWS = 92, 30
 PATIENCE_S = 600.0
-_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # from the network, where a picture may not look
+_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # fonts that a viewer would load from the network
 
 
 class Terminal:
-    """A program in a terminal of its own; whatever it writes is on ``screen``."""
+    """A program in a terminal of its own. ``screen`` shows the program's output."""
 
     def __init__(self, *command: str) -> None:
         self.screen = pyte.HistoryScreen(COLUMNS, ROWS, history=10_000)
@@ -58,21 +58,21 @@ class Terminal:
         os.close(self._fd)
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Read on until this is so. Raises TimeoutError if it never becomes so."""
+        """Read the output until ``holds()`` is true. Raises TimeoutError after ``PATIENCE_S``."""
         late_at = time.monotonic() + PATIENCE_S
         while not holds():
             if time.monotonic() > late_at:
                 raise TimeoutError("\n".join(self.screen.display))
             try:
                 data = os.read(self._fd, 1 << 16)
-            except OSError:  # nobody writes any more
+            except OSError:  # the program has closed the terminal
                 self._process.wait()
                 continue
             self._stream.feed(data.replace(b"\x1b[2m", b"\x1b[90m"))  # pyte knows no faint text
 
     def until_said(self, pattern: str, *, step: int = 0) -> None:
-        """Wait until this was shown, and below it at least this step, though both may have been scrolled
-        away since."""
+        """Wait until ``pattern`` and, below it, a step of at least ``step`` were shown. Both may have been
+        scrolled away since."""
 
         def said() -> bool:
             above = ("".join(line[x].data for x in range(COLUMNS)) for line in self.screen.history.top)
@@ -84,7 +84,7 @@ class Terminal:
 
 
 def main() -> None:
-    """Make the picture anew."""
+    """Run the job, and write the picture."""
     os.chdir(HERE.parents[1])
     with Terminal(ELASTICD, "run", *JOB, *SCRIPT) as run:
         run.until_said("zygote.ready", step=200)
@@ -98,14 +98,14 @@ def main() -> None:
 
 
 def pid_in(slot: int) -> int:
-    """Of the worker in this slot."""
+    """Return the pid of the slot's worker."""
     said = subprocess.run([ELASTICD, "status", "gpt", "--json"], check=True, capture_output=True).stdout
     (node,) = json.loads(said)["nodes"]
     return next(int(one["pid"]) for one in node["slots"] if one["slot"] == slot)
 
 
 def drawn(screen: pyte.Screen, title: str) -> str:
-    """What is on the screen, as a picture that needs nothing but itself."""
+    """Return the screen as an SVG that loads no other file."""
     shown = list(lines(screen))
     while shown and not shown[-1].plain:
         shown.pop()

@@ -1,11 +1,11 @@
-"""Writes prometheus-rule.yaml, which is rules.yml as the Prometheus operator takes it (kustomize can put a
-file into a ConfigMap, but not into another kind of object): python deploy/prometheus/generate.py."""
+"""Write prometheus-rule.yaml, rules.yml as an object for the Prometheus operator (kustomize can put a file
+into a ConfigMap, but not into another kind of object): python deploy/prometheus/generate.py."""
 
 from pathlib import Path
 
 HERE = Path(__file__).parent
 HEAD = """\
-# Made of rules.yml by generate.py: change that, and run this.
+# Generated from rules.yml: change rules.yml, and run generate.py.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
@@ -17,7 +17,7 @@ spec:
 
 
 def text_of(rules: str) -> str:
-    """The same rules, comments and all."""
+    """Return the object with these rules, including their comments."""
     return HEAD + "".join(f"  {line}" if line.strip() else line for line in rules.splitlines(keepends=True))
 
 

@@ -60,14 +60,14 @@ def queries() -> list[Query]:
 
 # What would show nothing after a mere kill, by the test of test_alerts_fire.py that has it show something.
 SHOWN_BY = {
-    "test_workers_that_are_killed": {("fleet", "Alerts that fire")},
-    "test_a_worker_that_lags_behind": {("workers", "Its own time for a step, over its peers'")},
+    "test_workers_that_are_killed": {("fleet", "Firing alerts")},
+    "test_a_worker_that_lags_behind": {("workers", "Time of a step relative to peers")},
     "test_checkpoints_that_are_no_longer_made": {
         ("job", "Loss"),
         ("job", "Age of the newest checkpoint"),
         ("job", "Size of the newest checkpoint"),
-        ("job", "What a checkpoint takes"),
-        ("job", "Checkpoints, by what became of them"),
+        ("job", "Time for a checkpoint"),
+        ("job", "Checkpoints by result"),
         ("fleet", "Age of the newest checkpoint"),
     },
     "test_gpus_that_have_errors": {
@@ -75,7 +75,7 @@ SHOWN_BY = {
         ("workers", "GPU memory in use"),
         ("workers", "GPU temperature"),
         ("workers", "GPU power"),
-        ("workers", "GPU held down"),
+        ("workers", "GPU throttled"),
         ("workers", "GPU errors"),
         ("workers", "Stragglers and bad GPUs"),
     },

@@ -127,7 +127,7 @@ def _the_job_is_shown(shows: Shows, killed: Killed, began_at: float) -> None:
     charged = sum(len(agent.find("failure.charged")) for agent in killed.cluster.agents)
     assert left(run=run) == int(Policy().restarts_max) - charged == Policy().restarts_max - 1
     assert [size(run=run) for size in shows("World size")] == [3, 3, 3]
-    (causes,) = shows("Rounds, by why they began")
+    (causes,) = shows("Rounds by cause")
     # The first round may have been formed before the first scrape, whence no increase is seen.
     began = {cause: whole(n) for (cause,), n in causes.by("cause").items() if cause != "start"}
     assert (
@@ -135,7 +135,7 @@ def _the_job_is_shown(shows: Shows, killed: Killed, began_at: float) -> None:
     )
     recovered, detected = shows("From a fault to the next step")
     assert 0 < detected(cause="worker_failed") <= recovered(cause="worker_failed") < killed.really_s + 0.01
-    (nodes,), (phase,) = shows("Nodes, by state"), shows("Phase")
+    (nodes,), (phase,) = shows("Nodes by state"), shows("Phase")
     assert nodes.by("kind") == {("member",): 2, ("waiting",): 0, ("draining",): 0, ("lost",): 0}
     assert phase(kind="live") == 1
     (since,), (pace,) = shows("Since the last step"), shows("Steps a second")
@@ -149,7 +149,7 @@ def _the_job_is_shown(shows: Shows, killed: Killed, began_at: float) -> None:
     assert 0 < seconds.pop("productive") < 3 * lasted_s and 0 < seconds.pop("restarting") < 3 * lasted_s
     assert not any(seconds[kind] for kind in ("checkpoint", "hung", "idle", "replayed"))
     assert 0 < goodput(run=run) < 1 and goodput_1h(run=run) == pytest.approx(goodput(run=run), abs=0.1)
-    (requests,) = shows("etcd: 99 of 100 requests within")
+    (requests,) = shows("etcd request time, 99th percentile")
     assert set(requests.by("node")) == {("a",), ("b",)} and 0 < requests(node="a") <= 5
 
 
