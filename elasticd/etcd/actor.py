@@ -59,11 +59,11 @@ class Actor:
             except queue.Empty:
                 pass
             except Exception:  # noqa: BLE001  (nothing may end this thread)
-                _log.exception("%s: unexpected; going on", self._thread.name)
+                _log.exception("%s: unexpected error; continuing", self._thread.name)
             try:
                 self._act()
             except Exception:  # noqa: BLE001  (nothing may end this thread)
-                _log.exception("%s: unexpected; going on", self._thread.name)
+                _log.exception("%s: unexpected error; continuing", self._thread.name)
                 time.sleep(CALM_S)
         self._leave()
 

@@ -148,7 +148,7 @@ class Client:
     def transact(
         self, job: str, guards: tuple[Guard, ...], writes: tuple[Write, ...], *, lease: int = 0
     ) -> Answer:
-        """Apply the writes if the guards hold. Leased puts use ``lease``; if that lease is gone, return
+        """Apply the writes if the guards hold. Leased puts use ``lease``; if the lease has ended, return
         Refused. Return Unknown if the writes may have happened; all other errors raise."""
         root = job_prefix(job)
         compares = [
@@ -184,7 +184,7 @@ class Client:
         return response.ID, float(response.TTL)
 
     def revoke(self, lease: int) -> None:
-        """Revoke a lease, which deletes its keys. A lease that is gone is ignored."""
+        """Revoke a lease, which deletes its keys. A lease that has ended is ignored."""
         try:
             self._connection.call("revoke", rpc.LeaseRevokeRequest(ID=lease))
         except LeaseGone:
@@ -205,7 +205,7 @@ class Client:
 
     def swap_raw(self, key: bytes, value: bytes, revision: int, *, lease: int = 0) -> int | None:
         """Put the value if the key's mod_revision is ``revision`` (0: the key does not exist). Return the new
-        revision, or None.
+        revision; None if the key has changed.
 
         Raises StoreUnavailable; if its ``sent`` is true, the value may have been written, or may still be.
         """

@@ -206,7 +206,7 @@ def translate(error: Exception, endpoint: str) -> StoreError:
     if code is status.DEADLINE_EXCEEDED:
         return StoreUnavailable(f"etcd at {endpoint} did not answer in time")
     if code is status.UNAUTHENTICATED:
-        return TokenExpired(f"etcd at {endpoint} does not know our login any more ({details})")
+        return TokenExpired(f"etcd at {endpoint} no longer accepts our login ({details})")
     if code is status.PERMISSION_DENIED:
         return StoreRefused(f"etcd at {endpoint} denies access: {details}")
     if code is status.INVALID_ARGUMENT and "user name is empty" in details:
@@ -218,15 +218,15 @@ def translate(error: Exception, endpoint: str) -> StoreError:
     if any(words in details for words in _ROLES_CHANGED):
         return TokenExpired(f"users or roles of etcd at {endpoint} have just changed ({details})")
     if code is status.FAILED_PRECONDITION and details in ("user name not found", "role name not found"):
-        return NoSuchName(f"etcd at {endpoint} knows no such name: {details}")
+        return NoSuchName(f"etcd at {endpoint} has no such user or role: {details}")
     if code is status.NOT_FOUND and "lease not found" in details:
-        return LeaseGone("the lease is gone")
+        return LeaseGone("the lease has ended")
     if code is status.OUT_OF_RANGE and "compacted" in details:
         return Compacted("the revision is no longer kept")
     if code is status.RESOURCE_EXHAUSTED and "space exceeded" in details:
         return NoSpace(endpoint)
     if code is status.RESOURCE_EXHAUSTED:
-        return StoreUnavailable(f"etcd at {endpoint} cannot take more: {details}", sent=False)
+        return StoreUnavailable(f"etcd at {endpoint} is at a limit: {details}", sent=False)
     if code in (status.INVALID_ARGUMENT, status.FAILED_PRECONDITION):
         return StoreRefused(f"etcd at {endpoint} refuses the request: {details}")
     if code is status.UNIMPLEMENTED:

@@ -17,8 +17,8 @@ _SETTINGS = 4  # the type of the first frame from any HTTP/2 server
 
 
 def diagnose(access: EtcdAccess) -> StoreError | None:
-    """Return the first error that a person must fix, at any endpoint. If there is none, return that no
-    endpoint can be reached, or None if at least one endpoint seems to work."""
+    """Return the first error that a person must fix, at any endpoint. If there is none, return
+    StoreUnavailable if no endpoint can be reached, and None if at least one endpoint seems to work."""
     found = [_diagnose(access, endpoint) for endpoint in access.endpoints]
     unreachable = [error for error in found if isinstance(error, StoreUnavailable)]
     for error in found:
@@ -113,8 +113,8 @@ def _client_certificate_refused(access: EtcdAccess, endpoint: str, error: ssl.SS
 
 
 def _first_bytes(sock: socket.socket) -> bytes | None:
-    """Return the server's reply to the start of HTTP/2: empty if the server hangs up, None if it stays
-    silent."""
+    """Return the server's reply to the start of HTTP/2: empty if the server closes the connection, None
+    if it stays silent."""
     try:
         sock.sendall(_PREFACE)
         return sock.recv(64)

@@ -29,11 +29,11 @@ from elasticd.etcd.client import Client
 from elasticd.etcd.errors import StoreError, StoreUnavailable
 
 Spawn = Callable[[Sequence[str], Mapping[str, str], Path], int]
-"""Starts argv with exactly this environment in the folder of a file that its output is appended to; returns
-the pid."""
+"""Starts a command with exactly this environment, in the folder of the log file that its output is appended
+to; returns the pid."""
 
 START_S = 30.0  # how long the start may take on a busy machine
-CAUSE_MAX = 500  # characters
+CAUSE_MAX = 500  # characters of a message from the log
 STOP_S = 5.0  # between SIGTERM and SIGKILL
 # Socket files in etcd's folder. etcd before 3.5.3 accepts only HOST:PORT in a URL, hence the names.
 _CLIENTS, _PEERS = "clients:1", "peers:1"
@@ -80,8 +80,8 @@ def version_of(binary: Path) -> Version | None:
 
 
 def spawn_child(argv: Sequence[str], env: Mapping[str, str], log: Path) -> int:
-    """Start a child that ends with this process, for whatever reason. It has its own session, so Ctrl-C does
-    not reach it."""
+    """Start a child that ends with this process, however this process ends. The child has its own session, so
+    Ctrl-C does not reach it."""
     return _starter().submit(_spawn, argv, env, log).result()
 
 
@@ -165,7 +165,7 @@ class Embedded:
         self.stop()
 
     def stop(self, *, remove: bool = True) -> None:
-        """End etcd, and remove its data. Returns once the process is gone. A second call does nothing."""
+        """End etcd, and remove its data. Returns once the process has exited. A second call does nothing."""
         if self._pidfd is not None:
             self._signal(signal.SIGTERM)
             if not _ended(self._pidfd, STOP_S):
@@ -180,10 +180,10 @@ class Embedded:
     def _launch(self) -> None:
         if self._pidfd is not None:
             self._forget()
-        # A cleaner of temporary folders may have removed it. Then etcd starts empty, which the agents notice.
+        # A cleaner of temporary files may have removed the folder. etcd then starts empty; agents notice.
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.lstat().st_uid != os.geteuid():  # another user made it meanwhile
-            raise StoreUnavailable(f"{self.folder} was removed, and is another user's now", sent=False)
+            raise StoreUnavailable(f"{self.folder} was removed, and belongs to another user now", sent=False)
         self._unlock()
         self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_SH)  # systemd-tmpfiles spares locked folders
@@ -233,7 +233,7 @@ class Embedded:
         raise StoreUnavailable(f"the embedded etcd ended while it started: {self._log_end()}")
 
     def _log_end(self) -> str:
-        """Return the cause of death, or the last line of the log."""
+        """Return why etcd ended: the cause in the log, or the log's last line."""
         try:
             return cause_in(self.log.read_text(errors="replace")) or "it left no log"
         except OSError:
@@ -290,7 +290,7 @@ def cause_in(log: str) -> str:
     for levels in (("panic", "fatal"), ("error",)):
         for entry in reversed(entries):
             if entry.get("level") in levels:
-                return _told(entry)
+                return _message(entry)
     for line in lines:  # messages of Go itself, for example out of memory
         if line.startswith(("fatal error: ", "panic: ")):
             return line[:CAUSE_MAX]
@@ -305,6 +305,6 @@ def _entry(line: str) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _told(entry: Mapping[str, object]) -> str:
+def _message(entry: Mapping[str, object]) -> str:
     said = [str(entry[key]) for key in ("msg", "error") if entry.get(key)]
     return ": ".join(said)[:CAUSE_MAX]

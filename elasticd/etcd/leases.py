@@ -99,7 +99,7 @@ class LeaseKeeper:
         return lease
 
     def check(self, lease: Lease) -> None:
-        """Renew now, because the lease may be gone."""
+        """Renew the lease now, because it may have ended."""
         self._actor.tell("check", lease, None)
 
     def release(self, lease: Lease, timeout_s: float) -> None:
@@ -231,7 +231,7 @@ class LeaseKeeper:
     def _tell_silence(self, lease: Lease) -> None:
         if lease._silent_since is None or self._cut_off is None:
             return
-        # The newest time with both facts: the probe of the hosts, and a request that got no response.
+        # The latest time that both the probe of the hosts and an unanswered request cover.
         as_of = max(lease._silent_since, min(lease._asked_last, self._looked_at))
         silence = Silent(lease._silent_since, self._cut_off, as_of)
         if silence != lease._told:
@@ -244,4 +244,4 @@ class LeaseKeeper:
         try:
             lease._news(news)
         except Exception:  # noqa: BLE001  (nothing may end this thread)
-            _log.exception("who holds the lease failed on %s; going on", news)
+            _log.exception("the callback of a lease failed on %s; continuing", news)

@@ -19,7 +19,7 @@ def check_name(name: str, what: str) -> None:
     if not name:
         raise ValueError(f"the name of a {what} cannot be empty")
     if name in (".", ".."):
-        raise ValueError(f"the {what} name {name!r} would be a place of its own in file paths; use another")
+        raise ValueError(f"the {what} name {name!r} has a special meaning in file paths; use another")
     if "/" in name:
         raise ValueError(f"the {what} name {name!r} has a slash in it; use another character")
     if len(name) > NAME_MAX:

@@ -1,8 +1,8 @@
 """The registry of this machine's standalone runs and their embedded etcds.
 
 The registry is a folder that only this user can write to, with one small JSON file per job. ``elasticd
-status`` finds a run without ``--etcd`` there. A file whose run is gone is stale: it is removed, together with
-the data that a killed run may have left. Containers may share the folder but cannot see each other's
+status`` finds a run without ``--etcd`` there. A file whose run has ended is stale: it is removed, together
+with the data that a killed run may have left. Containers may share the folder but cannot see each other's
 processes, so file names contain the PID namespace.
 """
 
@@ -139,7 +139,7 @@ def _read(path: Path) -> StandaloneRun | None:
 
 def _start_of(pid: int) -> int:
     """When a live process started, in clock ticks since boot; 0 if there is none (or a zombie). psutil's
-    ``create_time`` moves when the machine's clock is set, and a run that lives would count as dead."""
+    ``create_time`` moves when the machine's clock is set, and a live run would count as dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def log_problem(error: StoreError) -> None:
-    """Log a problem, by default."""
+    """Log a problem: the default for ``problems``."""
     _log.warning("%s", error)
 
 
@@ -253,11 +253,11 @@ class _Transaction:
         try:
             self._answer(answer)
         except Exception:  # noqa: BLE001  (nothing may end this thread)
-            _log.exception("who asked for a transaction failed on %s; going on", answer)
+            _log.exception("the callback of a transaction failed on %s; continuing", answer)
 
 
 class _Decoding:
-    """Follows a watch, and passes on facts."""
+    """Follows a watch, decodes its values, and passes the facts on."""
 
     def __init__(
         self, prefix: bytes, seen: Callable[[Seen], None], problems: Callable[[StoreError], None]

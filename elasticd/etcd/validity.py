@@ -32,7 +32,7 @@ def problem(key: str, fact: Fact) -> str:
             check_name(node, "node")
             said = fact.name if isinstance(fact, Node) else getattr(fact, "node", node)
             if said != node:
-                raise ValueError(f"it is of the node {said!r}")
+                raise ValueError(f"it names the node {said!r}")
         check(fact)
     except ValueError as error:
         return str(error)
@@ -146,7 +146,7 @@ def _rules(kind: type) -> tuple[tuple[str, Callable[[Any], None]], ...]:
 def _members(round: Round) -> None:
     """Check that each member occurs once, and that ranks are consecutive."""
     if len({member.node for member in round.members}) < len(round.members):
-        raise ValueError("members: a node is there twice")
+        raise ValueError("members: a node occurs twice")
     rank = 0
     for member in round.members:
         _slots(member.slots)

@@ -204,7 +204,7 @@ class Watcher:
         if stream.asked_at is not None:
             if now >= stream.asked_at + ANSWER_S:
                 self._connection.turn()
-                self._broken(StoreUnavailable(f"etcd said nothing on a watch for {ANSWER_S:g} s"))
+                self._broken(StoreUnavailable(f"etcd did not answer on a watch for {ANSWER_S:g} s"))
         elif now >= stream.heard_at + QUIET_S:
             stream.asked_at = now
             stream.requests.put(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
@@ -230,7 +230,7 @@ class Watcher:
         listing = kv.range_result(result)
         if listing.revision < watch._revision:
             self._tell(
-                watch, HistoryLost("etcd has lost what it had already shown: it was wiped or restored")
+                watch, HistoryLost("etcd has lost revisions that it had shown: it was wiped or restored")
             )
         watch._revision = listing.revision
         self._become(watch, _State.TO_OPEN)
@@ -354,7 +354,7 @@ class Watcher:
         try:
             watch.follower.failed(error)
         except Exception:  # noqa: BLE001  (nothing may end this thread)
-            _log.exception("a follower of etcd failed; going on")
+            _log.exception("the follower of a watch failed; continuing")
 
     def _deliver(self, watch: KeyWatch, what: Range | Events) -> None:
         if watch._ended:
@@ -362,7 +362,7 @@ class Watcher:
         try:
             watch.follower.seen(what)
         except Exception:  # noqa: BLE001  (nothing may end this thread)
-            _log.exception("a follower of etcd failed; going on")
+            _log.exception("the follower of a watch failed; continuing")
 
 
 def _pause_s(retries: int) -> float:

@@ -134,7 +134,7 @@ def test_one_whose_folder_has_become_another_user_s_is_not_started_there(
     pid = etcd.pid
     etcd.stop(remove=False)
     monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(StoreUnavailable, match="is another user's now"):
+    with pytest.raises(StoreUnavailable, match="belongs to another user now"):
         etcd.start()
     assert etcd.pid == pid and not etcd.alive
 
