@@ -4,7 +4,7 @@
 * ``store``: where checkpoints are kept, and the verified reading of them.
 * ``commit``: the record of committed checkpoints.
 * ``replication``: copies of shards in other nodes' memory.
-* ``client``: what runs in a worker. Only the client imports torch at its start.
+* ``client``: the code that runs in a worker. No other part imports torch when it is imported.
 * ``server``: the saver process, which only moves bytes.
 * ``protocol``, ``shared_memory`` and ``huge_pages``: what a worker and the saver of its node share.
 

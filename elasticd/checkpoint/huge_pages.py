@@ -38,7 +38,8 @@ def make_file() -> int | None:
 
 @cache
 def _mount_of(_: int) -> int | None:
-    """Return the mount of this process, made on the first call."""
+    """Return a descriptor of this process's tmpfs, made on the first call; None if there is none. The
+    parameter is the pid, because a forked process needs a tmpfs of its own."""
     try:
         return _mount()
     except PermissionError:
@@ -48,7 +49,7 @@ def _mount_of(_: int) -> int | None:
 
 
 def _mount() -> int:
-    """Create a tmpfs with huge pages. Raises OSError."""
+    """Create a tmpfs with huge pages, and return its descriptor. Raises OSError."""
     call = ctypes.CDLL(None, use_errno=True).syscall
     fs = _checked(call(_FSOPEN, b"tmpfs", _CLOEXEC))
     try:
@@ -68,7 +69,7 @@ def _checked(result: int) -> int:
 
 
 def _ask_for_one() -> int | None:
-    """Get the mount from a helper process with its own user namespace, in which any user may mount a
+    """Get the tmpfs from a helper process with its own user namespace, in which any user may mount a
     tmpfs."""
     ours, its = socket.socketpair()
     with ours, its:
@@ -88,7 +89,7 @@ def _ask_for_one() -> int | None:
 
 
 def help_out() -> None:
-    """Run the helper process. Standard input is the socket that the mount is sent through."""
+    """Run the helper process. Standard input is the socket that the tmpfs is sent through."""
     uid, gid = os.geteuid(), os.getegid()
     _checked(ctypes.CDLL(None, use_errno=True).unshare(_NEWUSER_AND_NEWNS))
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):

@@ -14,7 +14,9 @@ from elasticd.channel.framing import Channel, QueuedChannel
 from elasticd.checkpoint.replication.replicas import Offer
 from elasticd.core.facts import Checkpoint, Holder
 
-SILENCE_S: Final = 60.0  # the longest silence of a live saver: it may be starting on a busy machine
+SILENCE_S: Final = (
+    60.0  # a saver that is silent for longer counts as stuck; a start on a busy machine takes less
+)
 _LENGTHS = struct.Struct("<QQ")
 _PAPER_BYTES_MAX: Final = 1 << 30
 
@@ -32,9 +34,10 @@ class ProveSecret:
 class OpenWorld:
     """The worker is ``rank`` of a world of ``world`` workers that save at ``path``.
 
-    ``locals``: the ranks on this node. ``round``: in names of checkpoints; ``fence``: the job's round, which
-    must still be live at a commit; 0: any. ``holder``: the node that holds copies of this node's shards, if
-    any. ``last`` and ``every``: what to keep, as in ``Keep``.
+    ``token``: random; identifies the world. ``round``: the round in names of checkpoints. ``fence``: the
+    job's round, which must still be live at a commit; 0: no check. ``locals``: the ranks on this node.
+    ``holder``: the node that keeps copies of this node's shards, or empty. ``last`` and ``every``: as in
+    ``Keep``.
     """
 
     path: str
@@ -51,8 +54,8 @@ class OpenWorld:
 
 @dataclass(frozen=True, slots=True)
 class PlanShard:
-    """The worker's shard has ``size`` bytes. The file is what all saves of the plan have in common
-    (``Paper``)."""
+    """The worker's shard has ``size`` bytes in all saves of the plan with the number ``plan``. The message
+    carries a file: the plan's ``Paper``."""
 
     plan: int
     size: int
@@ -60,7 +63,7 @@ class PlanShard:
 
 @dataclass(frozen=True, slots=True)
 class ShareBuffer:
-    """The file is memory that will hold shards of the plan."""
+    """The message carries a file: shared memory for shards of the plan. ``buffer``: the memory's number."""
 
     plan: int
     buffer: int
@@ -68,7 +71,7 @@ class ShareBuffer:
 
 @dataclass(frozen=True, slots=True)
 class BufferTorn:
-    """The worker is about to write into the buffer."""
+    """The worker is about to overwrite the buffer: the shard in the buffer is no longer whole."""
 
     buffer: int
 
@@ -82,8 +85,8 @@ class SkipSave:
 
 @dataclass(frozen=True, slots=True)
 class SaveShard:
-    """The buffer holds this rank's whole shard of the checkpoint ``name``. ``at``: seconds since the epoch.
-    ``blocked_s``: how long training waited for the copy."""
+    """The buffer holds this rank's whole shard of the checkpoint ``name``. ``at``: the time of the save,
+    in seconds since the epoch. ``blocked_s``: how long training waited for the copy."""
 
     plan: int
     buffer: int
@@ -95,7 +98,7 @@ class SaveShard:
 
 @dataclass(frozen=True, slots=True)
 class MissSave:
-    """This rank will not hand over its shard of that checkpoint. ``why``: a clause for people."""
+    """This rank will not hand over its shard of the checkpoint ``name``. ``why``: a clause for people."""
 
     name: str
     step: int
@@ -104,7 +107,7 @@ class MissSave:
 
 @dataclass(frozen=True, slots=True)
 class AwaitSaves:
-    """Training waits until its saves are durable (``on``), or no longer waits."""
+    """``on``: training waits until its saves are durable. Otherwise training no longer waits."""
 
     on: bool
 
@@ -120,8 +123,8 @@ class AskKnown:
 
 @dataclass(frozen=True, slots=True)
 class AskOffers:
-    """Asks for the shards of ended worlds that are in the memory of this node, and of nodes that hold
-    replicas. The answer is ``Offers``."""
+    """Asks which shards are in the memory of this node and of other nodes: their own shards of ended worlds,
+    and replicas. The answer is ``Offers``."""
 
     path: str
 
@@ -163,13 +166,14 @@ WorkerToSaver = (
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The first message of a saver that has an agent: the saver has seen that the process is a worker of that
-    agent, and could not see that once the process has ended. Workers hand over nothing before."""
+    """The first message of a saver that has an agent: the saver has checked that the process belongs to that
+    agent. The check needs a live process, so a worker hands over nothing before this message."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferFree:
-    """The buffer is written, and copied to its holder, or never will be."""
+    """The worker may overwrite the buffer: its shard is on disk and copied to the other node, or has
+    failed."""
 
     plan: int
     buffer: int
@@ -177,7 +181,7 @@ class BufferFree:
 
 @dataclass(frozen=True, slots=True)
 class BufferCopied:
-    """The holder has its replica of the buffer, or never will have it."""
+    """The other node has its copy of the shard in the buffer, or the copy has failed."""
 
     plan: int
     buffer: int
@@ -185,7 +189,7 @@ class BufferCopied:
 
 @dataclass(frozen=True, slots=True)
 class SaveCommitted:
-    """``took_s``: from the first shard to the commit. ``size``: bytes in all."""
+    """``took_s``: seconds from the first shard to the commit. ``size``: bytes of all ranks."""
 
     name: str
     step: int
@@ -211,7 +215,7 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True)
 class ShardHeld:
-    """The two files are the memory of a shard, and its paper."""
+    """The message carries two files: the memory of the shard of ``rank``, and the shard's ``Paper``."""
 
     rank: int
 
@@ -225,7 +229,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class KnownUnreadable:
-    """What is committed cannot be told. ``lasting``: a later question gets the same answer."""
+    """The committed checkpoints cannot be read. ``lasting``: a later request would fail as well."""
 
     why: str
     lasting: bool
@@ -272,7 +276,7 @@ WorkerChannel = QueuedChannel[SaverToWorker, WorkerToSaver]  # the saver's end
 
 
 class SaverSilent(ChannelClosed):
-    """The process at the other end exists and gives no sign of life: it is stopped or stuck."""
+    """The saver process exists but does not answer: it is stopped or stuck."""
 
 
 def listen(name: str = "") -> tuple[socket.socket, str]:
@@ -282,10 +286,10 @@ def listen(name: str = "") -> tuple[socket.socket, str]:
 
 
 def connect(name: str, secret: str = "", *, patience_s: float | None = None) -> SaverChannel:
-    """Connect to the saver ``name``. ``secret``: what a saver without an agent asks for. A saver with an
-    agent admits its workers by itself, and this waits for that. Raises ChannelClosed if no saver listens
-    there, if the process belongs to another user, or if the saver turns this process away; SaverSilent if the
-    saver says nothing for ``patience_s``, or ``SILENCE_S`` by default."""
+    """Connect to the saver ``name``. ``secret``: required by a saver without an agent. A saver with an agent
+    checks this process by itself; the call waits until the saver admits it. Raises ChannelClosed if no saver
+    listens, if another user runs the saver, or if the saver rejects this process. Raises SaverSilent if the
+    saver does not answer within ``patience_s`` seconds, by default ``SILENCE_S``."""
     saver = SaverChannel(framing.connect(name), WORKER_TO_SAVER, SAVER_TO_WORKER)
     try:
         if secret:
@@ -302,20 +306,20 @@ def _await_admission(saver: SaverChannel, patience_s: float) -> None:
     try:
         heard = saver.poll(patience_s)
     except ChannelClosed as error:
-        raise ChannelClosed("the saver has turned this process away, or has ended") from error
+        raise ChannelClosed("the saver has rejected this process, or has ended") from error
     if heard is None:
-        raise SaverSilent(f"it has said nothing for {patience_s:g} s")
+        raise SaverSilent(f"no answer for {patience_s:g} s")
 
 
 def answer(saver: SaverChannel) -> tuple[SaverToWorker, list[int]]:
-    """Return the saver's next answer, however long that takes, as long as the saver gives signs of life.
+    """Return the saver's next answer, however long that takes, as long as the saver answers ``AskAlive``.
     Raises ChannelClosed; SaverSilent after ``SILENCE_S`` of silence."""
     asked = False
     while True:
         heard = saver.poll(SILENCE_S / 2)
         if heard is None:
             if asked:
-                raise SaverSilent(f"it has said nothing for {SILENCE_S:g} s")
+                raise SaverSilent(f"no answer for {SILENCE_S:g} s")
             saver.send(AskAlive(), wait=False)
             asked = True
         elif isinstance(heard[0], Alive):
@@ -325,8 +329,9 @@ def answer(saver: SaverChannel) -> tuple[SaverToWorker, list[int]]:
 
 
 def is_of(sock: socket.socket, agent: int) -> bool:
-    """Return whether the process at the other end is the agent with this pid or one of its descendants: a
-    worker, or a process that a worker started. The kernel reports the pid, so no secret is needed."""
+    """Return whether the process at the other end of the socket is the agent (a pid) or one of its
+    descendants: a worker, or a process that a worker started. The kernel reports the pid, so no secret is
+    needed."""
     pid = framing.peer_of(sock)
     while pid > 0 and pid != agent:
         try:
@@ -339,7 +344,8 @@ def is_of(sock: socket.socket, agent: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """What all saves of a plan have in common. ``metadata`` is empty except on the rank that writes it."""
+    """Where the tensors and objects of all checkpoints of a plan are: the encoded ``Index``, and the same as
+    DCP's ``.metadata``, which is empty except on the rank that writes it."""
 
     index: bytes
     metadata: bytes
@@ -353,12 +359,12 @@ class Paper:
 
     @classmethod
     def of(cls, fd: int) -> Paper:
-        """Read the file in memory. Raises ValueError if the file is no paper, and OSError."""
+        """Read a file that ``file`` made. Raises ValueError if the content is not valid, and OSError."""
         there = min(os.fstat(fd).st_size, _PAPER_BYTES_MAX)
         if there < _LENGTHS.size:
-            raise ValueError("the paper is cut off")
+            raise ValueError("the layout is cut off")
         index, metadata = _LENGTHS.unpack(os.pread(fd, _LENGTHS.size, 0))
         if _LENGTHS.size + index + metadata > there:
-            raise ValueError(f"the paper has {there} bytes, and says {index} and {metadata} follow")
+            raise ValueError(f"the layout has {there} bytes in place of {_LENGTHS.size + index + metadata}")
         rest = os.pread(fd, index + metadata, _LENGTHS.size)
         return cls(rest[:index], rest[index:])

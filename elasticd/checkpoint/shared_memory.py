@@ -14,7 +14,7 @@ import psutil
 from elasticd.checkpoint import huge_pages
 
 _HUGE: Final = 2 << 20  # bytes of a huge page
-_ASKERS_MAX: Final = 64  # processes that allocate memory of one container at the same time
+_ASKERS_MAX: Final = 64  # processes that may allocate memory of one container at the same time
 _RECLAIMED: Final = ("inactive_file", "active_file")  # page cache, which the kernel frees under pressure
 
 

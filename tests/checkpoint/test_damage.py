@@ -190,7 +190,7 @@ def test_only_what_is_further_than_what_somebody_has_is_loaded_in_its_place(dama
     with shard(damaged.path, 2).open("r+b") as file:
         file.write(bytes(PAGE))
     assert checkpoints.load(state, beyond=Age(0, 1)) is None and checkpoints.overwrote
-    assert "step 1 is gone on from, since what was kept of later ones is not whole" in caplog.text
+    assert "continuing from step 1, because no later checkpoint is whole" in caplog.text
     assert "damaged" in caplog.text
 
 
@@ -237,7 +237,7 @@ def test_a_short_file_is_named_and_the_one_before_it_is_taken(damaged, caplog, n
     with file.open("r+b") as stream:
         stream.truncate(size - 1)
     assert damaged.found() == 1
-    assert f"/{name} is" in caplog.text and "step 1 is resumed from, since step-0000000002" in caplog.text
+    assert f"/{name} is" in caplog.text and "resuming from step 1, because step-0000000002" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", MANIFEST])
@@ -339,7 +339,7 @@ def test_what_no_other_try_would_find_otherwise_ends_the_job_unless_the_script_k
     assert fatal == [Fatal.BAD_DATA], "it was caught"
     assert uncaught(lambda: damaged.checkpoints.load(damaged.state)).startswith("no checkpoint is whole: ")
     (damaged.path / POINTER).write_bytes(b"{")
-    assert "nothing beside it is whole" in uncaught(lambda: damaged.checkpoints.load(damaged.state))
+    assert "no checkpoint beside it is whole" in uncaught(lambda: damaged.checkpoints.load(damaged.state))
     assert fatal == [Fatal.BAD_DATA, Fatal.NO_CHECKPOINT, Fatal.NO_CHECKPOINT]
 
 
@@ -420,7 +420,7 @@ def test_a_damaged_record_beside_which_nothing_is_whole_is_no_fresh_start(damage
     (damaged.path / POINTER).write_bytes(b"{")
     for step in damaged.path.glob("step-*"):
         (step / MANIFEST).unlink()
-    with pytest.raises(NoCheckpoint, match=f"{POINTER} is damaged: .*, and nothing beside it is whole"):
+    with pytest.raises(NoCheckpoint, match=f"{POINTER} is damaged: .*, and no checkpoint beside it is whole"):
         damaged.checkpoints.load(damaged.state)
     assert damaged.checkpoints.save(training(3), 3) and damaged.checkpoints.wait()
     assert damaged.checkpoints.load(damaged.state) == 3, "it holds up no later one"
@@ -458,7 +458,7 @@ def test_another_shape_is_refused_by_name_and_with_what_to_do(saved, tmp_path):
         ValueError, match=r"model\.0\.weight has the shape \[288, 96\] in the checkpoint"
     ) as what:
         checkpoints.load(other)
-    way_out = f"begin anew with checkpoints in another folder than {folder_of(tmp_path / 'run', 1).parent}"
+    way_out = f"start anew with checkpoints in another folder than {folder_of(tmp_path / 'run', 1).parent}"
     assert str(what.value).endswith(way_out)
 
 

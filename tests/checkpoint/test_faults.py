@@ -273,7 +273,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_it_taken(
     monkeypatch.setattr(os, call, spoiled)
     monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
     assert resumed(path) == 1
-    assert f"step 1 is resumed from, since {newest}" in caplog.text and "Input/output error" in caplog.text
+    assert f"resuming from step 1, because {newest}" in caplog.text and "Input/output error" in caplog.text
 
 
 def test_what_one_killed_while_it_wrote_the_pointer_left_goes_with_the_next_commit(
@@ -358,7 +358,7 @@ def test_a_store_that_does_not_say_what_was_saved_before_costs_no_save_but_that(
     checkpoints.save(filled(2), 2)
     assert checkpoints.wait() and checkpoints.failed == 1
     assert checkpoints.last_error == (
-        "the checkpoint of step 2 was not saved: it cannot be told what was saved before: "
+        "the checkpoint of step 2 was not saved: the earlier saves cannot be listed: "
         f"Input/output error ({POINTER})"
     )
     assert checkpoints.save(filled(3), 3) and checkpoints.wait() and checkpoints.failed == 1
@@ -440,7 +440,7 @@ def test_a_shard_for_which_there_is_no_memory_fails_one_checkpoint_and_no_other(
     checkpoints = Checkpoints(tmp_path / "run")
     checkpoints.save(filled(1), 1)
     assert checkpoints.wait() and checkpoints.failed == 1
-    assert "rank 0 could not copy: there is no memory for" in checkpoints.last_error
+    assert "rank 0 could not copy its shard: there is no memory for" in checkpoints.last_error
     assert "only 1000 bytes are available" in checkpoints.last_error
     monkeypatch.undo()
     assert checkpoints.save(filled(2), 2) and checkpoints.wait() and checkpoints.failed == 1
@@ -509,7 +509,7 @@ def test_a_rank_that_goes_before_it_hands_over_fails_the_checkpoint_by_name(fork
     hears(one, BufferFree)
     two.close()
     failed = hears(one, SaveFailed)
-    assert failed.name == folder and "rank 1 was gone before it had handed over" in failed.why
+    assert failed.name == folder and "rank 1 left before it had handed over its shard" in failed.why
     assert FilePointer(tmp_path / "run").read().newest is None
     one.close()
 
@@ -519,7 +519,7 @@ def test_a_rank_that_cannot_copy_fails_that_checkpoint_and_none_after_it(forker,
     lines = [joins(name, tmp_path / "run", rank, 2) for rank in range(2)]
     first, second = (folder_name(step, 1, "0000000a", step) for step in (5, 6))
     lines[1].send(MissSave(first, 5, "there is no memory"))
-    assert "rank 1 could not copy: there is no memory" in hears(lines[0], SaveFailed).why
+    assert "rank 1 could not copy its shard: there is no memory" in hears(lines[0], SaveFailed).why
     hands_over(lines[0], 5, first)  # it has taken longer
     hears(lines[0], BufferFree)
     for line in lines:
@@ -535,7 +535,7 @@ def test_a_rank_that_cannot_copy_on_another_node_is_not_waited_for(forker, tmp_p
     name = folder_name(5, 1, "0000000a", 1)
     hands_over(here, 5, name)
     there.send(MissSave(name, 5, "there is no memory"))
-    assert "rank 1 could not copy: there is no memory" in hears(here, SaveFailed).why
+    assert "rank 1 could not copy its shard: there is no memory" in hears(here, SaveFailed).why
     for line in (here, there):
         line.close()
 
@@ -553,10 +553,10 @@ def test_a_shard_lost_on_another_node_is_waited_for_only_until_that_node_has_wri
             hands_over(line, step, name)
             hears(line, BufferFree)
         if step == 5:
-            assert "could not be told" in hears(there, SaveFailed).why
+            assert "could not be notified" in hears(there, SaveFailed).why
     failed = hears(here, SaveFailed)
     assert failed.step == 5
-    assert failed.why == "the shard of rank 1, which is on another node, never came, and step 6 has"
+    assert failed.why == "the shard of rank 1, which is on another node, never arrived, but step 6 did"
     assert hears(here, SaveCommitted).step == 6
     assert folders(tmp_path / "run") == {names[6]}
     for line in (here, there):
@@ -581,7 +581,9 @@ def test_a_rank_that_never_came_fails_what_the_others_handed_over_once_they_are_
     hands_over(one, 5, folder_name(5, 1, "0000000a", 1))
     hears(one, BufferFree)
     one.close()
-    assert "rank 1 was gone before it had handed over" in " ".join(forker.until("step 5 was not saved as"))
+    assert "rank 1 left before it had handed over its shard" in " ".join(
+        forker.until("step 5 was not saved as")
+    )
     new = joins(name, tmp_path / "run", 0, 1, "0000000b", 2)
     hands_over(new, 6, folder_name(6, 2, "0000000b", 1))
     hears(new, SaveCommitted)

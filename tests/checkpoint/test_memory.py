@@ -154,7 +154,7 @@ def test_what_cannot_be_unpickled_from_memory_is_not_from_disk_either_and_one_be
     state, after = {**filled(0), "odd": 0}, Checkpoints(tmp_path / "run")
     assert after.load(state) == 1
     check(state, 1)
-    assert "step 1 is resumed from, since odd of step-0000000002" in caplog.text
+    assert "resuming from step 1, because odd of step-0000000002" in caplog.text
     after.close()
 
 
@@ -182,13 +182,13 @@ def test_a_saver_that_is_stopped_or_dead_is_not_waited_for_and_the_disk_is_read(
         assert after.load(state) == 2 and after.tier == "disk"
         check(state, 2)
         monkeypatch.setenv("ELASTICD_RESUME", "never")
-        with pytest.raises(NoCheckpoint, match="what this job has committed cannot be told"):
+        with pytest.raises(NoCheckpoint, match="the checkpoints of this job are not known"):
             after.load(state)
     finally:
         if sent == signal.SIGSTOP:
             os.kill(pid, signal.SIGCONT)
-    sentence = "the saver of this node is stopped or stuck (it has said nothing for 0.5 s): "
-    sentence += "what is in memory here is done without"
+    sentence = "the saver of this node is stopped or stuck (no answer for 0.5 s): "
+    sentence += "states in memory are not used"
     said = [r.message for r in caplog.records if "saver" in r.message]
     assert said == (2 * [sentence] if sent == signal.SIGSTOP else [])
 
@@ -214,7 +214,7 @@ def test_training_waits_once_for_a_saver_that_is_stopped_and_goes_back_to_it_lat
     finally:
         saver.resume()
     assert patience == [None] and checkpoints.failed == 3
-    assert checkpoints.last_error.endswith("it has said nothing for 0.5 s")
+    assert checkpoints.last_error.endswith("no answer for 0.5 s")
     checkpoints._line._silent_until = 1e-9  # a minute later
     assert checkpoints.save(filled(4), 4) and checkpoints.wait()
     assert patience == [None, 30.0] and checkpoints.newest.step == 4

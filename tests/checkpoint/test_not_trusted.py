@@ -113,7 +113,7 @@ def of(index: dict[str, Any], files: list[File] = FILES) -> bytes:
 @pytest.mark.parametrize("wrong", [*WRONG_INDEXES, *TOO_FAR])
 def test_a_manifest_by_which_nothing_can_be_loaded_is_refused(wrong: dict[str, Any]):
     assert decode(of(GOOD), NAME).index == Index(**GOOD)
-    with pytest.raises(BadCheckpoint, match=f"^{NAME}/elasticd.json is of no use: "):
+    with pytest.raises(BadCheckpoint, match=f"^{NAME}/elasticd.json is not valid: "):
         decode(of(GOOD | wrong), NAME)
 
 
@@ -136,5 +136,5 @@ def test_an_index_of_a_peers_by_which_nothing_can_be_loaded_is_refused(wrong: di
     ],
 )
 def test_a_manifest_names_the_shards_of_its_ranks_and_no_other_file(files: list[File]):
-    with pytest.raises(BadCheckpoint, match="is of no use: "):
+    with pytest.raises(BadCheckpoint, match="is not valid: "):
         decode(of(GOOD, files), NAME)

@@ -122,7 +122,7 @@ def test_a_lost_record_beside_nothing_whole_is_no_fresh_start(store):
     lost(store)
     [name] = (name for name in store.names() if name.startswith("step-"))
     store.unlink([f"{name}/{shard_name(0)}"])
-    with pytest.raises(BadCheckpoint, match=f"{POINTER} is missing, and nothing beside it is whole"):
+    with pytest.raises(BadCheckpoint, match=f"{POINTER} is missing, and no checkpoint beside it is whole"):
         FilePointer(store).read()
     Job(store, round_=2).commit(2)
     assert committed(store) == [2], "it holds up no later one"

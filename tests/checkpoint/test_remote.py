@@ -109,7 +109,7 @@ def test_an_object_that_is_not_as_it_was_is_named_and_the_one_before_taken(
         body[len(body) // 2] ^= 1
         client.put_object(Bucket="bucket", Key=key, Body=bytes(body[: -1 if how == "truncated" else None]))
     assert resumed(where) == 1
-    assert f"step 1 is resumed from, since {shard} is" in caplog.text
+    assert f"resuming from step 1, because {shard} is" in caplog.text
 
 
 @pytest.mark.slow

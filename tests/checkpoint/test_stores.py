@@ -185,7 +185,7 @@ def test_a_server_that_knows_no_conditions_is_written_to_without(s3, bucket, mon
     monkeypatch.setattr(bucket._fs, "pipe_file", old)
     said: list[str] = []
     FilePointer(bucket, said.append).commit(saved(1, 1), Keep())
-    assert "cannot tell two commits at one moment apart" in said[0]
+    assert "does not notice two commits at the same time" in said[0]
     assert FilePointer(bucket).commit(saved(2, 1), Keep()).checkpoint == FilePointer(bucket).read()
 
 
@@ -195,7 +195,7 @@ def test_where_two_commits_at_one_moment_are_not_told_apart_that_is_said_once(st
     for step in (1, 2):
         pointer.commit(saved(step, 1), Keep())
     warning = (
-        f"{store.url} cannot tell two commits at one moment apart: let only one job at a time save there"
+        f"{store.url} does not notice two commits at the same time: let only one job at a time save there"
     )
     assert [sentence.startswith(warning) for sentence in said] == [True] * (not store.fenced)
     assert store.fenced == (isinstance(store, Disk) or store.url.startswith("s3:"))
@@ -275,7 +275,7 @@ def test_a_server_that_hangs_up_on_everything_is_an_error_in_the_end(s3, bucket,
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        ("nonsense://bucket/x", "no address to keep checkpoints at"),
+        ("nonsense://bucket/x", "not an address for checkpoints"),
         ("simplecache::s3://bucket/x", "names several stores"),
         (f"s3://KEY:{SECRET}@bucket/x", "holds a secret"),
     ],

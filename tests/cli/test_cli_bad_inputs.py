@@ -84,8 +84,8 @@ def refused(argv: Sequence[str]) -> str:
         (["--checkpoint-rate", "9" * 400, "ok.py"], "--checkpoint-rate"),
         # places
         (["--checkpoints", "bogus://x", "ok.py"], "bogus"),
-        (["--checkpoints", "s3://", "ok.py"], "s3:// names no place"),
-        (["--checkpoints", "s3:///", "ok.py"], "names no place"),
+        (["--checkpoints", "s3://", "ok.py"], "s3:// names no folder"),
+        (["--checkpoints", "s3:///", "ok.py"], "names no folder"),
         (["--log-dir", "file", "ok.py"], "cannot be written to: Not a directory"),
         (["--log-dir", "/proc/x", "ok.py"], "cannot be written to"),
         (["--http", "127.0.0.1:99999", "ok.py"], "neither HOST:PORT"),

@@ -143,7 +143,9 @@ def test_a_damaged_copy_stops_no_job_and_is_mended_by_its_next_commit(server, cl
     file.write_bytes(b"{")
     round_is(client, 1)
     pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
-    with pytest.raises(BadCheckpoint, match=r"committed.json is damaged: .* nothing beside it is whole"):
+    with pytest.raises(
+        BadCheckpoint, match=r"committed.json is damaged: .* no checkpoint beside it is whole"
+    ):
         pointer.read()
     assert pointer.read(own=True).saved == (), "which is not even read where only this job's count"
     new = whole(tmp_path, 1, 1)
@@ -193,7 +195,7 @@ def test_what_others_have_committed_is_not_taken_for_this_job_s_where_etcd_does_
             memories.committed(own=True)
         service.close()
     assert memories.committed(own=False) is None, "the file is there to be read"
-    with pytest.raises(Untold, match="what this job has committed cannot be told"):
+    with pytest.raises(Untold, match="the checkpoints of this job are not known"):
         memories.committed(own=True)
     memories.close()
 
@@ -418,7 +420,7 @@ def test_nothing_is_removed_while_others_go_by_a_file_that_cannot_be_written(
         hands_over(name, str(tmp_path), 3, step, last=1).close()
         assert fate(told).fate is Fate.COMMITTED
     why = f"No space left on device ({POINTER})"
-    assert said == [f"step 6 is committed, but {POINTER} does not say so yet: {why}"]
+    assert said == [f"step 6 is committed, but {POINTER} does not name it yet: {why}"]
     newest = FilePointer(tmp_path).read().newest
     assert newest is not None and open_manifest(Disk(tmp_path), newest).step == 5
     if in_time:
@@ -432,7 +434,7 @@ def test_nothing_is_removed_while_others_go_by_a_file_that_cannot_be_written(
     if not in_time:  # whoever comes without this etcd will not find it
         last = fate(told)
         assert (last.fate, last.step) == (Fate.FAILED, 6)
-        assert last.why == f"it is committed, but {POINTER} could not be made to say so: {why}"
+        assert last.why == f"it is committed, but {POINTER} could not be updated: {why}"
     assert told.empty()
 
 
@@ -677,7 +679,7 @@ def test_a_process_of_the_same_user_that_is_no_worker_plants_nothing(tmp_path):
     finally:
         job.kill()
         job.wait()
-    assert job.returncode == 0 and "no worker of this job was turned away" in said
+    assert job.returncode == 0 and "no worker of this job was rejected" in said
     assert list((tmp_path / "run").iterdir()) == []
 
 

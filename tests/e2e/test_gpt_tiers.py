@@ -307,5 +307,5 @@ def test_a_checkpoint_of_another_model_is_refused_at_once_and_in_a_sentence(
     assert len(a.find("workers.started")) == 1, "another try would find the same"
     assert a.text[-1].startswith("elasticd: model.") and " has the shape [" in a.text[-1]
     assert a.text[-1].endswith(
-        f"or begin anew with checkpoints in another folder than {cluster.folder}/kept."
+        f"or start anew with checkpoints in another folder than {cluster.folder}/kept."
     )

@@ -116,7 +116,7 @@ def test_a_store_that_does_not_answer_at_the_start_is_noted_and_no_training_begu
         s3.mends()
     assert job.returncode == 1
     assert "s3://bucket/dark cannot be written to now" in job.stderr
-    assert "what is committed cannot be read: " in job.stderr
+    assert "the committed checkpoints cannot be read: " in job.stderr
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_store_that_does_not_answer_at_the_start_is_noted_and_no_training_begu
     [
         ("s3://no-such-bucket/x", {}, "bucket does not exist"),
         ("s3://bucket/x", {"AWS_ACCESS_KEY_ID": "SOMEBODY"}, "does not exist in our records"),
-        ("nonsense://bucket/x", {}, "no address to keep checkpoints at"),
+        ("nonsense://bucket/x", {}, "not an address for checkpoints"),
         ("/proc/x", {}, "No such file or directory"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_job_whose_checkpoints_are_all_damaged_ends_with_5_at_once_and_says_wh
     else:
         (where / POINTER).write_bytes(b"{")
         (where / ten.name / MANIFEST).unlink()
-        wrong = (f"{where / POINTER} is damaged", "nothing beside it is whole")
+        wrong = (f"{where / POINTER} is damaged", "no checkpoint beside it is whole")
     job = run("--checkpoints", str(where), "--resume", resume)
     assert job.returncode == 5, job.stderr[-3000:]
     assert job.stderr.count('"event": "workers.started"') == 1, "another try would find the same"

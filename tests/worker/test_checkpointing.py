@@ -432,4 +432,4 @@ def test_survivors_keep_their_steps_where_what_was_kept_beyond_them_proves_damag
     for i in (0, 3):
         assert reads(tmp_path, str(i), "committed") == list(range(whole.step + 1, STEPS + 1)), "each once"
         assert_undisturbed(crew, tmp_path, range(i, i + 1), undisturbed)
-    assert f"step {whole.step + 1} is gone on from" in (tmp_path / "0.err").read_text(), "it did look"
+    assert f"continuing from step {whole.step + 1}, " in (tmp_path / "0.err").read_text(), "it did look"

@@ -1,4 +1,4 @@
-"""Collectives of a world's ranks about checkpoints; nothing is pickled."""
+"""Collectives that the ranks of a world use for checkpoints. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Together:
 
     @property
     def over(self) -> bool:
-        """Whether the world has changed since."""
+        """Whether the world has changed since this object was made."""
         return self.world is not (dist.group.WORLD if dist.is_initialized() else None)
 
     def least(self, values: Sequence[int]) -> list[int]:
@@ -33,8 +33,8 @@ class Together:
         return self.ask_least(values)()
 
     def ask_least(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begin ``least``. Return a function that waits for the result; the caller can do other work
-        before."""
+        """Begin ``least``. Return a function that waits for the result: the caller can do other work
+        meanwhile."""
         if self.group is None:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64)

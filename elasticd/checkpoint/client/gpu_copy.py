@@ -88,7 +88,7 @@ class Flight:
     tensors: Sequence[torch.Tensor]
     memory: Memory | None
     _versions: list[int] = field(default_factory=list)
-    _intact: bool | None = None  # set when an optimizer is about to step, which waits
+    _intact: bool | None = None  # whether no tensor was changed before its copy; None: not known yet
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,9 @@ class Flight:
         with self._lock:
             if self._intact is None:
                 self._intact = self._count() == self._versions
-        return "" if self._intact else "parameters were changed before they were copied, and by no optimizer"
+        return (
+            "" if self._intact else "parameters were changed before they were copied, and not by an optimizer"
+        )
 
     def _count(self) -> list[int]:
         return [tensor._version for tensor in self.tensors]

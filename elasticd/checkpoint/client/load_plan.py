@@ -79,7 +79,7 @@ class Target:
             try:
                 self.flat.objects[key] = loaded(bytes(raw))
             except Exception as error:
-                what = f"{key} of {self.name} is nothing that torch.load(weights_only=True) takes"
+                what = f"{key} of {self.name} cannot be loaded by torch.load(weights_only=True)"
                 raise BadCheckpoint(what) from error
         return self.flat
 
@@ -99,7 +99,7 @@ class Target:
     def _want_of(
         self, local: torch.Tensor, offsets: tuple[int, ...], chunk: Chunk, dtype: torch.dtype
     ) -> int:
-        """Return the number of wanted elements that the chunk has."""
+        """Plan to read what the chunk has of ``local``. Return the number of its elements."""
         first = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
         ends = zip(offsets, local.shape, chunk.offsets, chunk.sizes, strict=True)
         count = [min(a + n, b + m) - f for (a, n, b, m), f in zip(ends, first, strict=True)]
@@ -150,7 +150,7 @@ def _dtype(saved: Tensor) -> torch.dtype:
     found = getattr(torch, saved.dtype, None)
     if not isinstance(found, torch.dtype):
         raise BadCheckpoint(
-            f"{saved.dtype} is no type of tensors that this torch has: use the torch that saved them"
+            f"this torch has no dtype {saved.dtype}: use the version of torch that saved the checkpoint"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Recall states from memory: from this node's saver, and from other nodes' savers."""
+"""Read states from memory: from this node's saver, and from other nodes' savers."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _log = logging.getLogger(__name__)
 
 
 class Untold(Exception):
-    """The committed checkpoints cannot be told now. The message is one sentence."""
+    """The committed checkpoints cannot be found out at present. The message is one sentence."""
 
 
 class HolderLost(Exception):
-    """A node's memory is gone."""
+    """The shards of a state can no longer be read from the memory of ``node``, or, if empty, of any node."""
 
     def __init__(self, node: str, why: str) -> None:
         super().__init__(f"{node}: {why}")
@@ -50,8 +50,8 @@ class HolderLost(Exception):
 
 @dataclass(slots=True)
 class Recalled:
-    """A whole state in memory, as this node reaches it. ``near``: the shards on this node, as open files by
-    rank. ``far``: the holders of the others."""
+    """A whole state in memory. ``near``: the shards on this node, as open files by rank. ``far``: the savers
+    of other nodes that have the other shards, by rank."""
 
     path: str
     name: str
@@ -95,9 +95,9 @@ class Recalled:
 
 
 class Memories:
-    """The knowledge of this node's saver about states at a path: those in memory, and the committed ones.
+    """Asks this node's saver about the states at a path: the states in memory, and the committed ones.
 
-    Without a saver there is nothing in memory. The same holds for a saver that is stopped, after one warning.
+    Without a saver, nothing is in memory. A saver that is stopped counts as none, after one warning.
     """
 
     def __init__(self, saver: str, path: str) -> None:
@@ -133,7 +133,9 @@ class Memories:
                 if rank not in near:
                     place = next((places[node] for node in nodes if node in places), None)
                     if place is None:
-                        raise HolderLost(nodes[0], f"nobody knows where its shard {rank} is")
+                        raise HolderLost(
+                            nodes[0], f"no address is known of a saver that has the shard of rank {rank}"
+                        )
                     far[rank] = place
             index = _index(raw) if raw else self._index_of(choice.name, next(iter(far.values())))
             if len(index.files) != len(choice.holders):
@@ -145,10 +147,10 @@ class Memories:
         return Recalled(self._path, choice.name, index, near, far)
 
     def committed(self, *, own: bool) -> Checkpoint | None:
-        """Return the committed checkpoints. ``own``: only this job's, which only a saver can tell.
+        """Return the committed checkpoints. ``own``: only this job's, which only a saver knows.
 
         Return None if there is no saver, or if the saver does not answer and ``own`` is false. Raises Untold
-        if the saver cannot tell now, and BadCheckpoint if it never can.
+        if the saver cannot read them at present, and BadCheckpoint if it never can.
         """
         for message, _ in self._ask(AskKnown(self._path, own)):
             match message:
@@ -157,7 +159,7 @@ class Memories:
                 case KnownUnreadable(why, lasting):
                     raise BadCheckpoint(why) if lasting else Untold(why)
         if own and self._saver:
-            raise Untold("what this job has committed cannot be told: its saver does not answer")
+            raise Untold("the checkpoints of this job are not known: its saver does not answer")
         return None
 
     def close(self) -> None:
@@ -173,7 +175,7 @@ class Memories:
             raise HolderLost(holder.node, str(error)) from error
 
     def _ask(self, question: WorkerToSaver) -> Iterator[tuple[SaverToWorker, list[int]]]:
-        """Yield the answers as far as they come. The caller knows which is the last."""
+        """Yield the saver's answers, until the saver is lost. The caller stops at the last one."""
         try:
             if not self._saver or self._silent:
                 return
@@ -185,7 +187,7 @@ class Memories:
         except SaverSilent as error:
             self._silent = True
             self.close()
-            said = "the saver of this node is stopped or stuck (%s): what is in memory here is done without"
+            said = "the saver of this node is stopped or stuck (%s): states in memory are not used"
             _log.warning(said, error)
         except ChannelClosed:  # the caller sees what is missing
             self.close()
@@ -195,4 +197,4 @@ def _index(raw: bytes) -> Index:
     try:
         return decode_index(raw)
     except ValueError as error:
-        raise HolderLost("", f"what is in this node's memory is of no use: {error}") from error
+        raise HolderLost("", f"the index in this node's memory is not valid: {error}") from error

@@ -19,7 +19,7 @@ _INT_MAX: Final = 1 << 1000  # far below the limit of a pickle's short form
 
 def pickled(objects: Mapping[str, Any], before: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the objects as ``torch.save`` writes them. Raises TypeError for an object that could not be
-    loaded again; an object that is the same as ``before`` is not tried again."""
+    loaded again; an object that is the same as in ``before`` is not tried again."""
     made = {}
     for key, value in objects.items():
         try:

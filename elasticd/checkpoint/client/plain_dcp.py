@@ -70,8 +70,7 @@ def load_plain(folder: Path, state: dict[str, Any], together: Together) -> None:
             raise BadCheckpoint(wrong)
         if misfit:
             raise ValueError(
-                f"{folder} cannot be loaded: {misfit}; give a state that is built as the one it was saved "
-                "from"
+                f"{folder} cannot be loaded: {misfit}; give a state that is built like the saved state"
             )
     for key in before.objects:
         before.objects[key] = leaves[key]

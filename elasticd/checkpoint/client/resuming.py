@@ -42,8 +42,8 @@ class Kept(NamedTuple):
 
 
 class Resuming:
-    """Resume one ``state``, on all ranks together. ``tier``: where the state came from. ``overwrote``:
-    whether anything was read into the state, even if the load then failed."""
+    """Resume one ``state``, on all ranks together. ``tier``: where the state came from: "memory", "peer" or
+    "disk". ``overwrote``: whether anything was read into the state, even if the load then failed."""
 
     def __init__(self, store: CheckpointStore, together: Together, state: dict[str, Any]) -> None:
         self._store, self._together, self._state = store, together, state
@@ -70,7 +70,7 @@ class Resuming:
         """Load from disk. ``half``: why the state is partly filled from memory; empty otherwise."""
         together = self._together
         wrong: dict[str, str] = {}  # what is wrong, by checkpoint
-        passes = bool(half)  # whether the trouble may pass by itself
+        passes = bool(half)  # whether the errors may be temporary
         while True:
             # Read again each time: a saver may have committed something in between.
             there, complaint, may_pass = self._committed()
@@ -89,19 +89,19 @@ class Resuming:
                 self.tier = "disk"
                 if together.rank == 0:
                     for name in wrong.keys() & {s.name for s in there.saved}:
-                        _log.warning("step %d is resumed from, since %s", saved.step, wrong[name])
+                        _log.warning("resuming from step %d, because %s", saved.step, wrong[name])
                 return saved.step
             wrong[saved.name] = whys[0]
         whole = (
             [complaint] if complaint else [wrong[s.name] for s in reversed(there.saved) if s.name in wrong]
         )
         if half:
-            whole.append(f"what was in memory was lost while it was read: {half}")
+            whole.append(f"the state in memory was lost while it was read: {half}")
         if beyond is not None:
             if together.rank == 0:
-                why = "; ".join(whole) or "it is gone"
+                why = "; ".join(whole) or "none is left"
                 _log.warning(
-                    "step %d is gone on from, since what was kept of later ones is not whole: %s",
+                    "continuing from step %d, because no later checkpoint is whole: %s",
                     beyond.step,
                     why,
                 )
@@ -119,8 +119,8 @@ class Resuming:
         return None
 
     def _committed(self) -> tuple[Checkpoint, str, bool]:
-        """Return the committed checkpoints as rank 0 sees them, what is wrong with them, and whether the
-        trouble may pass. All ranks use rank 0's answer."""
+        """Return the committed checkpoints, or what is wrong with the record of them, and whether the error
+        may be temporary. Rank 0 reads the record for all ranks."""
         url = self._store.url
         found, complaint, may_pass = Checkpoint(url), "", False
         if self._together.rank == 0:
@@ -138,8 +138,8 @@ class Resuming:
         return msgspec.json.decode(said, type=tuple[Checkpoint, str, bool])
 
     def _read(self, saved: Saved) -> tuple[Flat, str, bool, str]:
-        """Return the checkpoint's data; or what is wrong with it, and whether the trouble may pass; or why it
-        does not fit the state."""
+        """Return the checkpoint's data; or what is wrong with it, and whether the error may be temporary; or
+        why it does not fit the state."""
         try:
             manifest = open_manifest(self._store, saved)
             self.overwrote = True
@@ -156,7 +156,9 @@ class Resuming:
         """Return the newest whole state in memory, as rank 0 sees it, unless a newer one was committed; and
         what was committed."""
         offered = self._memories.survey() if self._together.rank == 0 else []
-        there, _, _ = self._committed()  # asked second: what has left the memory is committed by now
+        there, _, _ = (
+            self._committed()
+        )  # read second: a state that has left the memory meanwhile is committed by now
         least = (there.newest.round, there.newest.step) if there.newest else (0, 0)
         return newest_whole(offered, least), there
 
@@ -186,8 +188,8 @@ class Resuming:
                 self._restore(choice.name, flat)
                 self.tier = max(tier for tier, _, _ in heard)
                 if together.rank == 0:
-                    where = "memory" if self.tier == "memory" else "memory, some of it other nodes'"
-                    _log.info("step %d is resumed from %s", choice.step, where)
+                    where = "memory" if self.tier == "memory" else "memory, in part of other nodes"
+                    _log.info("resuming from step %d in %s", choice.step, where)
                 return choice.step, ""
             [node, lost] = losses[0]
             choice = choice.without(node) if node else None  # "": useless on every node
@@ -202,8 +204,8 @@ class Resuming:
         """Raise Misfit if the checkpoint does not fit the state of one of the ranks."""
         for misfit in filter(None, misfits):
             raise Misfit(
-                f"{misfit}: build what {name} was saved from, or begin anew with checkpoints in another "
-                f"folder than {self._store.url}"
+                f"{misfit}: build the state that {name} was saved from, or start anew with checkpoints in "
+                f"another folder than {self._store.url}"
             )
 
 

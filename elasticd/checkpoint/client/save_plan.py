@@ -104,8 +104,8 @@ def _require_alike(held: Sequence[RankContent]) -> None:
         if len(by_kind) > 1:
             each = " and ".join(f"{kind} on {_ranks(ranks)}" for kind, ranks in by_kind.items())
             raise ValueError(
-                f"{key} cannot be saved, as it is {each}: give what differs from rank to rank a name of its "
-                'rank\'s own, such as f"seen{rank}", or make it alike on all ranks'
+                f"{key} cannot be saved, as it is {each}: make it alike on all ranks, or put the rank into "
+                'its name, such as f"seen{rank}"'
             )
 
 
@@ -124,8 +124,8 @@ def deal(
     """Return the parts that each rank writes, from the parts that each rank holds.
 
     Parts that all ranks hold (replicas) are laid end to end and cut between rows into equal pieces. A part
-    that some ranks hold goes to the one of them with the least so far. ``together``: keys of tensors that may
-    differ between ranks; the first rank that holds such a tensor writes all of it.
+    that some ranks hold goes to the one of these ranks with the fewest bytes so far. ``together``: keys of
+    tensors that may differ between ranks; the first rank that holds such a tensor writes all of it.
     """
     holders: dict[TensorPart, list[int]] = {}
     for rank, parts in enumerate(held):

@@ -1,4 +1,5 @@
-"""The connection to the saver: the agent's, or without an agent one that the workers of a host start."""
+"""A worker's connection to the saver: the agent's saver, or, without an agent, one that the workers of a host
+start."""
 
 from __future__ import annotations
 
@@ -31,9 +32,11 @@ _PROGRAM: Final = (
     "import sys; sys.path.append({root!r}); "
     "from elasticd.checkpoint.server.standalone import main; main({fd}, {options!r})"
 )
-_LEFT_ALONE_S: Final = 60.0
-_MOMENT_S: Final = 1.0
-started: Final[list[subprocess.Popen[bytes]]] = []  # they outlive this process; kept to avoid ResourceWarning
+_LEFT_ALONE_S: Final = 60.0  # how long a silent saver is not tried again
+_MOMENT_S: Final = 1.0  # how long it then has to answer
+started: Final[
+    list[subprocess.Popen[bytes]]
+] = []  # savers outlive this process; kept to avoid ResourceWarning
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ class Terms:
 
 
 class SaverLine:
-    """The connection. ``take`` receives the saver's messages; ``lost`` is called with the reason each time
-    the saver is lost."""
+    """The connection, opened again for each world. ``take`` receives the saver's messages; ``lost`` is called
+    with the reason each time the connection is lost."""
 
     def __init__(self, take: Callable[[SaverToWorker], None], lost: Callable[[ChannelClosed], None]) -> None:
         self._take, self._lost = take, lost
@@ -71,10 +74,10 @@ class SaverLine:
             before, why = 0, ""
             try:
                 before = FilePointer(store).last_round()
-            except BadCheckpoint:  # no commit can work then, and each says so
+            except BadCheckpoint:  # every commit then fails with this error
                 pass
             except OSError as error:
-                why = f"it cannot be told what was saved before: {told(error)}"
+                why = f"the earlier saves cannot be listed: {told(error)}"
             mine |= {"token": os.urandom(4).hex(), "round": max(numbered, before + 1), "why": why}
         said = [json.loads(raw) for raw in together.gather(json.dumps(mine).encode())]
         token, round_, self.why = said[0]["token"], said[0]["round"], said[0]["why"]
@@ -109,8 +112,8 @@ class SaverLine:
         return Terms(token, round_, mine["node"] in keeper)
 
     def _connect(self, name: str, secret: str = "") -> SaverChannel:
-        """Connect to the saver. One that was silent is left alone for a while, and then has a moment only to
-        answer: training waits meanwhile."""
+        """Connect to the saver. A saver that was silent is not tried again for ``_LEFT_ALONE_S``, and then
+        has ``_MOMENT_S`` to answer, because training waits. Raises ChannelClosed."""
         if time.monotonic() < self._silent_until:
             raise SaverSilent(self._silence)
         try:
@@ -139,7 +142,7 @@ class SaverLine:
     def say_when(
         self, landed: Future[str], message: WorkerToSaver, spoilt: Callable[[str], WorkerToSaver]
     ) -> None:
-        """Send ``message`` once the copy has landed, from another thread, or ``spoilt(why)`` if it failed.
+        """Send ``message`` once the copy has ended, from another thread, or ``spoilt(why)`` if it failed.
         The training thread notices a lost connection at its next call."""
         line = self._line
 
@@ -192,16 +195,16 @@ def saver_name() -> str:
 
 
 def _host() -> str:
-    """Return an id that is equal for processes that can talk without a network. psutil has no call for either
-    part."""
+    """Return an id that is equal for processes that can connect to the same saver. psutil has no call for the
+    parts."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"
 
 
 def _start() -> str:
-    """Start a saver for the workers of this host; return its name and secret. It ends when all have left and
-    its work is done."""
+    """Start a saver for the workers of this host; return its name and secret. The saver ends when all workers
+    have left and its work is done."""
     sock, name = protocol.listen()
     with sock:
         rate = os.environ.get("ELASTICD_CHECKPOINT_RATE")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BELIEVED_S: Final = 6 * 3600.0  # the assumed time between failures, before the first one
 LEAST_S: Final = 1.0
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_NOT_MINE: Final = 1 << 62  # larger than any number of rank 0's
+_NOT_MINE: Final = 1 << 62  # larger than rank 0's numbers, so that ``least`` returns those of rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def best_interval_s(cost_s: float, between_s: float) -> float:
 
 def interval_s(cadence: EverySeconds | Auto, cost_s: float, durable_s: float, between_s: float) -> float:
     """Return the time from one save to the next. ``durable_s``: how long the last checkpoint took until its
-    commit. An earlier save would be useless."""
+    commit. No save is due before the last one can be committed."""
     if isinstance(cadence, EverySeconds):
         return cadence.seconds
     return max(best_interval_s(cost_s, between_s), durable_s)

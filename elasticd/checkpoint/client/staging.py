@@ -1,4 +1,4 @@
-"""The copy of a save and its shared memory: everything that stays the same from save to save."""
+"""The copy of a state into shared memory: the plan and the buffers, which stay the same from save to save."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CopyPlan:
     gpu: GpuCopier
     buffers: list[Buffer] = field(default_factory=list)
     turn: int = 0
-    landed: Future[str] | None = None  # of a copy that is still in flight: why it failed, or ""
+    landed: Future[str] | None = None  # of a copy that is not finished: why it failed, or ""
     _padded: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
 
     @classmethod
@@ -76,7 +76,7 @@ class CopyPlan:
         blobs: Mapping[str, bytes],
         gpu: GpuCopier,
     ) -> tuple[CopyPlan, Paper]:
-        """Return this rank's plan, and what the saver must know of the plan, on all ranks together. Raises
+        """Return this rank's plan, and the ``Paper`` for the saver. All ranks must call this together. Raises
         Misfit."""
         shards, index = lay_out_together(together, state, flat, blobs)
         metadata = b""
@@ -111,7 +111,7 @@ class CopyPlan:
     ) -> str:
         """Copy the state into the next buffer, from a GPU while training goes on: see ``landed``.
 
-        Return why that is impossible; empty if it is not. ``say``: sends a message and files to the saver,
+        Return why the copy failed; empty if it did not. ``say``: sends a message and files to the saver,
         and returns whether they were sent.
         """
         number = self.turn
@@ -128,7 +128,8 @@ class CopyPlan:
             return f"there is no memory for {self.shard.size} bytes ({error.strerror})"
         buffer = self.buffers[number]
         if not say(BufferTorn(number)):
-            return "the saver is gone"  # a living saver would mistake the buffer for its old contents
+            # A saver that still lives would mistake the buffer for its old contents.
+            return "the connection to the saver is lost"
         self.landed = None
         with torch.no_grad():
             if on_gpu:

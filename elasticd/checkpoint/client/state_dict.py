@@ -49,9 +49,8 @@ def flatten(state: Mapping[str, Any]) -> Flat:
     for name, value in state.items():
         if isinstance(value, nn.Module) and is_flattened(value):
             raise TypeError(
-                f"{name} cannot be saved or loaded, as it is in FullyShardedDataParallel, which has its "
-                "optimizer keep pieces that do not say what they are of: shard it with "
-                "torch.distributed.fsdp.fully_shard"
+                f"{name} cannot be saved or loaded, as it is in FullyShardedDataParallel, whose optimizer "
+                "state does not say which parameters it belongs to: use torch.distributed.fsdp.fully_shard"
             )
     nested = {name: _state_of(value, state) for name, value in state.items()}
     try:
@@ -76,8 +75,8 @@ def buffers_of(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def restore(state: dict[str, Any], flat: Flat) -> None:
-    """Give the loaded values to everything that was not filled in place. Values that cannot load are replaced
-    in ``state``."""
+    """Give the loaded values to everything that was not filled in place. Values without ``load_state_dict``
+    are replaced in ``state``."""
     nested: dict[str, Any] = {}
     for key, leaf in (*flat.tensors.items(), *flat.objects.items()):
         set_element(nested, flat.paths[key], leaf)
@@ -208,8 +207,8 @@ def _without_tensors(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keys_of(value: Any) -> str:
-    """Return a digest of the keys at all levels. A rank with keys of its own thus saves them under another
-    name."""
+    """Return a digest of the keys at all levels. Ranks with different keys thus save them under
+    different names."""
     summary = hashlib.blake2b(digest_size=8)
 
     def take(part: Any) -> None:
@@ -241,7 +240,7 @@ def _are_plain(keys: Collection[Any]) -> bool:
 def _with_keys(value: dict[Any, Any]) -> dict[str, Any]:
     names = {f"{type(key).__name__} {key!r}": key for key in value}
     if len(names) != len(value):
-        raise ValueError("a mapping has keys that look alike: have keys be plain numbers or strings")
+        raise ValueError("two keys of a mapping have the same text: use plain numbers or strings as keys")
     empty = copy.copy(value)
     empty.clear()
     parts = {name: _whole_where_odd(value[key]) for name, key in names.items()}
@@ -250,7 +249,7 @@ def _with_keys(value: dict[Any, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Size:
-    """The size of a nest. ``alone``: all its tensors are unsharded and in the host's memory."""
+    """The size of a nested value. ``alone``: all its tensors are unsharded and in the host's memory."""
 
     entries: int = 0
     tensors: int = 0
@@ -281,8 +280,8 @@ def _bare(module: nn.Module) -> nn.Module:
 
 
 def _gives_copies(module: nn.Module) -> bool:
-    """Whether some tensors in the module's state dict are copies, as hooks and overrides may make them. To
-    fill a copy loads nothing."""
+    """Whether some tensors in the module's state dict are copies, as hooks and overrides may make them.
+    Filling such a copy would not change the module."""
     own = {_memory(t) for t in (*module.parameters(), *module.buffers())}
     given = _bare(module).state_dict().values()
     return any(isinstance(t, torch.Tensor) and t.numel() and _memory(t) not in own for t in given)
@@ -344,8 +343,8 @@ def _require_order(
     order = [of.get(names[p], n) for n, group in enumerate(optimizer.param_groups) for p in group["params"]]
     if order != sorted(order):
         raise ValueError(
-            "the optimizer's groups are in another order than when they were saved, and its scheduler knows "
-            "them by that order alone"
+            "the optimizer's groups are in another order than when they were saved, and its scheduler relies "
+            "on the order: build the groups in the saved order"
         )
 
 
@@ -380,7 +379,7 @@ def _restore_groups(
             first = names[group["params"][0]]
             raise ValueError(
                 f"the parameters that the optimizer has in one group ({first} and others) were in several, "
-                "with settings that differ"
+                "with different settings: build the groups as they were saved"
             )
         if settings:
             group.update(settings[0])

@@ -58,7 +58,7 @@ class _Seen:
 
 
 class Committer(Protocol):
-    """Makes a durable checkpoint the newest. ``FilePointer`` implements this protocol, and so does the
+    """Records a durable checkpoint as the newest. ``FilePointer`` implements this protocol, and so does the
     agent's pointer in etcd."""
 
     def read(self, *, own: bool = False) -> Checkpoint:
@@ -66,17 +66,17 @@ class Committer(Protocol):
         OSError."""
 
     def witness(self, fence: int) -> bool:
-        """Return whether the job is still in the round ``fence``. Blocks until the answer is known, or can no
-        longer be known."""
+        """Return whether the job is still in the round ``fence``; False if that can no longer be found out.
+        Blocks meanwhile."""
 
     def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
-        """Make ``new`` the newest checkpoint. ``in_time``: the workers handed it over before the round after
-        ``fence`` began. After ``CommitRefused`` or BadCheckpoint the checkpoint is not committed and never
-        will be; after OSError the outcome is unknown."""
+        """Make ``new`` the newest checkpoint. ``in_time``: the workers handed ``new`` over before the round
+        after ``fence`` began. After ``CommitRefused`` or BadCheckpoint the checkpoint is not committed and
+        never will be; after OSError the outcome is unknown."""
 
     def settle(self) -> Checkpoint:
-        """Return the committed checkpoints once every reader sees them. It finishes a commit that ``commit``
-        returned as unsettled, and raises the same errors."""
+        """Finish a commit that ``commit`` returned as unsettled, so that every reader sees it. Return the
+        committed checkpoints. Raises as ``commit``."""
 
     def close(self) -> None: ...
 
@@ -84,8 +84,8 @@ class Committer(Protocol):
 class FilePointer:
     """The file ``committed.json`` in a store. ``store`` is a store, a path or a URL.
 
-    If the file is damaged or lost, ``say`` is told, and the whole checkpoints beside the file count as
-    committed.
+    If the file is damaged or lost, the whole checkpoints beside the file count as committed, and ``say`` gets
+    a warning.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class FilePointer:
         seen = self._look()
         if seen.damage and not seen.known.saved:
             raise BadCheckpoint(
-                f"{seen.damage}, and nothing beside it is whole; to train from the start, move what is there "
-                "away"
+                f"{seen.damage}, and no checkpoint beside it is whole; to train from the start, move the "
+                "content of the folder away"
             )
         return seen.known
 
@@ -180,7 +180,7 @@ class FilePointer:
         with self._store.locked(_LOCK):
             while True:
                 known, version = self._before(new)
-                if new in known.saved:  # an earlier try succeeded without an answer
+                if new in known.saved:  # an earlier attempt succeeded, but its answer was lost
                     return Commit(known)
                 made = commit(known, new, keep)
                 try:
@@ -200,8 +200,8 @@ class FilePointer:
         if not self._store.fenced and not self._warned:
             self._warned = True
             self._say(
-                f"{self._store.url} cannot tell two commits at one moment apart: let only one job at a time "
-                "save there, or one of two checkpoints may be forgotten; under elasticd run etcd sees to it"
+                f"{self._store.url} does not notice two commits at the same time: let only one job at a time "
+                "save there, or one of two checkpoints may be lost; under elasticd run, etcd prevents that"
             )
 
     def settle(self) -> Checkpoint:

@@ -18,9 +18,9 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last < 1:
-            raise ValueError(f"keep {self.last} checkpoints: the newest is always kept, so at least 1")
+            raise ValueError(f"cannot keep {self.last} checkpoints: at least 1, the newest, is always kept")
         if self.every < 0:
-            raise ValueError(f"keep every {self.every} steps: it cannot be negative")
+            raise ValueError(f"cannot keep a checkpoint every {self.every} steps: give 0 or more")
 
 
 def kept(saved: Sequence[Saved], keep: Keep) -> tuple[Saved, ...]:

@@ -36,7 +36,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """A part of a tensor: its file (as an index into ``files``), where its bytes begin, and its place in the
     tensor.
 
-    ``item`` and ``length``: the ``torch.save`` file around the bytes, which plain DCP reads.
+    ``item`` and ``length``: the offset and length of the ``torch.save`` file around the bytes, which plain
+    DCP reads.
     """
 
     file: int
@@ -96,7 +97,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 class Manifest(_Head, frozen=True):
     """The list of a checkpoint's files, with the index. ``seal``: the checksum of the rest of the manifest,
-    for readers that have no record of the whole file's."""
+    for readers that do not know the checksum of the whole file."""
 
     index: Index
     seal: str = ""
@@ -161,7 +162,7 @@ def decode(raw: bytes, name: str) -> Manifest:
             f"{name}/{MANIFEST} was written by a newer elasticd (version {manifest.v}): upgrade this one"
         )
     if wrong := _wrong_with(manifest):
-        raise BadCheckpoint(f"{name}/{MANIFEST} is of no use: {wrong}")
+        raise BadCheckpoint(f"{name}/{MANIFEST} is not valid: {wrong}")
     return manifest
 
 
@@ -171,7 +172,7 @@ def _wrong_with(manifest: Manifest) -> str:
     if [file.name for file in manifest.files] != [*shards, METADATA]:
         return "it names other files than the shards of its ranks"
     if not 0 < manifest.world <= WORLD_MAX or not 0 < manifest.block <= BLOCK_MAX:
-        return f"it is of {manifest.world} workers, and blocks of {manifest.block} bytes"
+        return f"{manifest.world} workers or blocks of {manifest.block} bytes are not possible"
     for file in manifest.files:
         if file.size < 0 or len(file.digests) != -(-file.size // manifest.block):
             return f"it has {len(file.digests)} checksums of the {file.size} bytes of {file.name}"
@@ -186,7 +187,7 @@ def _wrong_with_index(index: Index, sizes: Sequence[int]) -> str:
     most = dict(enumerate(sizes))
     for key, tensor in index.tensors.items():
         if not index.paths.get(key):
-            return f"it does not say where {key} belongs"
+            return f"it does not say where in the state {key} belongs"
         if any(n < 0 for n in tensor.shape):
             return f"{key} has the shape {list(tensor.shape)}"
         there = 0
@@ -198,7 +199,7 @@ def _wrong_with_index(index: Index, sizes: Sequence[int]) -> str:
                 return f"a part of {key} is not within its shape {list(tensor.shape)}"
             end = chunk.item + chunk.length
             if not 0 <= chunk.file < len(index.files) or not 0 <= chunk.item <= chunk.at <= end:
-                return f"a part of {key} is nowhere"
+                return f"a part of {key} is in none of its shards"
             if end > most.get(chunk.file, end):
                 return f"a part of {key} is past the end of its file"
             there += prod(chunk.sizes)
@@ -209,10 +210,10 @@ def _wrong_with_index(index: Index, sizes: Sequence[int]) -> str:
             )
     for key, blob in index.blobs.items():
         if not index.paths.get(key):
-            return f"it does not say where {key} belongs"
+            return f"it does not say where in the state {key} belongs"
         end = blob.at + blob.length
         if not 0 <= blob.file < len(index.files) or min(blob.at, blob.length) < 0:
-            return f"{key} is nowhere"
+            return f"{key} is in none of its shards"
         if end > most.get(blob.file, end):
             return f"{key} is past the end of its file"
     return ""

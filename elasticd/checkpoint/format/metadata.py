@@ -53,7 +53,7 @@ def read(raw: bytes, where: str) -> Metadata:
     except Exception as error:
         raise BadCheckpoint(f"{where} cannot be read: {error}") from error
     if not isinstance(found, Metadata):
-        raise BadCheckpoint(f"{where} holds no metadata of DCP")
+        raise BadCheckpoint(f"{where} is not the metadata of a DCP checkpoint")
     return found
 
 

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class Peers(Protocol):
-    """The savers of the job's other nodes. Both methods raise PeerGone if the answer cannot be known."""
+    """Looks up the savers of the job's other nodes. Both methods raise PeerGone if the lookup fails."""
 
     def find(self, node: str) -> Holder: ...
 
@@ -31,7 +31,8 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the saver does for its callers, called from their threads. ``room`` raises OSError."""
+    """What ``serve`` needs from the saver, called in the thread of each caller. ``room`` allocates memory for
+    a replica, and raises OSError; ``keep`` or ``give_up`` follows."""
 
     offers: Callable[[str], list[Offer]]
     find: Callable[[str, str, int | None], Replica | None]  # path, name, and rank (None: any)
@@ -68,7 +69,7 @@ def serve(wire: Wire, host: Host) -> None:
                         for at, length in ranges:
                             wire.send(replica.memory.view[at : at + length])
                 case _:
-                    raise PeerGone("it asks for something that is not known here")
+                    raise PeerGone("it sends a request that this saver does not know")
     except PeerGone:
         pass
     finally:
@@ -76,7 +77,7 @@ def serve(wire: Wire, host: Host) -> None:
 
 
 def _found(wire: Wire, replica: Replica | None) -> Replica | None:
-    wire.say({"why": "it is not held here"} if replica is None else {"ok": True})
+    wire.say({"why": "it does not hold this shard"} if replica is None else {"ok": True})
     return replica
 
 
@@ -117,7 +118,9 @@ class PeerSaver:
             for its in offered:
                 require_name(its.name, its.step, its.round, its.world)
         except ValueError as error:
-            raise PeerGone(f"the saver of {self.node} offers what cannot be: {error}") from error
+            raise PeerGone(
+                f"the saver of {self.node} offers a state that is not possible: {error}"
+            ) from error
         return offered
 
     def hold(self, label: Label, index: bytes, content: memoryview) -> None:
@@ -166,7 +169,7 @@ class PeerSaver:
         return answer
 
 
-for _kind in (Label, Offer):  # before any thread starts: see ``etcd.records``
+for _kind in (Label, Offer):  # before any thread starts: see ``format.manifest``
     msgspec.json.Decoder(_kind)
 
 
@@ -174,4 +177,4 @@ def _as(value: object, kind: type[_T]) -> _T:
     try:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise PeerGone(f"it talks nonsense: {error}") from error
+        raise PeerGone(f"it sends an invalid message: {error}") from error

@@ -13,13 +13,13 @@ from typing import Final
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.core.checkpoint_names import require_name
 
-_EACH: Final = 2
+_EACH: Final = 2  # replicas of each shard
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Identifies a shard. ``path``: where the checkpoints are; ``name``: the state's; ``world``: how many
-    shards the state has."""
+    """Identifies a shard. ``path``: where the checkpoints are; ``name``: the state's name; ``world``: how
+    many shards the state has."""
 
     path: str
     name: str
@@ -78,7 +78,7 @@ class Replicas:
         some.append(replica)
         some.sort(key=lambda r: (r.label.round, r.label.step))
         second = [r for r in some if r.label.round == label.round]
-        if len(second) >= _EACH:  # every node has this round's first save then; older rounds are needless
+        if len(second) >= _EACH:  # every node then has a save of this round, and older rounds are not needed
             self.forget(label.path, before=label.round)
         del some[: max(0, len(some) - _EACH)]
 
@@ -92,7 +92,7 @@ class Replicas:
 
 
 def offers(held: Iterable[Replica], node: str) -> list[Offer]:
-    """Return what ``node`` can offer with these replicas."""
+    """Return the offers of ``node``, one for each state that the replicas belong to."""
     ranks: dict[tuple[str, int, int, int], set[int]] = {}
     for its in (replica.label for replica in held):
         ranks.setdefault((its.name, its.round, its.step, its.world), set()).add(its.rank)
@@ -113,13 +113,13 @@ class Offer:
 
     @property
     def age(self) -> tuple[int, int]:
-        """A larger age is newer: the round counts before the step."""
+        """Round and step: a state with a larger age is newer."""
         return self.round, self.step
 
 
 @dataclass(frozen=True, slots=True)
 class WholeState:
-    """A whole state. ``holders``: for each shard, the nodes that have it."""
+    """A state with all its shards in memory. ``holders``: for each rank, the nodes that have its shard."""
 
     name: str
     round: int
@@ -127,16 +127,16 @@ class WholeState:
     holders: tuple[tuple[str, ...], ...]
 
     def without(self, node: str) -> WholeState | None:
-        """Return the choice without this node; None if the state is then not whole."""
+        """Return the state as held without this node; None if a shard is missing then."""
         left = tuple(tuple(n for n in nodes if n != node) for nodes in self.holders)
         return WholeState(self.name, self.round, self.step, left) if all(left) else None
 
 
 def holders(nodes: Sequence[str]) -> Mapping[str, str]:
-    """Return the holder of each node's copies, from the node of each rank.
+    """Return, for each node, the node that holds copies of its shards. ``nodes``: the node of each rank.
 
-    The nodes form a ring and each node's holder is the next one, so all hold about the same. With one node
-    there are no copies.
+    The nodes form a ring, and the next node holds the copies, so all nodes hold about the same number. With
+    one node there are no copies.
     """
     ring = list(dict.fromkeys(nodes))
     if len(ring) < 2:
@@ -148,7 +148,7 @@ def newest_whole(offers: Iterable[Offer], least: tuple[int, int] = (0, 0)) -> Wh
     """Return the newest state whose shards are all held somewhere; None if it is older than ``least`` (round
     and step).
 
-    Two states of the same age are a mistake; every caller then chooses the same one.
+    Of two states of the same age, which is an error, every caller chooses the same one.
     """
     states: dict[str, list[Offer]] = {}
     for offer in offers:

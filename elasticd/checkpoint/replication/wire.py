@@ -4,7 +4,8 @@ frames. Messages are JSON, shards are raw bytes; nothing is ever unpickled.
 Each end proves that it knows the secret without sending it, by an HMAC over random bytes of both ends. Both
 ends derive from the secret one key for each direction of this connection. The seal of a frame is an HMAC of
 the frame's number, its length and the SHA-256 of its content. So nobody on the network can change, drop,
-repeat, reorder or reflect a frame. The content is not encrypted; nor are the messages of the training itself.
+repeat, reorder or reflect a frame unnoticed. The content is not encrypted; nor are the messages of the
+training.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SILENCE_S: Final = 20.0  # the longest silence of the other end within an exchan
 
 
 class PeerGone(ConnectionError):
-    """Another node's saver cannot be reached, or has gone away. The message says why."""
+    """Another node's saver cannot be reached, or has closed the connection. The message says why."""
 
 
 class Wire:
@@ -79,7 +80,7 @@ class Wire:
             hmac.digest(secret.encode(), side + both, hashlib.sha256) for side in (b"server", b"client")
         ]
         if mine == theirs:
-            raise PeerGone("it only repeats what it is told")
+            raise PeerGone("it only repeats what it receives")
         if not server:  # the client proves itself first: a server reveals nothing to strangers
             self._send([proofs[1]])
             expected = proofs[0]
@@ -104,7 +105,7 @@ class Wire:
         try:
             heard = msgspec.json.decode(self.hear_raw(), type=dict)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise PeerGone(f"it talks nonsense: {error}") from error
+            raise PeerGone(f"it sends an invalid message: {error}") from error
         return heard
 
     def say_raw(self, content: bytes) -> None:
@@ -113,7 +114,7 @@ class Wire:
     def hear_raw(self) -> bytes:
         length, seal = _HEAD.unpack(self._take(_HEAD.size))
         if length > _SAID_MAX:
-            raise PeerGone(f"it wants to say {length} bytes at once")
+            raise PeerGone(f"it announces a message of {length} bytes, more than {_SAID_MAX}")
         content = self._take(length)
         self._check(length, seal, _digest(content))
         return content
@@ -121,7 +122,7 @@ class Wire:
     # ------------------------------------------------------------ raw data
 
     def send(self, content: memoryview) -> None:
-        """Send raw bytes in frames. The other end must know their number."""
+        """Send raw bytes in frames. The other end must know how many bytes come."""
         pieces = _pieces(content)
         for piece, digest in zip(pieces, _digests(pieces, len(pieces)), strict=True):
             self._send([self._head(len(piece), digest), piece])
@@ -136,7 +137,7 @@ class Wire:
             for piece in pieces:
                 length, seal = _HEAD.unpack(self._take(_HEAD.size))
                 if length != len(piece):
-                    raise PeerGone(f"it sends {length} bytes where {len(piece)} were to come")
+                    raise PeerGone(f"it sends a frame of {length} bytes in place of {len(piece)}")
                 self._fill(piece)
                 heads.append((length, seal))
                 yield piece
@@ -174,7 +175,7 @@ class Wire:
             for part in parts:
                 self._socket.sendall(part)
         except OSError as error:
-            raise PeerGone(f"it does not take what is sent: {error.strerror or error}") from error
+            raise PeerGone(f"sending to it failed: {error.strerror or error}") from error
 
     def _take(self, length: int) -> bytes:
         content = bytearray(length)

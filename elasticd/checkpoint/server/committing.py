@@ -31,7 +31,7 @@ from elasticd.core.facts import Saved
 _RECEIPT: Final = ".receipt"
 _READERS: Final = 16
 _OTHERS_S: Final = 600.0  # how long to wait for the shards of other nodes
-_ALONE_S: Final = 30.0  # the same, once this node's workers of that world are gone
+_ALONE_S: Final = 30.0  # the same, once all workers of the world on this node have left
 
 
 class _Receipt(msgspec.Struct, frozen=True):
@@ -65,10 +65,10 @@ class Committing:
     def close(self) -> list[tuple[Saved, str]]:
         """Stop committing. Return the committed checkpoints that the pointer file does not name, each with
         the reason: a later run will not find them."""
-        untold = self._sweep_again()
+        unrecorded = self._sweep_again()
         for committer in self._committers.values():
             committer.close()
-        return untold
+        return unrecorded
 
     def committer(self, store: CheckpointStore) -> Committer:
         return self._committers.get(store.url) or self._committers.setdefault(
@@ -136,7 +136,7 @@ class Committing:
         alone_since: float | None = None
         while missing:
             later = [g for g in list(world.gatherings.values()) if g.step > gathering.step]
-            # List later checkpoints first: a node that has a receipt there has none to come here.
+            # List later checkpoints first: a node with a receipt there writes none here any more.
             ahead = {receipt: g.step for g in later for receipt in _receipts(world.store, g.name)}
             there = _receipts(world.store, gathering.name)
             if fresh := sorted(there - read):
@@ -147,7 +147,9 @@ class Committing:
                         if said.why:
                             raise TimeoutError(said.why)
                         if any(file.name != shard_name(rank) for rank, file in said.files.items()):
-                            raise TimeoutError("what another node says of its shards names other files")
+                            raise TimeoutError(
+                                "the receipt of another node names files that are not its shards"
+                            )
                         files |= said.files
                 read |= there
                 missing -= files.keys()
@@ -156,13 +158,13 @@ class Committing:
             if lost := ahead.keys() - there:  # each node writes its receipts in order of step
                 step = ahead[min(lost)]
                 raise TimeoutError(
-                    f"the shard of rank {first}, which is on another node, never came, and step {step} has"
+                    f"the shard of rank {first}, which is on another node, never arrived, but step {step} did"
                 )
             now = time.monotonic()
             alone_since = None if world.lines else alone_since or now
             waited_s = _OTHERS_S if alone_since is None else alone_since + _ALONE_S - gathering.began
             if now > gathering.began + waited_s:
-                raise TimeoutError(f"the shard of rank {first}, which is on another node, never came")
+                raise TimeoutError(f"the shard of rank {first}, which is on another node, never arrived")
             time.sleep(world.store.look_s)
         world.store.unlink(f"{gathering.name}/{receipt}" for receipt in read)
         return files
@@ -176,7 +178,9 @@ class Committing:
             return
         self._unswept[store.url] = (store, made)
         if made.unsettled:
-            self._say(f"step {newest.step} is committed, but {POINTER} does not say so yet: {made.unsettled}")
+            self._say(
+                f"step {newest.step} is committed, but {POINTER} does not name it yet: {made.unsettled}"
+            )
             return
         try:
             names = store.names()
@@ -185,28 +189,30 @@ class Committing:
                 there = parse_folder(name)
                 if there is None or name in committed:
                     continue
-                # ``retention.commit`` would refuse a checkpoint that is still being written there.
+                # ``retention.commit`` would refuse an older checkpoint that is still being written.
                 older = (there.round, there.step) <= (newest.round, newest.step)
                 if older and (there.step <= newest.step or not is_finished(store, name)):
                     store.remove(name)
             FilePointer(store).clear(names)
         except OSError as error:
-            self._say(f"step {newest.step} is committed, and older ones stay for now: {told(error)}")
+            self._say(
+                f"step {newest.step} is committed, but older ones could not be removed yet: {told(error)}"
+            )
         else:
             self._unswept.pop(store.url, None)
 
     def _sweep_again(self) -> list[tuple[Saved, str]]:
-        """Settle and sweep the stores where that failed before. Return what ``close`` returns."""
-        untold = []
+        """Settle and sweep again where an earlier sweep failed. Return what ``close`` returns."""
+        unrecorded = []
         for store, made in list(self._unswept.values()):
             try:
                 known = self.committer(store).settle()
             except (CommitRefused, BadCheckpoint, OSError) as error:
                 if made.unsettled and made.checkpoint.newest is not None:
-                    untold.append((made.checkpoint.newest, told(error)))
+                    unrecorded.append((made.checkpoint.newest, told(error)))
             else:
                 self._sweep(store, Commit(known))
-        return untold
+        return unrecorded
 
 
 def _receipt(world: SavingWorld, gathering: Gathering) -> str:

@@ -1,5 +1,5 @@
-"""The way of each save through the saver: its shards are written, and it is committed in order or fails.
-The workers are told."""
+"""The way of each save through the saver: its shards are written, and the save is committed, in the order of
+the saves, or fails. The workers are notified."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from elasticd.core.facts import Saved
 
 
 class SavePipeline:
-    """Drives saves to their end. Calls that block run in threads, by ``jobs``; all methods are called in the
-    loop. ``askers``: the threads that ask committers."""
+    """Runs saves until they are committed or have failed. Calls that block run in threads, through ``jobs``;
+    all methods must be called in the saver's loop. ``askers``: the threads that ask committers."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class SavePipeline:
         self._committing = committing
         self._pace = pace
         self._report = report
-        # Few threads: on four busy cores, two threads made steps 7 % longer, one made them 4 % longer.
+        # Few threads: on four busy cores, two threads made training steps 7 % longer, and one thread 4 %.
         self._writers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), "write")
         self._committers = ThreadPoolExecutor(8, "commit")
         self.askers = ThreadPoolExecutor(2, "ask")
@@ -47,7 +47,7 @@ class SavePipeline:
         for pool in (self._writers, self._committers, self.askers):
             pool.shutdown(cancel_futures=True)
         for saved, why in self._committing.close():
-            said = f"it is committed, but {POINTER} could not be made to say so: {why}"
+            said = f"it is committed, but {POINTER} could not be updated: {why}"
             self._report(SaveReport(Fate.FAILED, saved.step, saved.name, why=said))
 
     def open(self, world: SavingWorld) -> None:
@@ -58,7 +58,7 @@ class SavePipeline:
     def _witness(self, world: SavingWorld) -> Future[bool]:
         """Ask whether the world's round is still the job's round. Must be called when a checkpoint is handed
         over: a checkpoint that was handed over before the next round began counts, however long its write
-        takes and even if its workers are gone. A checkpoint that was handed over later does not."""
+        takes and even if its workers have ended. A checkpoint that was handed over later does not."""
         return self.askers.submit(lambda: self._committing.committer(world.store).witness(world.fence))
 
     def gathering(self, world: SavingWorld, name: str, step: int, at: float, paper: Paper) -> Gathering:
@@ -68,10 +68,10 @@ class SavePipeline:
         return world.gatherings[name]
 
     def miss_those_gone(self, world: SavingWorld, gathering: Gathering) -> None:
-        """Fail the checkpoint if a rank is gone that has not handed over its shard."""
+        """Fail the checkpoint if a rank has left without handing over its shard."""
         missed = world.gone - gathering.files.keys() - gathering.writing
         if missed and not gathering.why:
-            gathering.why = f"rank {min(missed)} was gone before it had handed over"
+            gathering.why = f"rank {min(missed)} left before it had handed over its shard"
 
     def write(
         self, world: SavingWorld, gathering: Gathering, rank: int, memory: Memory, done: Callable[[], None]
@@ -112,7 +112,7 @@ class SavePipeline:
                     self._tell(world, SaveWritten(first.name))
                     self._forget(world, first)
                 else:
-                    first.why = f"the one that commits could not be told of it: {told(outcome)}"
+                    first.why = f"the saver that commits could not be notified: {told(outcome)}"
                     self.settle_if_failed(world, first)
 
             self._jobs.run(self._committers, lambda: self._committing.hand_in(world, first), handed_in)
@@ -135,8 +135,9 @@ class SavePipeline:
         self._report(SaveReport(Fate.COMMITTED, outcome.step, outcome.name, took_s=took_s, size=outcome.size))
 
     def settle_if_failed(self, world: SavingWorld, gathering: Gathering) -> None:
-        """Report a failure once nothing writes any more. Once every rank here has handed over or is gone,
-        remove the files of the checkpoint, unless it may still become committed, and start the next."""
+        """Report a failure once none of the checkpoint's shards is being written. Once every rank of this
+        node has handed over or left, remove the checkpoint's files, unless it may be committed in spite of
+        the failure, and advance to the next checkpoint."""
         if not gathering.why or gathering.writing:
             return
         if not gathering.failed:

@@ -1,5 +1,5 @@
-"""Replication between savers: a saver sends its shards to other nodes, stores theirs, and says what it holds.
-Decisions and memory belong to the saver's loop; threads wait for the network."""
+"""Replication between savers: a saver sends its shards to other nodes, stores their shards, and lists what it
+holds. Only the saver's loop decides and changes records; threads wait for the network."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ class Replication:
                 with PeerSaver(holder) as peer:
                     return [offer for offer in peer.offers(path) if offer.node == holder.node]
             except PeerGone:
-                return []  # a node that is gone offers nothing
+                return []  # a node that cannot be reached offers nothing
 
         def look() -> list[Offer]:
             try:
                 others = [holder for holder in self._peers.others() if holder.node != self._me.node]
             except PeerGone as error:
-                self._say(f"what other nodes have in memory is not known: {error}")
+                self._say(f"the shards in other nodes' memory are not known: {error}")
                 return []
             if not others:
                 return []
@@ -132,7 +132,7 @@ class Replication:
         )
 
     def offers(self, path: str) -> list[Offer]:
-        """Return what this node holds: its own shards of worlds that are over, and replicas."""
+        """Return what this node holds: its own shards of ended worlds, and replicas."""
         return offers(self.held(path), self._me.node)
 
     def held(self, path: str, name: str = "") -> list[Replica]:

@@ -9,7 +9,7 @@ import msgspec
 
 
 class Fate(StrEnum):
-    COPIED = "copied"  # the workers have handed it over
+    COPIED = "copied"  # the workers have handed over their shards
     COMMITTED = "committed"
     SKIPPED = "skipped"  # not copied, because earlier ones were not durable yet
     FAILED = "failed"
@@ -56,7 +56,7 @@ def from_line(line: bytes) -> SaveReport | Footprint | None:
 
 
 def sentence(report: SaveReport) -> str:
-    """Return the report in words; an empty string if it is not worth a line."""
+    """Return the report in words; empty for ``COPIED``, which is not final."""
     match report.fate:
         case Fate.COMMITTED:
             of = f"({report.size / 1e6:.1f} MB, {report.took_s:.2f} s)"
@@ -64,6 +64,6 @@ def sentence(report: SaveReport) -> str:
         case Fate.FAILED:
             return f"step {report.step} was not saved as {report.name}: {report.why}"
         case Fate.SKIPPED:
-            return f"step {report.step} was not saved, as those before it were not yet durable"
+            return f"step {report.step} was not saved, because earlier saves were not durable yet"
         case Fate.COPIED:
             return ""

@@ -83,7 +83,8 @@ class Saver:
     """Serves the workers that connect to ``listener``. ``committer_of`` returns the committer of a store.
 
     ``agent``: only descendants of this pid are admitted; ``secret``: only clients that send it first.
-    ``linger_s``: how long to stay without clients and without work; None: for ever.
+    ``linger_s``: how long to stay without clients and without work; None: for ever. ``first_s``: the same,
+    before the first client. ``occupies`` is called when the saver's memory grows or shrinks.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Saver:
         self._listener = listener
         self._agent, self._secret = agent, secret
         self._met = False  # whether a client was ever admitted
-        self._short = False  # whether a client could not be admitted for lack of a descriptor
+        self._short = False  # whether a client could not be admitted for lack of a file descriptor
         self._linger_s = linger_s
         self._first_s = first_s
         self._say = say
@@ -197,7 +198,7 @@ class Saver:
             while True:
                 sock, _ = self._listener.accept()
                 if not is_ours(sock) or (self._agent is not None and not is_of(sock, self._agent)):
-                    self._say("a process that is no worker of this job was turned away")
+                    self._say("a process that is no worker of this job was rejected")
                     sock.close()
                     continue
                 line = WorkerChannel(sock, SAVER_TO_WORKER, WORKER_TO_SAVER)
@@ -250,18 +251,18 @@ class Saver:
         return True
 
     def _refuse(self, client: _Client, why: str) -> None:
-        self._say(f"a worker was not understood ({why})")
+        self._say(f"a worker sent an invalid message and was disconnected ({why})")
         if client.plan is not None:
             client.plan.holds.clear()  # its buffers may change without a ``BufferTorn`` now
         self._lose(client)
 
     def _obey(self, client: _Client, message: WorkerToSaver, files: list[int]) -> None:
-        """Handle a message. Raises KeyError, ValueError or OSError if it cannot be true: the
+        """Handle a message. Raises KeyError, ValueError or OSError if the message is not valid: the
         caller then closes the files."""
         if not client.admitted and not isinstance(message, ProveSecret):
-            raise ValueError("it has not said the secret of this job")
+            raise ValueError("it has not sent the secret of this job")
         if len(files) != isinstance(message, PlanShard | ShareBuffer):
-            raise ValueError(f"it brings {len(files)} files")
+            raise ValueError(f"it carries {len(files)} files")
         match message:
             case ProveSecret(secret):
                 if not hmac.compare_digest(secret.encode(errors="replace"), self._secret.encode()):
@@ -302,11 +303,11 @@ class Saver:
             case _:
                 assert_never(message)
 
-    def _catch_up(self, asks: _Client) -> None:
-        """Read all messages that other clients sent before ``asks`` sent its own. Clients that have left are
-        then known to have left, and their shards can be offered."""
-        for client in self._clients - {asks}:
-            while client in self._clients and self._hear(client):
+    def _catch_up(self, client: _Client) -> None:
+        """Read all messages that other clients sent before the client asked for offers. Clients that have
+        left are then known to have left, and their shards can be offered."""
+        for other in self._clients - {client}:
+            while other in self._clients and self._hear(other):
                 pass
 
     def _open(self, client: _Client, message: OpenWorld) -> None:
@@ -327,7 +328,7 @@ class Saver:
         name, step, buffer = message.name, message.step, message.buffer
         memory = plan.buffers[buffer]
         if world is None:
-            raise ValueError("it has not said in which world it is")
+            raise ValueError("it has not sent OpenWorld")
         require_name(name, step, world.round, world.size)
         plan.holds[buffer] = (step, name)
         if not world.settled and all(
@@ -355,7 +356,7 @@ class Saver:
 
             def copied(why: str) -> None:
                 if why:
-                    self._say(f"no copy of rank {rank}'s shard of step {step} is held elsewhere: {why}")
+                    self._say(f"rank {rank}'s shard of step {step} was not copied to another node: {why}")
                 client.line.try_send(copied_note)
                 used(world.holder)
 
@@ -371,18 +372,18 @@ class Saver:
     def _miss(self, client: _Client, message: MissSave) -> None:
         world, name = client.world, message.name
         if world is None:
-            raise ValueError("it has not said in which world it is")
+            raise ValueError("it has not sent OpenWorld")
         require_name(name, message.step, world.round, world.size)
         paper = client.plan.paper if client.plan else Paper(b"", b"")
         gathering = self._pipeline.gathering(world, name, message.step, time.time(), paper)
         gathering.heard.add(client.rank)
-        gathering.why = gathering.why or f"rank {client.rank} could not copy: {message.why}"
+        gathering.why = gathering.why or f"rank {client.rank} could not copy its shard: {message.why}"
         self._pipeline.settle_if_failed(world, gathering)
 
     def _tell_known(self, client: _Client, path: str, *, own: bool) -> None:
         def answer(outcome: Checkpoint | BaseException) -> None:
             if isinstance(outcome, BaseException):
-                why = f"what is committed cannot be read: {told(outcome)}"
+                why = f"the committed checkpoints cannot be read: {told(outcome)}"
                 lasting = isinstance(outcome, BadCheckpoint) and not isinstance(outcome, Unreadable)
                 client.line.try_send(KnownUnreadable(why, lasting))
             else:
@@ -423,7 +424,7 @@ class Saver:
             found([])
 
     def _over(self, path: str) -> list[Replica]:
-        """Return the whole shards of worlds that are over. Workers may still write into the memory of other
+        """Return the whole shards of ended worlds. Workers may still write into the memory of other
         worlds."""
         over = [w for w in self._worlds if w.store.url == path and not w.lines]
         return [replica for world in over for replica in world.whole()]
@@ -440,9 +441,9 @@ class Saver:
             del world.lines[client.rank]
         world.gone.add(client.rank)
         if not world.lines:
-            self._accept()  # a worker that opened before the others left is connected now
+            self._accept()  # a worker of this world may have connected meanwhile
         if not world.lines:
-            world.gone |= world.locals  # any other rank never came
+            world.gone |= world.locals  # the other ranks never connected
             world.forget_all_but_newest()
         for gathering in list(world.gatherings.values()):
             self._pipeline.miss_those_gone(world, gathering)
@@ -456,8 +457,8 @@ class Saver:
     # ------------------------------------------------------------ memory
 
     def _forget_older(self, newest: SavingWorld) -> None:
-        """Free the memory of earlier worlds at the same path, once a world has handed over. Until every node
-        must have come as far, the last two earlier worlds with whole shards stay."""
+        """Free the memory of earlier worlds at the same path, once a newer world has handed over. The last
+        two earlier worlds with whole shards stay while another node may still need them (see ``settled``)."""
         before = [w for w in self._worlds if w.store.url == newest.store.url and w.round <= newest.round]
         over = [w for w in before if w is not newest and not w.lines and not w.gatherings]
         of_use = [] if newest.settled else [w for w in over if any(w.whole())]

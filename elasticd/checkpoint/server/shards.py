@@ -1,5 +1,5 @@
-"""The saver's records of worlds and of the shards that their workers have handed over. Nothing here has
-effects."""
+"""The saver's records of worlds and of the shards that their workers have handed over. This module does
+no I/O."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ShardPlan:
 
 @dataclass(slots=True, eq=False)
 class Gathering:
-    """A checkpoint on its way to disk."""
+    """A checkpoint whose shards are being written: it is neither committed nor failed yet."""
 
     name: str
     step: int
@@ -41,18 +41,18 @@ class Gathering:
     paper: Paper
     files: dict[int, File] = field(default_factory=dict)
     writing: set[int] = field(default_factory=set)
-    heard: set[int] = field(default_factory=set)  # ranks that have handed over, or will not
-    witness: Future[bool] | None = None  # whether it was handed over in the job's round
+    heard: set[int] = field(default_factory=set)  # ranks that have handed over a shard, or will not
+    witness: Future[bool] | None = None  # whether it was handed over while its round was the job's
     why: str = ""  # why it failed
     committing: bool = False
     tried: bool = False  # it may be committed in spite of an error
     failed: bool = False  # the failure has been reported
-    settled: bool = False  # no rank here will add to it
+    settled: bool = False  # no rank of this node will add to it
 
 
 @dataclass(slots=True, eq=False)
 class SavingWorld:
-    """The workers that save together, as far as this node has them."""
+    """A world, with its workers on this node."""
 
     store: CheckpointStore
     token: str
@@ -63,7 +63,7 @@ class SavingWorld:
     keep: Keep
     lines: dict[int, WorkerChannel] = field(default_factory=dict)  # connections to workers, by rank
     plans: dict[int, ShardPlan] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)  # ranks of this node that are not connected any more
     gatherings: dict[str, Gathering] = field(default_factory=dict)
     holder: str = ""  # the node that holds replicas
     handed: set[str] = field(default_factory=set)  # names of states that all ranks here have handed over
@@ -87,8 +87,7 @@ class SavingWorld:
 
     @property
     def settled(self) -> bool:
-        """Whether nobody needs older states than what this world has handed over: another node lags by one
-        save at most."""
+        """Whether states of earlier worlds are no longer needed: another node lags by one save at most."""
         return len(self.handed) >= (1 if self.is_here else 2)
 
     @property

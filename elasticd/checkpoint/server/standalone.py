@@ -42,7 +42,7 @@ def say(words: str) -> None:
 
 def main(fd: int, options: str = "{}") -> None:
     """Serve the listening socket ``fd``. A client must name the secret, which is read from standard input.
-    ``options`` is JSON: ``linger_s``, and ``bytes_s``, the most bytes to write per second."""
+    ``options`` is JSON: ``linger_s``, see ``Saver``, and ``bytes_s``, the most bytes to write per second."""
     given: dict[str, Any] = json.loads(options)
     be_modest()
     bytes_s = given.get("bytes_s")

@@ -46,7 +46,7 @@ class CheckpointStore(Protocol):
 
     @property
     def look_s(self) -> float:
-        """Seconds between two looks for files of other writers; the store sends no notifications."""
+        """Seconds between two listings that look for other writers' files: a store sends no notifications."""
 
     def write(self, name: str, content: memoryview, pace: RateLimit | None = None) -> File:
         """Write a new file, with its missing parent folders, and return its size and checksums. ``sync`` must
@@ -99,7 +99,7 @@ def told(error: BaseException) -> str:
 
 
 class BadStore(ValueError):
-    """There can be no store at an address. The message is one sentence."""
+    """An address of a store is not valid. The message is one sentence."""
 
 
 def store_at(where: str | os.PathLike[str]) -> CheckpointStore:
@@ -110,13 +110,13 @@ def store_at(where: str | os.PathLike[str]) -> CheckpointStore:
     if not colon:
         return Disk(text)
     if "::" in text:
-        raise BadStore(f"{text} names several stores; give the one that is written to")
+        raise BadStore(f"{text} names several stores; give one address")
     if not rest.strip("/"):
-        raise BadStore(f"the address {text} names no place, such as {scheme}://bucket/folder")
+        raise BadStore(f"the address {text} names no folder; give one such as {scheme}://bucket/folder")
     who, at, host = rest.partition("@")
     if at and ":" in who:  # a secret may contain any character
         raise BadStore(
-            f"the address {scheme}://...@{host} holds a secret, which belongs into the environment"
+            f"the address {scheme}://...@{host} holds a secret; give the secret in the environment"
         )
     if scheme in _LOCAL:
         return Disk(f"/{rest.lstrip('/')}")

@@ -48,14 +48,14 @@ class Wish:
 
 
 def open_manifest(store: CheckpointStore, saved: Saved) -> Manifest:
-    """Return the manifest of a committed checkpoint, after a check that every file is there in full length.
+    """Return the manifest of a committed checkpoint, after a check that every file is present in full length.
 
     Raises BadCheckpoint, which names the file.
     """
     raw = _read_manifest(store, saved.name)
     if digest(raw) != saved.digest:
         why = (
-            "it is intact, and has another checksum than the record of what was committed says"
+            "it is intact, but its checksum differs from the one in the record of commits"
             if is_intact(raw)
             else "its checksum is wrong"
         )
@@ -72,7 +72,7 @@ def open_manifest(store: CheckpointStore, saved: Saved) -> Manifest:
         if file.name not in sizes:
             raise BadCheckpoint(f"{saved.name}/{file.name} is missing")
         if (size := sizes[file.name]) != file.size:
-            raise BadCheckpoint(f"{saved.name}/{file.name} is {size} bytes long, and was {file.size}")
+            raise BadCheckpoint(f"{saved.name}/{file.name} is {size} bytes long in place of {file.size}")
     return manifest
 
 

@@ -54,9 +54,9 @@ class Remote:
             fs, root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
             extra = f": pip install 'elasticd[{scheme}]'" if scheme == "s3" else f" ({_clause(error)})"
-            raise BadStore(f"what writes to {scheme}:// is not installed{extra}") from error
+            raise BadStore(f"the package for {scheme}:// is not installed{extra}") from error
         except (ValueError, TypeError, OSError) as error:
-            raise BadStore(f"{url} is no address to keep checkpoints at: {_clause(error)}") from error
+            raise BadStore(f"{url} is not an address for checkpoints: {_clause(error)}") from error
         return cls(fs, root, url, flat=scheme in _FLAT)
 
     def write(self, name: str, content: memoryview, pace: RateLimit | None = None) -> File:
@@ -82,7 +82,7 @@ class Remote:
         return File(name.rpartition("/")[2], len(content), digests)
 
     def sync(self, folder: str) -> None:
-        """Do nothing: such a store keeps every write durably."""
+        """Do nothing: every write is durable when it returns."""
 
     def replace(self, name: str, content: bytes, *, over: str | None = None) -> None:
         with self._plainly(name):
@@ -155,7 +155,7 @@ class Remote:
                 self.fenced = False
                 self._put(name, content, None)
             elif condition and code in _OVERTAKEN:
-                raise Overtaken(errno.EEXIST, "somebody else has written it meanwhile") from error
+                raise Overtaken(errno.EEXIST, "another process has written the file meanwhile") from error
             else:
                 raise
 
