@@ -1,8 +1,8 @@
 """Cleanup after an agent that was killed together with its warden.
 
-The agent's folder in shared memory names its owner. When the owner is gone, the next agent of the same user
-kills the processes that the owner's workers left, and removes the folder. The environment of these processes
-names a page in the folder.
+The agent's folder in shared memory names its owner. When the owner has exited, the next agent of the same
+user kills the processes that the owner's workers left, and removes the folder. The environment of these
+processes names a page in the folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The environment of a worker: torchrun's variables, and elasticd's own.
 
-Source: torch.distributed.elastic.agent.server.local_elastic_agent (2.13).
+Torchrun sets its variables in torch.distributed.elastic.agent.server.local_elastic_agent (2.13).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignm
 
 
 def run_id(job: str, began: float) -> str:
-    """Return an id for this run of the job. Scripts name sockets and shared memory by it, and an earlier run
-    may have left some.
+    """Return an id that no other run of the job has. Scripts name sockets and shared memory by the id, and an
+    earlier run may have left some.
 
     The id is the same on all nodes and in all rounds, as is ``began``, the time of the run's first round; 0
     before that.

@@ -118,8 +118,8 @@ def _cause(text: str, code: int) -> tuple[str, str]:
 
 
 def _tracebacks(lines: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yield each traceback that may have ended the process: the first line of its chain, the line of its
-    error, and the error."""
+    """Yield each traceback that may have ended the process: the index of its first line (of the first
+    traceback in a chain), the index of the error's line, and the error."""
     before = -1  # the first line of the previous traceback
     at = 0
     while at < len(lines):

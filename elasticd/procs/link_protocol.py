@@ -49,7 +49,7 @@ class LinkProtocol:
         self.last, self.round = Enter, round_number
 
     def hear(self, message: WorkerToAgent) -> None:
-        """Process a message. Raises BadMessage if the message is out of order or cannot be true."""
+        """Process a message. Raises BadMessage if the message is out of order or has an impossible value."""
         if isinstance(message, Checkpointed):
             return
         if self.last not in AFTER[type(message)]:

@@ -267,7 +267,8 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _open_pipe_or_terminal(like: int | None) -> tuple[int, int]:
-    """Return both ends of a pipe, or of a terminal with the size of ``like`` where one is available."""
+    """Return the read end and the write end of a pipe. If a terminal ``like`` is given, return
+    those of a new pseudo-terminal of the same size if possible."""
     if like is not None:
         with contextlib.suppress(OSError):
             source, target = os.openpty()

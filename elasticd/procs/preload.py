@@ -79,7 +79,7 @@ class Preload:
     # ------------------------------------------------------------ in the warden client's thread
 
     def _told(self) -> None:
-        """Take the names of imported modules from workers."""
+        """Read the names of imported modules that workers have sent."""
         known = len(self._modules)
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -131,7 +131,7 @@ class Preload:
             self._say("zygote.given_up", why=news.unfit)
         if news.ready:
             self.ready = True
-            more = {"untried": news.untried, "why": "too many modules could not be imported ahead"}
+            more = {"untried": news.untried, "why": "too many modules cannot be imported before the fork"}
             self._say("zygote.ready", **(more if news.untried else {}))
 
     def _ended(self, generation: int, end: Ended) -> None:

@@ -15,7 +15,7 @@ from elasticd.procs.output import Feed, Filtered, Output
 from elasticd.procs.preload import Say
 from elasticd.procs.worker import Worker
 
-LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
+LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's default
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ _PROGRAM = (
     "main({socket}, {agent}, {worker_files})"
 )
 _SPAWN_ANSWER_S = 30.0
-_STRAGGLERS_S = 5.0
+_KILL_ORPHANS_S = 5.0
 
 
 class WardenError(RuntimeError):
@@ -360,9 +360,7 @@ class Warden:
         with self._lock:
             if self._lost:
                 return
-            with contextlib.suppress(
-                ChannelClosed
-            ):  # the listening thread gets the error too, and reports it
+            with contextlib.suppress(ChannelClosed):  # the listening thread reports the end
                 self._channel.post(message, fds)
             pending = self._channel.pending
         if pending:
@@ -437,7 +435,7 @@ class Warden:
         if not self._closing:
             self._process.kill()
             self._process.wait()
-            self._kill_stragglers(list(left.values()))
+            self._kill_orphans(list(left.values()))
         error = "" if self._closing else "the warden of this node was killed"
         for id, running in left.items():
             # Reported as fenced, because the workers are not to blame.
@@ -450,11 +448,11 @@ class Warden:
         self._over = True
         self._call_queued()
 
-    def _kill_stragglers(self, left: Sequence[_Running]) -> None:
+    def _kill_orphans(self, left: Sequence[_Running]) -> None:
         """Kill the processes that the warden's children had started. The kernel has killed the children."""
         pids = {running.pid for running in left}
         marks = [running.mark for running in left if running.mark]
-        give_up_at = time.monotonic() + _STRAGGLERS_S
+        give_up_at = time.monotonic() + _KILL_ORPHANS_S
         while time.monotonic() < give_up_at:
             ours = [pid for pid in children(os.getpid()) if pid in pids or came_from(pid, pids, marks)]
             if not ours:

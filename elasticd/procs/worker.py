@@ -79,7 +79,7 @@ class Worker:
 
     @property
     def steps(self) -> int:
-        """Steps made in the round; for a linked worker, the committed steps."""
+        """The steps made in the round; if the script uses ``elasticd.worker``, the committed steps."""
         if self.protocol.linked:
             return max(0, self.told().commits - self.commits_before)
         return max(0, self.heartbeat().steps - self.steps_before)

@@ -31,7 +31,8 @@ _IMPORTING_S_MAX = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A requested worker. ``link``: the forked process waits there to be taken, and reports errors there."""
+    """A requested worker. ``link``: the socket on which the forked process waits for ``take``, and reports
+    errors."""
 
     request: Spawn
     fds: tuple[int, ...]

@@ -398,7 +398,7 @@ def _culprit(why: Why, look: Look) -> str:
         case Why.APART:
             return f"{who} waits in {look.what or 'a collective'} at {look.place}"
         case _:
-            return f"{who} makes no step and does not say where it is"
+            return f"{who} makes no step, and its stack is unknown"
 
 
 def _others(verdict: Verdict) -> str:

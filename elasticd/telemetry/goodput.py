@@ -20,7 +20,7 @@ def totals(records: Iterable[NodeLedger]) -> dict[str, float]:
 
 
 def wanted(spent: Mapping[str, float]) -> float:
-    """Return the seconds in which a worker was wanted."""
+    """Return the seconds of all kinds but idle."""
     return sum(seconds for kind, seconds in spent.items() if kind != Kind.IDLE)
 
 

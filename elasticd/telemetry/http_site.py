@@ -135,7 +135,7 @@ class _PageHandler(_TextHandler):
     def prepare(self) -> None:
         if self._names and not _is_one_of(self._names, self.request.headers.get("Host", "")):
             names = ", ".join(sorted(self._names))
-            self.refuse(HTTPStatus.MISDIRECTED_REQUEST, f"use this machine's address, or one of: {names}")
+            self.refuse(HTTPStatus.MISDIRECTED_REQUEST, f"use this machine's address, or a name: {names}")
         elif self._token and not self._has_token(self._token):
             self.set_header(
                 "WWW-Authenticate", 'Basic realm="elasticd"'

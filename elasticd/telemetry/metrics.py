@@ -96,7 +96,7 @@ class Metrics:
             self.set(name, kind == str(chosen), *labels, kind)
 
     def forget(self, name: str, *labels: object) -> None:
-        """Remove a value that is no longer known, or whose subject is gone."""
+        """Remove a value that is no longer known, or whose subject no longer exists."""
         self._values.get(name, {}).pop(_texts(labels), None)
 
     def get(self, name: str, *labels: object) -> Value | None:

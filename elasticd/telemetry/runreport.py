@@ -18,7 +18,7 @@ from elasticd.telemetry.events import ENDED, STARTED, Event
 from elasticd.telemetry.goodput import goodput
 
 Line = Mapping[str, Any]
-BINS_MAX = 80  # of a plot over time
+BINS_MAX = 80  # the most points of a plot
 _STRAGGLERS = ("worker.straggling", "slot.bad")
 _OTHER_SECTIONS = (
     "worker.ended",

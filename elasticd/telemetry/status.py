@@ -59,7 +59,7 @@ class SlotState(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SlotStatus:
     """One slot of a node and its worker, if it has one. ``rank``: None if the slot is not in this round.
-    ``step``: as the job's ``step``."""
+    ``step``: see ``JobStatus``."""
 
     slot: int
     state: SlotState
@@ -88,7 +88,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The number of workers, if it is below the job's minimum."""
+    """How many workers the job could start, and how many it needs, if it has too few."""
 
     have: int
     need: int
@@ -158,15 +158,16 @@ class JobStatus:
     """The status of a job. Times are seconds since the epoch; ``at`` is the time of the status.
 
     ``phase``: "starting" (no round yet), "waiting", "live", "closing" or "ended", since ``since``. ``cause``:
-    why the round began; of a closing round, why it closes. ``step``: of the furthest worker. ``step_told``:
-    whether the script reports the job's step; otherwise ``step`` counts from the start of this round.
+    why the round began; of a closing round, why it closes. ``step``: the largest step of any worker.
+    ``step_told``: whether the script reports the job's step; otherwise ``step`` counts from the start of this
+    round.
     ``steps_per_s``: the pace of the slowest worker, since all wait for it. ``waiting``: what the job waits
     for, in a sentence, or empty. ``time``: seconds of all slots by kind; ``goodput``: the productive share.
     ``stragglers``: workers that are slow in this round, or whose GPU is faulty, as the leader judges.
     ``etcd_full``: etcd has no space, so the job cannot change.
 
-    ``agent``: the reporting agent; None if the status was read from etcd. ``complete``: whether
-    all nodes are listed. An agent that meets others in a shared etcd knows only its own node.
+    ``agent``: the reporting agent; None if the status was read from etcd. ``complete``: whether all nodes are
+    listed. An agent with an ``--etcd`` lists only its own node.
     """
 
     job: str
@@ -223,8 +224,8 @@ class JobStatus:
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """What an agent knows beyond the facts. ``states``: by slot, the states that only the agent knows and not
-    etcd. ``waits``: why the job waits, in sentences. ``complete``: see ``JobStatus``."""
+    """What an agent knows beyond the facts. ``states``: by slot, the states that are not in etcd. ``waits``:
+    why the job waits, in sentences. ``complete``: see ``JobStatus``."""
 
     agent: AgentStatus
     states: Mapping[int, SlotState] = field(default_factory=dict)

@@ -46,7 +46,7 @@ th,td{padding:.25rem .3rem}td:first-child{max-width:5.5rem;white-space:normal;ov
 
 
 def render(s: JobStatus) -> str:
-    """Return the page of an agent, which ``s.agent`` must describe."""
+    """Return an agent's status page as HTML. ``s.agent`` must not be None."""
     s = cleaned(s)
     agent, own = s.agent, s.own
     assert agent is not None

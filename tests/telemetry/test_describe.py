@@ -341,7 +341,7 @@ def _look(rank: int, place: str, what: str = "") -> Look:
         (Verdict(Why.ASLEEP, (_look(0, "job.py:5"),)), "rank 0 on node b is in job.py:5"),
         (
             Verdict(Why.SILENT, (_look(0, ""),), 1, "b", "job.py:6"),
-            "rank 0 on node b makes no step and does not say where it is; the other one waits for it in b",
+            "rank 0 on node b makes no step, and its stack is unknown; the other one waits for it in b",
         ),
     ],
 )
