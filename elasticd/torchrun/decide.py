@@ -95,7 +95,7 @@ def decide(me: str, address: str, view: RendezvousView, rules: Rules, now: float
     """Return what ``me``, a node at ``address`` that wants to join a round, does next."""
     last = view.round
     if last is not None and last.closed is not None and (not last.closed.failed or living(view)):
-        return Rejected(last)  # after a failed attempt, a new one may start once its nodes are gone
+        return Rejected(last)  # a failed attempt rejects nodes until all its own have left
     mine = view.nodes.get(me)
     for node, seen in view.nodes.items():
         older = mine is None or seen.created < mine.created
@@ -113,7 +113,7 @@ def decide(me: str, address: str, view: RendezvousView, rules: Rules, now: float
     if busy:
         full = last is not None and len(alive) >= rules.max_nodes and last.rank_of(me) is None
         return Wait(
-            f"for {_names(busy)} of round {last.number if last else 0} to come",
+            f"for {_names(busy)} to leave round {last.number if last else 0}",
             redundant=full,
         )
 
@@ -153,8 +153,8 @@ def changes_pending(me: str, entered: int, view: RendezvousView, rules: Rules) -
 
 
 def lost_members(round_: RendezvousRound, view: RendezvousView) -> list[str]:
-    """Return the members of ``round_`` that will never arrive: they are gone, or already wait for another
-    round."""
+    """Return the members of ``round_`` that will never arrive: their lease has expired, or they already wait
+    for another round."""
     return [
         seat.node
         for seat in round_.seats

@@ -85,7 +85,7 @@ def watch_over(agent_pid: int, mark: str) -> None:
                     return
                 deadline_s = float(line)
         elif said == b"" or any(fd == agent for fd, _ in ready):
-            _tell(kill_marked(mark, spare={agent_pid}), "the agent is gone")
+            _tell(kill_marked(mark, spare={agent_pid}), "the agent has ended")
             return
         if boot_time_s() >= deadline_s:
             _tell(

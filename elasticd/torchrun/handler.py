@@ -1,7 +1,8 @@
 """The rendezvous of plain torchrun on etcd v3: the side of one node.
 
-``decide`` decides, ``membership`` talks to etcd, ``arrival`` meets at the round's store; this module carries
-out the decisions. No node is special. Nothing here polls: a node waits until etcd reports a change.
+``decide`` decides, ``node_membership`` talks to etcd, ``c10d_store`` meets the other members at the round's
+store; this module carries out the decisions. No node is special. Nothing here polls: a node waits until etcd
+reports a change.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         membership.wait(sight, min(left_s, max(patience_s, RETRY_S)) + 0.001)
         if sight is None and time.monotonic() >= deadline:
             raise RendezvousTimeoutError(
-                f"etcd at {self._settings.access.url} said nothing in {self._settings.join_timeout_s:g} s"
+                f"etcd at {self._settings.access.url} did not respond in {self._settings.join_timeout_s:g} s"
             )
 
     def _listen(self) -> socket.socket:
@@ -192,7 +193,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             return listen(self._address)
         except OSError as error:
             raise RendezvousConnectionError(
-                f"this node cannot listen on {self._address} ({error}); give its own by --local-addr"
+                f"this node cannot listen on {self._address} ({error}); give its address with --local-addr"
             ) from error
 
     def _try(self, membership: Membership, sight: Sight, write: Callable[[], bool]) -> None:
@@ -213,7 +214,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(closed.at))
         if redundant:
             return RendezvousGracefulExitError(
-                f"the rendezvous {self._settings.run_id!r} was closed by {closed.by}; this node was spare"
+                f"the rendezvous {self._settings.run_id!r} was closed by {closed.by}; this node was a spare"
             )
         what = "its workers failed for good" if closed.failed else "the job is over"
         return RendezvousClosedError(
@@ -273,11 +274,11 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         if membership is None or self._ended:
             return 0
         if membership.etcd_is_down:
-            self._held(boot_time_s() + self._settings.ttl_s)
+            self._tell_guard(boot_time_s() + self._settings.ttl_s)
         try:
             sight = membership.sight()
         except (StoreError, RendezvousStateError) as error:
-            log.debug("etcd is of no help: %s", error)
+            log.debug("whether nodes wait is unknown: %s", error)
             return 0  # the present world still trains
         if sight is None or self._live is None:
             return 0
@@ -289,10 +290,10 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
     def _watch_over_workers(self) -> None:
         if self._guard is None:
             self._guard = Guard()
-        self._held(self._sure_until_s)
+        self._tell_guard(self._sure_until_s)
 
-    def _held(self, until_s: float) -> None:
-        """Note until when the lease lives. Called in the lease's thread or the agent's."""
+    def _tell_guard(self, until_s: float) -> None:
+        """Tell the guard until when the lease lives. Called in the lease's thread or the agent's."""
         self._sure_until_s = until_s
         if self._guard is not None:
             self._guard.member_until(until_s)
@@ -358,7 +359,11 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             self._sure_until_s = float("inf")
             self._node = f"{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
             self._membership = Membership(
-                self._settings.access, self._settings.run_id, self._node, self._settings.ttl_s, self._held
+                self._settings.access,
+                self._settings.run_id,
+                self._node,
+                self._settings.ttl_s,
+                self._tell_guard,
             )
             atexit.register(self._leave)  # torchrun does not call shutdown if a signal ends it
             error = self._membership.diagnose()
@@ -370,8 +375,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         return self._membership
 
     def _leave(self) -> None:
-        """Release the lease, the guard and the store. The other nodes notice at once that this node is
-        gone."""
+        """Release the lease, the guard and the store. The other nodes notice at once."""
         membership, self._membership = self._membership, None
         if membership is not None:
             atexit.unregister(self._leave)
@@ -406,6 +410,6 @@ def _own_address(access: EtcdAccess) -> str:
     address = routed_address(places)
     if address is None:
         raise ValueError(
-            "this node's address cannot be told from its route to etcd; give it with --local-addr"
+            "there is no route to etcd, from which to take this node's address; give it with --local-addr"
         )
     return address

@@ -48,25 +48,25 @@ class Sight:
 class Membership:
     """Connects to etcd, takes a lease, and follows the run's keys until ``close``.
 
-    ``held`` is called with the boot time until which the lease surely lives, each time that time moves. The
-    call comes from the lease's thread, which waits for nothing else.
+    ``on_renewed`` is called with the boot time until which the lease surely lives, each time that time moves.
+    The call comes from the lease's thread, which waits for nothing else.
     """
 
     def __init__(
-        self, access: EtcdAccess, run_id: str, node: str, ttl_s: float, held: Callable[[float], None]
+        self, access: EtcdAccess, run_id: str, node: str, ttl_s: float, on_renewed: Callable[[float], None]
     ) -> None:
         self.node = node
         self.changed = threading.Condition()
         self._prefix = prefix_of(run_id).encode()
         self._key = self._prefix + b"nodes/" + node.encode()
         self._access = access
-        self._held = held
+        self._on_renewed = on_renewed
         self._items: dict[bytes, KeyValue] = {}
         self._round: RendezvousRound | None = None
         self._nodes: dict[str, Seen] = {}
         self._revision = 0  # the revision of the view
         self._wrote = 0  # the view must include this revision of our own writes
-        self._heard_at = time.monotonic()
+        self._responded_at = time.monotonic()
         self._problem: Exception | None = None
         self._silence: Silent | None = None
         self._link = EtcdLink(access, boot_time_s)
@@ -106,7 +106,7 @@ class Membership:
     @property
     def silent_s(self) -> float:
         """Seconds since etcd last responded."""
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._responded_at
 
     @property
     def etcd_is_down(self) -> bool:
@@ -117,7 +117,7 @@ class Membership:
     def seen(self, what: Range | Events) -> None:
         """Take a result of the watch."""
         with self.changed:
-            self._heard_at = now = time.monotonic()
+            self._responded_at = now = time.monotonic()
             if isinstance(what, Range):
                 gone = set(self._items) - {item.key for item in what.items}
                 changes = [KeyValue(key, None, what.revision, 0) for key in gone] + list(what.items)
@@ -217,8 +217,8 @@ class Membership:
         match news:
             case Held(until):
                 self._silence = None
-                self._heard_at = time.monotonic()
-                self._held(until)
+                self._responded_at = time.monotonic()
+                self._on_renewed(until)
             case Lost():
                 log.warning("the lease of node %s has run out", self.node)
                 with self.changed:

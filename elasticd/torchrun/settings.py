@@ -16,12 +16,12 @@ _TORCHRUN_FILLS_IN_S = 900.0  # torchrun adds timeout=900 to every --rdzv-conf w
 _KEYS = {
     # torch's names
     "join_timeout": "seconds to wait for enough nodes; 600",
-    "last_call_timeout": "seconds each round below the maximum waits for more nodes; not at all",
+    "last_call_timeout": "seconds each round below the maximum waits for more nodes; none",
     "close_timeout": "seconds that closing may take; 30",
     "keep_alive_interval": "seconds between keep-alives; ttl is this times keep_alive_max_attempt",
     "keep_alive_max_attempt": "keep-alives that may fail before the node counts as lost; 3",
     "heartbeat_timeout": "seconds one request to etcd may take; 2",
-    "read_timeout": "seconds etcd may be silent, or the round's store, before joining fails; 60",
+    "read_timeout": "seconds without a response of etcd or the round's store before joining fails; 60",
     "timeout": "what older back ends call join_timeout",
     "protocol": "http or https",
     "cacert": "file of the authority that signed etcd's certificate",
@@ -32,7 +32,7 @@ _KEYS = {
     "ssl_cert_key": "the same as key",
     # ours
     "ttl": "whole seconds after which a node that is silent counts as lost; 5",
-    "settle_s": "seconds newcomers are given company before a round below the maximum forms; 1",
+    "settle_s": "seconds new nodes wait for more before a round below the maximum forms; 1",
     "closed_s": "seconds for which a finished job's id stays closed; 7200",
 }
 
@@ -104,9 +104,7 @@ def _ttl(params: RendezvousParameters) -> float:
     elif interval_s is not None or attempts is not None:
         raise ValueError("--rdzv-conf gives ttl and keep_alive_*; give one, as the other follows from it")
     if ttl_s < _LEASE_FLOOR_S:
-        raise ValueError(
-            f"--rdzv-conf would lose a node after {ttl_s:g} s, but etcd's leases last 2 s at least"
-        )
+        raise ValueError(f"--rdzv-conf sets a ttl of {ttl_s:g} s, but etcd's leases last at least 2 s")
     return ttl_s
 
 
@@ -122,7 +120,7 @@ def _access(params: RendezvousParameters, timeout_s: float) -> EtcdAccess:
     if protocol is not None:
         protocol = str(protocol).strip().lower()
         if protocol not in ("http", "https"):
-            raise ValueError(f"--rdzv-conf protocol is {protocol!r}; it is http or https")
+            raise ValueError(f"--rdzv-conf protocol is {protocol!r}; give http or https")
         endpoint = ",".join(e if "://" in e else f"{protocol}://{e.strip()}" for e in endpoint.split(","))
     return parse_endpoints(
         endpoint,
@@ -140,9 +138,9 @@ def _seconds(params: RendezvousParameters, name: str, *, zero: bool = False) -> 
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"--rdzv-conf {name} is {value!r}; it is a number") from None
+        raise ValueError(f"--rdzv-conf {name} is {value!r}; give a number") from None
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        raise ValueError(f"--rdzv-conf {name} is {value}; it is a number above 0")
+        raise ValueError(f"--rdzv-conf {name} is {value}; give a number above 0")
     return number
 
 

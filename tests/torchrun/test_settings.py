@@ -51,9 +51,9 @@ def test_tls_files_make_it_https(tmp_path: Path) -> None:
     ("conf", "says"),
     [
         ({"join_timout": 5}, "does not know the --rdzv-conf key join_timout"),
-        ({"ttl": "soon"}, "ttl is 'soon'; it is a number"),
-        ({"join_timeout": 0}, "join_timeout is 0; it is a number above 0"),
-        ({"ttl": 1}, "leases last 2 s at least"),
+        ({"ttl": "soon"}, "ttl is 'soon'; give a number"),
+        ({"join_timeout": 0}, "join_timeout is 0; give a number above 0"),
+        ({"ttl": 1}, "leases last at least 2 s"),
         ({"ttl": 5, "keep_alive_interval": 2}, "give one"),
         ({"protocol": "ftp"}, "http or https"),
         ({"cacert": "/nowhere"}, "does not exist"),
