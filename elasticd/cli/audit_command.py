@@ -40,13 +40,15 @@ _NAMED = 10
 
 @click.command()
 @click.argument("run", nargs=-1, required=True, metavar="RUN...")
-@click.option("--against", multiple=True, metavar="RUN", help="Compare with this run, bit by bit.")
+@click.option(
+    "--against", multiple=True, metavar="RUN", help="Compare losses and weights with RUN, bit by bit."
+)
 def audit(run: tuple[str, ...], against: tuple[str, ...]) -> int:
-    """Prove that RUN, made with `elasticd run --audit`, used each sample of an epoch once.
+    """Prove that RUN used each sample of an epoch once.
 
-    RUN is a job's name, or the folder of a run's logs; of a job on several nodes, all their folders. It may
-    have crashed, or be running. Exit code 0: proved; 1: not proved, and the reason is named; 2: there is
-    nothing to prove it by.
+    RUN was started with `elasticd run --audit`, and may have crashed or still be running. Give a job's name,
+    or the folder of the run's logs; for a job on several nodes, the folders of all nodes. Exit codes: 0,
+    proved; 1, not proved, with the reason; 2, the run left no notes for an audit.
     """
     verdict = _judged(run)
     for line in _summary(verdict):
@@ -54,7 +56,7 @@ def audit(run: tuple[str, ...], against: tuple[str, ...]) -> int:
     for found in verdict.findings[:_SHOWN]:
         say(finding(found), fg="red")
     if len(verdict.findings) > _SHOWN:
-        say(f"and {len(verdict.findings) - _SHOWN} more like that")
+        say(f"and {len(verdict.findings) - _SHOWN} more findings")
     proved = not verdict.findings and bool(verdict.steps) and bool(verdict.epochs)
     if against:
         compared = compare(verdict, _judged(against))
@@ -73,8 +75,8 @@ def _judged(names: tuple[str, ...]) -> AuditVerdict:
         notes = _notes(folders)
         if not notes:
             raise Complaint(
-                f"nothing was noted for an audit of {listing(names)}: give `elasticd run` --audit, "
-                "and the script a worker.State"
+                f"there are no notes for an audit of {listing(names)}: start the job with "
+                "`elasticd run --audit`, and use worker.State in its script"
             )
         return judge(notes)
     except OSError as error:
@@ -109,20 +111,20 @@ def _summary(verdict: AuditVerdict) -> Iterator[str]:
         return
     sizes = verdict.worlds
     of = count(sizes[0], "worker") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} workers"
-    again = f"; {count(verdict.again, 'step')} more were made anew" if verdict.again else ""
+    again = f"; {count(verdict.again, 'step')} repeated" if verdict.again else ""
     yield (
         f"steps {verdict.steps[0]} to {verdict.steps[-1]}, in {count(verdict.rounds, 'round')} of {of}{again}"
     )
     for epoch in verdict.epochs:
         yield f"epoch {epoch.number}: {_used(epoch, verdict.kind)}"
     if not verdict.epochs:
-        yield "the State of this run has no data, so nothing is known of its samples"
+        yield "the worker.State of this run has no `data`, so its samples are unknown"
 
 
 def _proved(kind: str) -> str:
     if kind == "stream":
-        return "proved: each position of the stream was used once; which sample it has there only it knows"
-    return "proved: each was used once"
+        return "proved: each position of the stream was used once; only the stream knows its samples"
+    return f"proved: each {'draw' if kind == 'weighted' else 'sample'} was used once"
 
 
 def _used(epoch: EpochCount, kind: str) -> str:
@@ -146,8 +148,8 @@ def finding(found: Finding) -> str:
         case Unrecorded(step, ranks, world):
             whose = listing([str(rank) for rank in ranks])
             return (
-                f"step {step}: nothing is noted of what rank {whose} of {world} took "
-                "(of a job on several nodes, give all their folders)"
+                f"step {step}: there is no note of the samples of rank {whose} of {world} "
+                "(for a job on several nodes, give the folders of all nodes)"
             )
         case Jumped(round, after, last):
             return f"round {round} goes on after step {after}, but notes end with step {last}"

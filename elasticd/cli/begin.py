@@ -24,7 +24,7 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.code = 128 + number
-        self.sentence = f"stopped by {signal.Signals(number).name} before it had begun"
+        self.sentence = f"stopped by {signal.Signals(number).name} before the job began"
 
 
 def main() -> NoReturn:
@@ -57,20 +57,21 @@ def _leave(sentence: str, code: int) -> NoReturn:
 
 
 def _unreadable() -> str:
-    """Return why this user cannot run Python here, as after a change of user; empty if it can."""
+    """Return which file of Python or elasticd this user may not run or read, for example after ``su``; empty
+    if there is none."""
     library = os.path.dirname(os.__file__)
     for path, way in ((sys.executable, os.X_OK), (library, os.R_OK | os.X_OK), (__file__, os.R_OK)):
         if path and not os.access(path, way):
             what = "run" if way == os.X_OK else "read"
             return (
-                f"user {os.getuid()} may not {what} {path}: install elasticd where that user may, or let it"
+                f"user {os.getuid()} may not {what} {path}: permit it, or install elasticd in another folder"
             )
     return ""
 
 
 def _shadowed(error: Exception) -> str:
     """Return a sentence about a file that shadows a module of the standard library; empty if there is none.
-    No standard module is below PYTHONPATH or beside a script."""
+    A standard module that was imported from a folder of PYTHONPATH is such a file."""
     others = [os.path.realpath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     for name in sorted(sys.stdlib_module_names & sys.modules.keys()):
         file = getattr(sys.modules[name], "__file__", None) or ""
@@ -85,6 +86,6 @@ def _shadowed(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    from elasticd.cli.begin import main as once  # otherwise there would be two classes Stopped
+    from elasticd.cli.begin import main as begin  # in ``__main__``, Stopped is another class
 
-    once()
+    begin()

@@ -29,7 +29,7 @@ NOT_WHOLE = 5
 def _opened(ctx: click.Context, param: click.Parameter, value: str) -> CheckpointStore:
     """Return the store for an existing folder or an address."""
     if not value:
-        raise click.BadParameter("its name cannot be empty.", ctx, param)
+        raise click.BadParameter("the name is empty.", ctx, param)
     try:
         store = store_at(value)
     except BadStore as error:
@@ -46,15 +46,15 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object pe
 
 @click.group()
 def ckpt() -> None:
-    """Look at checkpoints, verify, export and remove them.
+    """List, show, verify, export and remove checkpoints.
 
     FOLDER is where a job's checkpoints are: a path, or an address such as s3://bucket/run1.
-    Without STEP or NAME the newest is meant.
+    Without STEP or NAME: the newest checkpoint.
     """
 
 
 @dataclass(frozen=True, slots=True)
-class _Looked:
+class _Inspected:
     """A committed checkpoint, and the result of a check of its manifest and file sizes."""
 
     saved: Saved
@@ -80,11 +80,11 @@ class _Looked:
 def ls(store: CheckpointStore, as_json: bool) -> None:
     """List the committed checkpoints, oldest first.
 
-    Whole means here that nothing is missing or short; `verify` reads every byte. Each world that saves in
-    FOLDER is a generation, later ones with greater numbers; they are no rounds of a job.
+    WHOLE: no file is missing or short; `verify` reads every byte. GENERATION: the number of the world that
+    saved, counted over all jobs that save in FOLDER; not a round.
     """
     known = _known(store)
-    looked = [_look(store, saved) for saved in known.saved]
+    looked = [_inspect(store, saved) for saved in known.saved]
     if as_json:
         for one in looked:
             say(json.dumps(one.as_json()))
@@ -140,18 +140,18 @@ def show(store: CheckpointStore, which: str | None, as_json: bool) -> None:
 @ckpt.command()
 @_folder
 @_which
-@click.option("--all", "every", is_flag=True, help="All of them, not one.")
+@click.option("--all", "every", is_flag=True, help="Verify all committed checkpoints.")
 def verify(store: CheckpointStore, which: str | None, every: bool) -> int:
     """Read every byte of a checkpoint and compare it with its checksums.
 
-    Exits with 5 if anything is damaged, and names it.
+    Exit code 5: something is damaged. What is damaged is named.
     """
     if every and which is not None:
-        raise Complaint("give a step or --all, not both")
+        raise Complaint("give a checkpoint or --all, not both")
     damaged = 0
     known = _known(store)
     for saved in known.saved if every else (_find(known, which),):
-        looked = _look(store, saved)
+        looked = _inspect(store, saved)
         wrong = [looked.wrong] if looked.wrong else []
         if looked.manifest is not None:
             with _bar(f"step {saved.step}", looked.manifest.size) as advance:
@@ -171,18 +171,18 @@ def verify(store: CheckpointStore, which: str | None, every: bool) -> int:
 @_which
 @click.option("--only", multiple=True, metavar="NAME", help="Only this part of the state, such as model.")
 def export(store: CheckpointStore, out: Path, which: str | None, only: tuple[str, ...]) -> None:
-    """Write a checkpoint into one file: OUT.safetensors, or OUT.pt for torch.load.
+    """Write a checkpoint into one .safetensors or .pt file.
 
-    Every byte is verified on the way. A safetensors file holds the tensors only; a torch file is a
-    nested dict of all there is.
+    Every byte that is read is verified. A safetensors file holds the tensors only; a .pt file, for
+    torch.load, holds the whole state as a nested dict.
     """
     if out.suffix not in (".safetensors", ".pt", ".pth"):
-        raise Complaint(f"{out.name} is neither .safetensors nor .pt: what it is to be is told by its end")
+        raise Complaint(f"the file name {out.name} must end in .safetensors or .pt")
     manifest = _whole(store, which)
     names = {str(path[0]) for path in manifest.index.paths.values()}
     unknown = [name for name in only if name not in names]
     if unknown:
-        raise Complaint(f"there is no {unknown[0]} in it; there is {describe.listing(sorted(names))}")
+        raise Complaint(f"{manifest.name} has no part {unknown[0]}; it has {describe.listing(sorted(names))}")
     import torch
 
     from elasticd.checkpoint.client.load_plan import Target
@@ -213,18 +213,19 @@ def export(store: CheckpointStore, out: Path, which: str | None, only: tuple[str
 @ckpt.command()
 @_folder
 @click.argument("which", metavar="STEP|NAME")
-@click.option("--force", is_flag=True, help="Even the one that a job would go on from.")
+@click.option("--force", is_flag=True, help="Remove even the checkpoint that a job would resume from.")
 def rm(store: CheckpointStore, which: str, force: bool) -> None:
-    """Remove a checkpoint. The newest that is whole stays, unless forced: a job that runs here may need it.
+    """Remove a checkpoint.
 
-    Such a job names one that it has saved itself, as missing, until it would have removed it anyway.
+    The newest whole checkpoint is removed with --force only, because a job may resume from it. A running job
+    that saved the checkpoint reports it as missing until the job would have removed it.
     """
     known = _known(store)
     saved = _find(known, which)
-    if not force and saved == next((s for s in reversed(known.saved) if not _look(store, s).wrong), None):
+    if not force and saved == next((s for s in reversed(known.saved) if not _inspect(store, s).wrong), None):
         raise Complaint(
-            f"step {saved.step} is the newest checkpoint that is whole, from which a job that runs, or is "
-            "started again, goes on: --force removes it all the same"
+            f"step {saved.step} is the newest whole checkpoint, from which a job that runs or is started "
+            "again resumes; give --force to remove it nevertheless"
         )
     try:
         FilePointer(store).forget(saved.name)
@@ -269,24 +270,24 @@ def _find(known: Checkpoint, which: str | None) -> Saved:
         if which in (one.name, str(one.step)):
             return one
     steps = describe.listing([str(s.step) for s in saved], most=10)
-    raise Complaint(f"there is no checkpoint {which} in {known.path}; there are those of the steps {steps}")
+    raise Complaint(f"there is no checkpoint {which} in {known.path}; there are checkpoints of steps {steps}")
 
 
-def _look(store: CheckpointStore, saved: Saved) -> _Looked:
+def _inspect(store: CheckpointStore, saved: Saved) -> _Inspected:
     try:
-        return _Looked(saved, reading.open_manifest(store, saved), "")
+        return _Inspected(saved, reading.open_manifest(store, saved), "")
     except BadCheckpoint as error:
-        return _Looked(saved, None, str(error))
+        return _Inspected(saved, None, str(error))
 
 
 def _whole(store: CheckpointStore, which: str | None) -> Manifest:
-    looked = _look(store, _find(_known(store), which))
+    looked = _inspect(store, _find(_known(store), which))
     if looked.manifest is None:
         raise Complaint(looked.wrong, NOT_WHOLE)
     return looked.manifest
 
 
-def _row(one: _Looked) -> tuple[str, ...]:
+def _row(one: _Inspected) -> tuple[str, ...]:
     s = one.saved
     age = describe.span(max(0.0, time.time() - s.at))
     whole = "no" if one.wrong else "yes"
@@ -304,5 +305,5 @@ def _save_safetensors(tensors: dict[str, Any], out: Path, manifest: Manifest) ->
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise Complaint("the package safetensors is not installed; a .pt file needs none") from error
+        raise Complaint("safetensors is not installed: install it, or export a .pt file") from error
     save_file(tensors, out, metadata={"step": str(manifest.step), "name": manifest.name})

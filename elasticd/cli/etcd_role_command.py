@@ -13,7 +13,7 @@ import click
 
 from elasticd.cli import passwords
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.job_access import answering, named_etcd
+from elasticd.cli.job_access import etcd_errors_explained, named_etcd
 from elasticd.cli.options import etcd_options
 from elasticd.cli.rendezvous import check_name
 from elasticd.cli.say import say
@@ -29,7 +29,7 @@ _COMMON_NAME_MAX = 64  # the limit of a certificate
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RoleAndUser:
     """The role and the user to make. ``password_file``: the password is read from this file, or generated
     into it (``generate``); None: the user logs in with a certificate."""
 
@@ -45,23 +45,23 @@ class Wanted:
 
 @click.command("etcd-role")
 @click.argument("job")
-@click.option("--user", help="The user in etcd: the common name of its certificate.  [JOB]")
+@click.option("--user", help="Name of the user; with a certificate, its common name.  [JOB]")
 @click.option(
     "--password-file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The user logs in with the password in FILE (-: standard input) rather than with a certificate.",
+    help="The user logs in with the password in FILE (-: standard input), not with a certificate.",
 )
 @click.option(
     "--generate",
     is_flag=True,
-    help="Make that password, into FILE, for its owner alone to read; one that is there is kept.",
+    help="Make the password, and write it to FILE, readable by its owner only. An existing FILE is kept.",
 )
 @click.option(
     "--torchrun", is_flag=True, help="JOB is the --rdzv-id of plain torchrun with the back end etcd-v3."
 )
-@click.option("--remove", is_flag=True, help="Take the role away, and the user if it has no other.")
-@click.option("--print", "only_print", is_flag=True, help="Print what to tell etcdctl, and do nothing.")
+@click.option("--remove", is_flag=True, help="Remove the role, and the user if it has no other role.")
+@click.option("--print", "only_print", is_flag=True, help="Print commands for etcdctl, and change nothing.")
 @etcd_options
 def etcd_role(
     job: str,
@@ -73,24 +73,24 @@ def etcd_role(
     only_print: bool,
     **etcd: Any,
 ) -> None:
-    """Make a role in etcd that is limited to JOB, and a user who has it.
+    """Make a role and a user in etcd that are limited to JOB.
 
-    The login options are those of etcd's root. A second call changes nothing.
+    Give the login of etcd's user root. A second call changes nothing.
 
     Exit codes: 0, the role and the user exist; 2, bad usage, or etcd refuses (authentication is off, or this
     user is not root); 4, etcd cannot be reached.
     """
     wanted = _wanted(job, user, password_file, generate, torchrun)
     if remove and password_file is not None:
-        raise Complaint("--remove needs no --password-file.")
+        raise Complaint("--remove takes no --password-file.")
     if only_print:
         if generate:
-            raise Complaint("--generate makes a password, and --print makes nothing: give one of them.")
+            raise Complaint("--generate makes a password, and --print changes nothing: give one of them.")
         say(*(_removal_lines(wanted) if remove else _lines(wanted)))
         return
     access = named_etcd(etcd)
     if access is None:
-        raise Complaint("give --etcd: the etcd of a standalone run serves its own user, and has no roles.")
+        raise Complaint("give --etcd: the etcd of a standalone run has no roles.")
     with _as_root(access) as roles:
         if remove:
             _remove(roles, wanted)
@@ -98,14 +98,16 @@ def etcd_role(
             _make(roles, wanted)
 
 
-def _wanted(job: str, user: str | None, password_file: Path | None, generate: bool, torchrun: bool) -> Wanted:
+def _wanted(
+    job: str, user: str | None, password_file: Path | None, generate: bool, torchrun: bool
+) -> RoleAndUser:
     if generate and (password_file is None or str(password_file) == "-"):
-        raise Complaint("--generate needs --password-file FILE: where the password is to be written.")
+        raise Complaint("--generate needs --password-file FILE, to write the password to.")
     if torchrun:
         from elasticd.torchrun.rendezvous_records import prefix_of
 
         if job in ("", "none"):
-            raise Complaint("torchrun's --rdzv-id is to be an id of the job's own.")
+            raise Complaint("JOB is torchrun's --rdzv-id: give the job one other than '' and 'none'.")
         prefix = prefix_of(job)
     else:
         prefix = job_prefix(check_name("job", job)).decode()
@@ -118,13 +120,13 @@ def _wanted(job: str, user: str | None, password_file: Path | None, generate: bo
             f"{name} is longer than the {_COMMON_NAME_MAX} characters of a certificate's common name: "
             f"{otherwise}."
         )
-    return Wanted(prefix, name, password_file, generate)
+    return RoleAndUser(prefix, name, password_file, generate)
 
 
 # ---------------------------------------------------------------- as etcdctl commands
 
 
-def _lines(wanted: Wanted) -> list[str]:
+def _lines(wanted: RoleAndUser) -> list[str]:
     role, user, prefix = (shlex.quote(word) for word in (wanted.role, wanted.user, wanted.prefix))
     how = "--no-password"
     if wanted.password_file is not None:
@@ -143,7 +145,7 @@ def _lines(wanted: Wanted) -> list[str]:
     ]
 
 
-def _removal_lines(wanted: Wanted) -> list[str]:
+def _removal_lines(wanted: RoleAndUser) -> list[str]:
     return [
         f"etcdctl user delete {shlex.quote(wanted.user)}",
         f"etcdctl role delete {shlex.quote(wanted.role)}",
@@ -158,7 +160,7 @@ def _as_root(access: EtcdAccess) -> Iterator[Roles]:
     from elasticd.etcd.client import Client
     from elasticd.etcd.roles import Roles
 
-    with answering(), Client(access) as client, Roles(access) as roles:
+    with etcd_errors_explained(), Client(access) as client, Roles(access) as roles:
         try:
             client.check()
             if not roles.asks_who_one_is():
@@ -175,53 +177,53 @@ def _as_root(access: EtcdAccess) -> Iterator[Roles]:
             raise Complaint(f"{error}: only a user with the role root may make and remove roles.") from error
 
 
-def _make(roles: Roles, wanted: Wanted) -> None:
+def _make(roles: Roles, wanted: RoleAndUser) -> None:
     from elasticd.etcd.roles import all_below
 
     role, user = wanted.role, wanted.user
     allowed, own = all_below(wanted.prefix), roles.roles_of(user)
     if own is not None and "root" in own:
         raise Complaint(
-            f"the user {user} has the role root, and so may do everything: give another with --user."
+            f"the user {user} has the role root, and so may do everything: give another user with --user."
         )
     there = roles.allows(role)
     if there is not None and set(there) - {allowed}:
         raise Complaint(
-            f"there is a role {role} that allows something else than {wanted.prefix}: look with "
-            f"`etcdctl role get {shlex.quote(role)}`, and take it away with --remove."
+            f"the role {role} exists, and allows something other than {wanted.prefix}: see "
+            f"`etcdctl role get {shlex.quote(role)}`, and remove the role with --remove."
         )
     password = _password(wanted)
     if there is None:
         roles.add_role(role)
     if there != (allowed,):
         roles.allow(role, allowed)
-        say(f"The role {role} is made: it may read and write below {wanted.prefix}, and nowhere else.")
+        say(f"The role {role} is created: it may read and write below {wanted.prefix}, and nowhere else.")
     else:
-        say(f"The role {role} is there already, for what is below {wanted.prefix} alone.")
+        say(f"The role {role} exists already, for the keys below {wanted.prefix} only.")
     if own is None:
         roles.add_user(user, password)
         how = "with a certificate of that common name" if password is None else _from(wanted)
-        say(f"The user {user} is made, who logs in {how}.")
+        say(f"The user {user} is created, and logs in {how}.")
     elif password is None or roles.takes(user, password):
-        say(f"The user {user} is there already.")
+        say(f"The user {user} exists already.")
     else:
         roles.set_password(user, password)
         if not roles.takes(user, password):
             raise Complaint(
-                f"the user {user} was made to log in with a certificate, and takes no password: remove the "
-                "user with --remove first, or give another with --user."
+                f"the user {user} was created to log in with a certificate, and takes no password: remove "
+                "the user with --remove first, or give another user with --user."
             )
-        say(f"The user {user} logs in {_from(wanted)} from now on, and with no other.")
+        say(f"The user {user} now logs in {_from(wanted)} only.")
     if own is None or role not in own:
         roles.grant(user, role)
         say(f"The user {user} has the role {role} now.")
     else:
         say(f"The user {user} has the role {role} already.")
     if others := [other for other in own or () if other != role]:
-        say(f"The user {user} has, besides: {describe.listing(others)}.")
+        say(f"The user {user} also has {describe.listing(others)}.")
 
 
-def _password(wanted: Wanted) -> str | None:
+def _password(wanted: RoleAndUser) -> str | None:
     file = wanted.password_file
     if file is None:
         return None
@@ -233,25 +235,25 @@ def _password(wanted: Wanted) -> str | None:
     return passwords.check_length(passwords.read(file))
 
 
-def _from(wanted: Wanted) -> str:
+def _from(wanted: RoleAndUser) -> str:
     piped = str(wanted.password_file) == "-"
     return "with the password given" if piped else f"with the password in {wanted.password_file}"
 
 
-def _remove(roles: Roles, wanted: Wanted) -> None:
+def _remove(roles: Roles, wanted: RoleAndUser) -> None:
     role, user = wanted.role, wanted.user
     own = roles.roles_of(user)
     if own is None:
         say(f"There is no user {user}.")
     elif own == (role,):
         roles.delete_user(user)
-        say(f"The user {user} is gone.")
+        say(f"The user {user} is removed.")
     elif others := [other for other in own if other != role]:
-        say(f"The user {user} stays, for the sake of {describe.listing(others)}.")
+        say(f"The user {user} is kept, because it also has {describe.listing(others)}.")
     else:
-        say(f"The user {user} stays, who never had the role {role}.")
+        say(f"The user {user} is kept, because it does not have the role {role}.")
     if roles.allows(role) is None:
         say(f"There is no role {role}.")
     else:
         roles.delete_role(role)  # etcd also takes the role from all users
-        say(f"The role {role} is gone.")
+        say(f"The role {role} is removed.")

@@ -1,5 +1,4 @@
-"""``elasticd events`` and ``elasticd logs``: what the runs on this machine have written, while they run and
-later."""
+"""``elasticd events`` and ``elasticd logs``: show the files that the runs on this machine have written."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ _STREAMS = ("stdout.log", "stderr.log")
 
 @click.command()
 @click.argument("job", type=Name("job"), required=False)
-@click.option("--follow", "-f", is_flag=True, help="Go on, and show each event as it happens.")
-@click.option("--json", "as_json", is_flag=True, help="For programs: the lines as they are in the file.")
-@click.option("--all-runs", is_flag=True, help="Of the runs of that name before the last one, too.")
+@click.option("--follow", "-f", is_flag=True, help="Keep running, and show each event as it happens.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object per event.")
+@click.option("--all-runs", is_flag=True, help="Show the events of JOB's earlier runs, too.")
 def events(job: str | None, follow: bool, as_json: bool, all_runs: bool) -> None:
-    """Show what happened in the last run of JOB, as its agents on this machine noted it.
+    """Show the events of JOB's last run on this machine.
 
-    Without JOB: the one that ran last. With --follow it ends when the last of these agents has.
+    Without JOB: the job that ran last. --follow ends when the last agent of the run here has ended.
     """
     job, known = known_runs(job)
     state = runs.state_dir()
@@ -56,14 +55,13 @@ def events(job: str | None, follow: bool, as_json: bool, all_runs: bool) -> None
 
 @click.command()
 @click.argument("job", type=Name("job"), required=False)
-@click.option("--slot", type=Whole(0), help="Only of the worker in this slot.")
-@click.option("--node", help="Only of this node, where several ran here.")
-@click.option("--failed", is_flag=True, help="Of the worker that failed last.")
+@click.option("--slot", type=Whole(0), help="Print only the output of the worker in this slot.")
+@click.option("--node", help="Print only the output of this node, if agents of several nodes ran here.")
+@click.option("--failed", is_flag=True, help="Print only the output of the worker that failed last.")
 def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> None:
-    """Print what the worker of each slot printed, on this machine, in the last run of JOB: the one that was
-    started last.
+    """Print the output of the workers in JOB's last run.
 
-    Without JOB: of the one that ran last.
+    This is the output of the newest worker of each slot on this machine. Without JOB: the job that ran last.
     """
     job, known = known_runs(job)
     known = last_run(known)
@@ -75,7 +73,7 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
     newest = {run.node: run for run in known}  # the last run of each node
     if node is not None and node not in newest:
         raise Complaint(
-            f"no agent of {job} named {node} ran here: there is {describe.listing(sorted(newest))}"
+            f"no node of {job} named {node} ran on this machine; known: {describe.listing(sorted(newest))}"
         )
     found = [
         path
@@ -85,7 +83,7 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
     ]
     if not found:
         whose = f" in slot {slot}" if slot is not None else ""
-        raise Complaint(f"nothing is kept of what a worker of {job}{whose} printed here")
+        raise Complaint(f"no output of a worker of {job}{whose} is kept on this machine")
     _print(found)
 
 
@@ -94,17 +92,17 @@ def known_runs(job: str | None) -> tuple[str, list[runs.KnownRun]]:
     state = runs.state_dir()
     there = runs.jobs(state)
     if job is None and not there:
-        raise Complaint("no run has left anything on this machine")
+        raise Complaint("no files of a run are kept on this machine")
     name = there[-1] if job is None else job
     known = runs.of_job(state, name)
     if not known:
-        have = f"there are {describe.listing(there[::-1], most=10)}" if there else "nothing is"
-        raise Complaint(f"nothing of a job named {name} is kept on this machine: {have}")
+        have = f"; known: {describe.listing(there[::-1], most=10)}" if there else ""
+        raise Complaint(f"no files of a job named {name} are kept on this machine{have}")
     return name, known
 
 
 def last_run(known: list[runs.KnownRun]) -> list[runs.KnownRun]:
-    """Return the agents of the job's last run, from all its agents, oldest first."""
+    """Return the agents of the job's last run, oldest first. ``known``: the agents of all its runs."""
     last: list[runs.KnownRun] = []
     place, over_at = "", math.inf
     for one in known:
@@ -133,7 +131,7 @@ def living(started: Event) -> bool:
 
 
 def _process(started: Event) -> int | None:
-    """Return a pidfd of the agent that wrote this first event; None if the agent is gone."""
+    """Return a pidfd of the agent that wrote this first event; None if the agent has exited."""
     pid = int(started.get("pid") or 0)
     try:
         found = os.pidfd_open(pid)
@@ -160,15 +158,15 @@ def _last_failure(job: str, folders: list[Path]) -> tuple[str, Path]:
     known = failures(files.read(folders))
     if not known:
         raise Complaint(f"no failure of {job} is known on this machine")
-    # The leader's event names the failure that broke the round. Without it, the first failure of the round
-    # counts: the later ones follow from it.
+    # The leader's event names the failure that broke the round, and has no "round". Otherwise the first
+    # failure of the round counts: the later ones follow from it.
     last = known[-1]
     if "round" in last:
         last = next(e for e in known if e.get("round") == last["round"])
     log = Path(str(last.get("log") or os.devnull))
     if not log.is_dir() and not log.is_file():
         node = last.get("failed_node") or last["node"]
-        raise Complaint(f"{last['text']}; its output is not here but on {node}")
+        raise Complaint(f"{last['text']}; its output is on the machine of node {node}")
     return str(last["text"]), log
 
 
@@ -204,4 +202,4 @@ def _print(places: Iterable[Path]) -> None:
                     shutil.copyfileobj(file, out)
                 out.flush()
     if not printed:
-        say("it printed nothing", err=True)
+        say("nothing was printed", err=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.interfaces import host_is_loopback
-from elasticd.cli.machine import is_ours
+from elasticd.cli.machine import is_local_address
 from elasticd.cli.options import RunOptions
 from elasticd.telemetry.http import Tls, context
 
@@ -28,7 +28,7 @@ def http_place(asked: str | None) -> tuple[str, int] | None:
     host = host.strip("[]")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise Complaint(f"--http {asked!r} is neither HOST:PORT (127.0.0.1:9408) nor off.")
-    if not is_ours(host):
+    if not is_local_address(host):
         raise Complaint(f"--http {asked}: {host} is not an address of this machine.")
     return host, int(port)
 
@@ -66,7 +66,7 @@ def http_token(options: RunOptions) -> str | None:
     except UnicodeDecodeError:
         token = ""
     if not token.isprintable() or not token or " " in token:
-        raise Complaint(f"--http-token-file {file} holds no token: one word of ASCII letters and digits.")
+        raise Complaint(f"--http-token-file {file} holds no token: write one word of ASCII into it.")
     return token
 
 

@@ -47,7 +47,7 @@ def places(options: Mapping[str, Any], job: str | None = None) -> list[Place]:
     if access is not None:
         from elasticd.etcd.client import Client
 
-        with answering(), Client(access) as client:
+        with etcd_errors_explained(), Client(access) as client:
             if job is not None:
                 _check_name(job)
             _check(client, job)
@@ -99,7 +99,7 @@ def _check(client: Client, job: str | None) -> None:
     except StoreRefused as error:
         if job is not None or "permission denied" not in str(error):
             raise
-        raise Complaint(f"{error}: this user may not list jobs; name the one that it may use.") from error
+        raise Complaint(f"{error}: this user may not list jobs; give the name of a job.") from error
 
 
 def _jobs(client: Client, job: str | None) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def unusable(job: str, bad: Sequence[BadRecord]) -> Complaint | None:
 
 
 @contextmanager
-def answering() -> Iterator[None]:
+def etcd_errors_explained() -> Iterator[None]:
     """Turn errors of etcd into complaints: code 4 if etcd is unreachable, else 2."""
     try:
         yield
@@ -152,10 +152,11 @@ def answering() -> Iterator[None]:
 
 
 @contextmanager
-def reaching(place: Place, job: str) -> Iterator[None]:
-    """Like ``answering``. If etcd is gone because the standalone run has ended, the message says so."""
+def job_errors_explained(place: Place, job: str) -> Iterator[None]:
+    """Like ``etcd_errors_explained``. If etcd is gone because the standalone run has ended, the message
+    says so."""
     try:
-        with answering():
+        with etcd_errors_explained():
             yield
     except Complaint as complaint:
         if complaint.code == ETCD_UNREACHABLE and place.ended(job):

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
-from elasticd.cli.job_access import Place, find, places, reaching, there_are
+from elasticd.cli.job_access import Place, find, job_errors_explained, places, there_are
 from elasticd.cli.option_types import Name, Whole
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import say
@@ -45,10 +45,10 @@ def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
 
 @click.command()
 @click.argument("node", type=Name("node"))
-@click.option("--job", type=Name("job"), help="The job, where the node takes part in several.")
+@click.option("--job", type=Name("job"), help="The job, needed if the node takes part in several.")
 @etcd_options
 def drain(node: str, job: str | None, **etcd: Any) -> None:
-    """Ask NODE to leave: its workers may save, the others go on without it."""
+    """Ask NODE to leave: its workers may save, the others go on."""
     place, job, incarnation = _locate(node, job, etcd)
     left = Drained(node, incarnation)
 
@@ -72,11 +72,14 @@ def stop(job: str, **etcd: Any) -> None:
 @click.argument("job", type=Name("job"))
 @etcd_options
 def forget(job: str, **etcd: Any) -> None:
-    """Remove what etcd has of JOB, which has ended or whose nodes are all gone."""
+    """Remove JOB from etcd.
+
+    JOB must have ended, or all its nodes must be lost.
+    """
     from elasticd.etcd.client import Client
 
     place = find(etcd, job)
-    with reaching(place, job), Client(place.access) as client:
+    with job_errors_explained(place, job), Client(place.access) as client:
         while True:
             there = {entry.key: entry for entry in client.list(job)[0].entries}
             live = [entry.fact.name for entry in there.values() if isinstance(entry.fact, Node)]
@@ -85,8 +88,8 @@ def forget(job: str, **etcd: Any) -> None:
                     f"{describe.count(len(live), 'node')} ({describe.listing(live)})" if live else "a leader"
                 )
                 raise Complaint(
-                    f"{job} is alive, with {at_work}: end it first with `elasticd stop {job}`; one that was "
-                    "killed counts as alive until its lease has run out, which takes --node-ttl seconds."
+                    f"{job} is alive, with {at_work}: end it first with `elasticd stop {job}`; a killed node "
+                    "counts as alive until its lease expires, which takes --node-ttl seconds."
                 )
             seen = {key: there[key].revision if key in there else 0 for key in ("spec", "round", "leader")}
             guards = tuple(Unchanged(key, revision) for key, revision in seen.items())
@@ -95,7 +98,8 @@ def forget(job: str, **etcd: Any) -> None:
                 continue  # another process changed the job: look again
             if not isinstance(answer, Applied) and client.list(job)[0].entries:
                 raise Complaint(
-                    f"etcd did not say whether it forgot the job ({answer.why}); try again.", ETCD_UNREACHABLE
+                    f"etcd did not confirm that the job is removed ({answer.why}); try again.",
+                    ETCD_UNREACHABLE,
                 )
             break
     say(f"{job} is forgotten: its name is free again. Checkpoints and logs are kept.")
@@ -109,7 +113,7 @@ def _edit(place: Place, job: str, change: Callable[[Spec], Spec]) -> Spec:
     """
     from elasticd.etcd.client import Client
 
-    with reaching(place, job), Client(place.access) as client:
+    with job_errors_explained(place, job), Client(place.access) as client:
         while True:
             found, round_ = client.get(job, "spec"), client.get(job, "round")
             # The round is checked first, because a job that ends loses its spec.
@@ -131,8 +135,7 @@ def _edit(place: Place, job: str, change: Callable[[Spec], Spec]) -> Spec:
                     if now is not None and now.fact == wanted:
                         return wanted
                     raise Complaint(
-                        f"etcd did not say whether it took the change ({answer.why}); "
-                        f"look with `elasticd status {job}`.",
+                        f"etcd did not confirm the change ({answer.why}); see `elasticd status {job}`.",
                         ETCD_UNREACHABLE,
                     )
 
@@ -147,7 +150,7 @@ def _locate(node: str, job: str | None, etcd: Any) -> tuple[Place, str, str]:
     hits: list[tuple[Place, str, str]] = []
     known: list[str] = []
     for place, name in candidates:
-        with reaching(place, name), Client(place.access) as client:
+        with job_errors_explained(place, name), Client(place.access) as client:
             listing, _ = client.list(name, "nodes/")
         for entry in listing.entries:
             if isinstance(entry.fact, Node):
@@ -159,5 +162,6 @@ def _locate(node: str, job: str | None, etcd: Any) -> tuple[Place, str, str]:
             f"{node} takes part in {describe.listing([j for _, j, _ in hits])}: say which with --job."
         )
     if not hits:
-        raise Complaint(f"no node is named {node}{f' in {job}' if job else ''}: {there_are(known)}.")
+        hint = "" if etcd.get("etcd") else " (for others give --etcd)"
+        raise Complaint(f"no node is named {node}{f' in {job}' if job else ''}: {there_are(known)}{hint}.")
     return hits[0]

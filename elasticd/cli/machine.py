@@ -102,12 +102,12 @@ def _cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> int | None:
         return None
 
 
-def nowhere() -> str:
+def working_directory_fault() -> str:
     """Return what is wrong if the working directory no longer exists; else an empty string."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        return "the folder that this was started in is gone: go to one that is there."
+        return "the working directory no longer exists: change to another."
     return ""
 
 
@@ -117,7 +117,7 @@ def default_node_name() -> str:
 
 
 @contextmanager
-def name_of_its_own(name: str, job: str) -> Iterator[str]:
+def reserve_node_name(name: str, job: str) -> Iterator[str]:
     """Yield ``name``, or ``name-2`` and so on if another agent of this job on this machine uses the name. The
     name is reserved until the end of the context or of the process."""
     with ExitStack() as held:
@@ -133,7 +133,7 @@ def name_of_its_own(name: str, job: str) -> Iterator[str]:
         yield name
 
 
-def is_ours(address: str) -> bool:
+def is_local_address(address: str) -> bool:
     """Return whether this machine can listen on the address. A host name is accepted, because it may resolve
     later."""
     try:

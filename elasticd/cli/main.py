@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from elasticd import __version__
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.machine import nowhere
+from elasticd.cli.machine import working_directory_fault
 from elasticd.cli.say import say
 from elasticd.procs.init import fork_from_process_1
 from elasticd.procs.linux import hide_memory
@@ -101,7 +101,7 @@ def _exit_code(argv: Sequence[str] | None) -> int:
         _write_termination_log(error, sentence)
         return 2
     except FileNotFoundError:
-        sentence = nowhere()
+        sentence = working_directory_fault()
         if not sentence:
             raise
         _say(sentence)
@@ -118,7 +118,7 @@ def _exit_code(argv: Sequence[str] | None) -> int:
         if error.errno != errno.ENOSPC:
             raise
         _drop_output()
-        _say(f"what there is to say cannot be written: {error.strerror}.")
+        _say(f"the output cannot be written: {error.strerror}.")
         return 2
     return result if isinstance(result, int) else 0
 
@@ -144,6 +144,9 @@ def _write_termination_log(error: click.ClickException, sentence: str) -> None:
 def _sentence(error: click.ClickException) -> str:
     """Return click's message, and the variable's name if the value came from the environment."""
     message = error.format_message()
+    if message.startswith(("Missing argument", "No such")) and message.endswith("."):
+        name = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "elasticd"
+        return f"{message} See `{name} --help`."
     if isinstance(error, click.BadParameter) and error.ctx and error.param and error.param.name:
         source = error.ctx.get_parameter_source(error.param.name)
         names = error.param.envvar

@@ -17,7 +17,7 @@ _SHOWN_MAX = 40  # characters of an invalid value
 _WHOLE = r"\s*[+-]?[0-9]+\s*"  # int() also accepts 1_0 and non-ASCII digits
 
 
-class Unfit(click.BadParameter):
+class InvalidValue(click.BadParameter):
     """An invalid value. The sentence names the option and the value."""
 
     def __init__(
@@ -59,12 +59,12 @@ class Whole(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if not re.fullmatch(_WHOLE, str(value)):
-            raise Unfit(value, "is not a whole number", param, ctx)
+            raise InvalidValue(value, "is not a whole number", param, ctx)
         number = float(value)  # int() raises for a string of thousands of digits
         if number > MOST:
-            raise Unfit(value, f"is more than {MOST:,}", param, ctx)
+            raise InvalidValue(value, f"is more than {MOST:,}", param, ctx)
         if number < self._least:
-            raise Unfit(value, f"is less than {self._least}", param, ctx)
+            raise InvalidValue(value, f"is less than {self._least}", param, ctx)
         return int(number)
 
 
@@ -80,13 +80,13 @@ class Seconds(click.ParamType[float]):
         try:
             seconds = float(value)
         except ValueError:
-            raise Unfit(value, "is not a number of seconds", param, ctx) from None
+            raise InvalidValue(value, "is not a number of seconds", param, ctx) from None
         if not math.isfinite(seconds):
-            raise Unfit(value, "is not a finite number of seconds", param, ctx)
+            raise InvalidValue(value, "is not a finite number of seconds", param, ctx)
         if seconds < self._least:
-            raise Unfit(value, f"is less than {self._least:g}{self._why}", param, ctx)
+            raise InvalidValue(value, f"is less than {self._least:g}{self._why}", param, ctx)
         if seconds > MOST:
-            raise Unfit(value, f"is more than {MOST:,}, which is as good as for ever", param, ctx)
+            raise InvalidValue(value, f"is more than {MOST:,}", param, ctx)
         return seconds
 
 
@@ -99,9 +99,9 @@ class Ratio(click.ParamType[float]):
         try:
             ratio = float(value)
         except ValueError:
-            raise Unfit(value, "is not a number", param, ctx) from None
+            raise InvalidValue(value, "is not a number", param, ctx) from None
         if not 1.0 < ratio < math.inf:
-            raise Unfit(value, "is not a number above 1", param, ctx)
+            raise InvalidValue(value, "is not a number above 1", param, ctx)
         return ratio
 
 

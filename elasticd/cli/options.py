@@ -21,10 +21,10 @@ from elasticd.cli.option_types import Seconds, Switch, Whole
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Said(IntEnum):
+class OptionSource(IntEnum):
     """Where a value came from. The greater source takes precedence."""
 
-    NOWHERE = 0
+    NOT_GIVEN = 0
     ENVIRONMENT = 1
     COMMAND_LINE = 2
 
@@ -35,7 +35,7 @@ class RunOptions:
 
     target: str
     args: tuple[str, ...] = ()
-    # ours
+    # elasticd's
     min: int | None = None
     max: int | None = None
     slots: str | None = None
@@ -105,14 +105,14 @@ class RunOptions:
     # the names of options that came from the environment
     from_environment: frozenset[str] = frozenset()
 
-    def said(self, *names: str) -> Said:
+    def source(self, *names: str) -> OptionSource:
         """Return the source of these options that takes precedence."""
-        return max(self._said(name) for name in names)
+        return max(self._source(name) for name in names)
 
-    def _said(self, name: str) -> Said:
+    def _source(self, name: str) -> OptionSource:
         if getattr(self, name) in (None, False):
-            return Said.NOWHERE
-        return Said.ENVIRONMENT if name in self.from_environment else Said.COMMAND_LINE
+            return OptionSource.NOT_GIVEN
+        return OptionSource.ENVIRONMENT if name in self.from_environment else OptionSource.COMMAND_LINE
 
 
 def flag(name: str) -> str:
@@ -183,7 +183,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     etcd_options,
     # patience
-    _ours("--join-timeout", Seconds(), "Seconds to wait below --min before giving up (exit code 3).  [600]"),
+    _ours("--join-timeout", Seconds(), "Seconds to wait for --min workers, else exit code 3.  [600]"),
     _ours("--grow-cooldown", Seconds(), "Seconds that a round lasts before the job may grow.  [30]"),
     _ours(
         "--node-ttl",
@@ -191,7 +191,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "Seconds after which a silent node counts as lost.  [5]",
     ),
     _ours(
-        "--etcd-wait", Seconds(), "Seconds to wait for etcd at the start (exit code 4).  [5, and exit code 2]"
+        "--etcd-wait", Seconds(), "Seconds to wait for etcd at the start, else exit code 4.  [5, else code 2]"
     ),
     # failures
     _ours(
@@ -224,13 +224,13 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     # how workers start
     _our_switch(
         "--fresh-start",
-        "Start workers as new processes, not as forks of one with imported modules; slower restarts.",
+        "Start workers as new processes, not as forks of one that has imported torch; slower restarts.",
     ),
     _ours(
         "--spares",
-        type=click.IntRange(min=0),
+        type=Whole(0),
         default=0,
-        help="Workers that wait to replace failed ones, for scripts that use elasticd.worker.  [0]",
+        help="Extra workers that wait to replace failed ones, for scripts that use elasticd.worker.  [0]",
         metavar="N",
     ),
     # checkpoints
@@ -262,7 +262,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--replicate",
         type=click.IntRange(0, 1),
         default=0,
-        help="Other nodes that keep a copy of this node's checkpoints in memory.  [0]",
+        help="Number of other nodes that keep a copy of this node's checkpoints in memory.  [0]",
         metavar="0|1",
     ),
     # audit, metrics and logs
@@ -288,7 +288,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "auto: console on a terminal, else json.",
         default="auto",
     ),
-    _ours("--termination-log", _FILE, "File for the reason of the end, for Kubernetes."),
+    _ours("--termination-log", _FILE, "File to write the reason of the end to, for Kubernetes."),
     # torchrun's
     _torchruns(
         "--nnodes", help="Nodes: N or MIN:MAX. The limits in workers are --nproc-per-node times that.  [1]"
@@ -313,17 +313,17 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _torchruns_switch("--no-python", help="The script is an executable program, not Python."),
     _torchruns_switch("--run-path", help="Run the script as a script, also with -m or --no-python."),
     _torchruns("--log-dir", type=_FILE, help="Folder for the workers' output."),
-    _torchruns("-r", "--redirects", help="Streams that go to files: 0 to 3, or RANK:0-3,…"),
-    _torchruns("-t", "--tee", help="Streams that go to files and the terminal."),
+    _torchruns("-r", "--redirects", help="Output to files: 0 no, 1 stdout, 2 stderr, 3 both; or RANK:0-3,…"),
+    _torchruns("-t", "--tee", help="Output to files and the terminal, as for --redirects."),
     _torchruns("--local-ranks-filter", help="Local ranks whose output is shown: 0,1,2"),
     _torchruns(
-        "--duplicate-stdout-filters", help="Lines of stdout to copy to a file of their own: apple,orange"
+        "--duplicate-stdout-filters", help="Copy lines of stdout with these words to a file: apple,orange"
     ),
-    _torchruns("--duplicate-stderr-filters", help="Lines of stderr to copy to a file of their own."),
+    _torchruns("--duplicate-stderr-filters", help="The same for lines of stderr."),
     _torchruns("--node-rank", type=int, help="Ignored.", hidden=True),
     _torchruns(
         "--master-addr",
-        help="Ignored, but that --master-port also listens there if the address is this node's.",
+        help="Ignored, except that --master-port also listens at this address if it is this node's.",
     ),
     _torchruns(
         "--master-port",
@@ -343,7 +343,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-IN_THE_POLICY: Final = {
+REMOVED_OPTIONS: Final = {
     "settle": "settle_s",
     "checkpoint-wait": "checkpoint_wait_s",
     "broken-timeout": "broken_s",
@@ -360,14 +360,14 @@ IN_THE_POLICY: Final = {
     "restart-window": "restart_window_s",
     "audit-every": "audit_every",
 }
-"""Removed options, and the settings in the file of --policy that replace them."""
+"""The options that were removed, and the settings in the file of --policy that replace them."""
 
 
 def _in_full(token: str) -> str:
     """Return the full name of an option: underscores become dashes, and an unambiguous prefix is
     completed. Raises click.UsageError for a removed option."""
     token = token.replace("_", "-")
-    if setting := IN_THE_POLICY.get(token):
+    if setting := REMOVED_OPTIONS.get(token):
         raise click.UsageError(
             f"--{token} is no option any more: set {setting} in a TOML file, and name the file with --policy."
         )

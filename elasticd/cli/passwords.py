@@ -52,9 +52,7 @@ def _checked(text: str, shown: str) -> str:
     if not password:
         raise Complaint(f"there is no password in {shown}: it is empty.")
     if not password.isprintable():
-        raise Complaint(
-            f"the password in {shown} is more than one line, or has characters that cannot be seen."
-        )
+        raise Complaint(f"the password in {shown} is more than one line, or has unprintable characters.")
     return password
 
 
@@ -62,7 +60,7 @@ def check_length(password: str) -> str:
     """Return the password if etcd uses all of it. Raises Complaint."""
     if (length := len(password.encode())) > MOST:
         raise Complaint(
-            f"the password is {length} bytes long, and etcd looks at {MOST} at most: take a shorter one."
+            f"the password is {length} bytes long, and etcd uses {MOST} at most: choose a shorter one."
         )
     return password
 

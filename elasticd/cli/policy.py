@@ -1,4 +1,4 @@
-"""The job's policy, and the agent's patience with hangs: from options, from the file of --policy, and from
+"""The job's policy, and the agent's limits for hangs: from options, from the file of --policy, and from
 torchrun's settings."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.option_types import MOST, Ratio, Seconds, Unfit, Whole
+from elasticd.cli.option_types import MOST, InvalidValue, Ratio, Seconds, Whole
 from elasticd.cli.options import RunOptions
 from elasticd.core.facts import Policy, Resume
 from elasticd.core.hang import Patience
@@ -55,7 +55,7 @@ def settings_in(path: Path | None) -> Settings:
     except OSError as error:
         raise Complaint(f"--policy {path}: {error.strerror}.") from error
     except ValueError as error:  # neither UTF-8 nor TOML
-        raise Complaint(f"--policy {path} is no TOML: {error}.") from error
+        raise Complaint(f"--policy {path} is not TOML: {error}.") from error
     except RecursionError as error:
         raise Complaint(f"--policy {path} is nested too deeply: each setting is a number.") from error
     return {name: _checked(path, name, value) for name, value in found.items()}
@@ -65,15 +65,15 @@ def _checked(path: Path, name: str, value: object) -> Any:
     kind = SETTINGS.get(name)
     if kind is None:
         close = difflib.get_close_matches(name, SETTINGS, 1)
-        meant = f"; {close[0]} is meant?" if close else f": known are {', '.join(SETTINGS)}"
-        raise Complaint(f"--policy {path}: no setting is called {name}{meant}.")
+        meant = f"; did you mean {close[0]}?" if close else f": the settings are {', '.join(SETTINGS)}."
+        raise Complaint(f"--policy {path}: there is no setting {name}{meant}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Complaint(f"--policy {path}: {name} is not a number.")
     if isinstance(value, int) and abs(value) > MOST:  # it may have too many digits to be shown
         raise Complaint(f"--policy {path}: {name} is not between -{MOST:,} and {MOST:,}.")
     try:
         return kind.convert(value, None, None)
-    except Unfit as error:
+    except InvalidValue as error:
         raise Complaint(f"--policy {path}: {name}: {error.message}") from None
 
 
@@ -97,9 +97,7 @@ def policy(
         for name, value in layer.items()
         if value is not None and hasattr(default, name)
     }
-    if (
-        "restarts_max" in given
-    ):  # who gives it expects that many restarts, and no earlier end for lack of progress
+    if "restarts_max" in given:  # a user who gives it expects no earlier end, for lack of progress
         given.setdefault("futile_max", given["restarts_max"] + 1)
     given.setdefault("quarantine_max_s", max(default.quarantine_max_s, given.get("quarantine_s", 0.0)))
     given.setdefault("quarantine_s", min(default.quarantine_s, given["quarantine_max_s"]))
@@ -112,7 +110,7 @@ def policy(
 
 
 def patience(options: RunOptions, settings: Settings) -> Patience | None:
-    """Return how long a worker may stand still; None: without limit. Raises Complaint."""
+    """Return the limits after which a worker counts as hung; None: no limit. Raises Complaint."""
     default = Patience()
     floor_s = settings.get("hang_floor_s", default.floor_s)
     ceiling_s = settings.get("hang_ceiling_s", max(default.ceiling_s, floor_s))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.option_types import MOST
-from elasticd.cli.options import RunOptions, Said
+from elasticd.cli.options import OptionSource, RunOptions
 from elasticd.etcd import names
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 
@@ -68,12 +68,12 @@ def check_name(what: str, name: str) -> str:
     except ValueError as error:
         raise Complaint(f"{error}.") from None
     if name.startswith("-"):
-        raise Complaint(f"{name!r} cannot be the name of a {what}: it begins as an option does.")
+        raise Complaint(f"{name!r} cannot be the name of a {what}: it begins with a dash.")
     return name
 
 
 def rendezvous(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Rendezvous:
-    """Choose the meeting point. ``nodes_min`` and ``nodes_max`` come from torchrun's --nnodes. Raises
+    """Return where the nodes meet. ``nodes_min`` and ``nodes_max`` come from torchrun's --nnodes. Raises
     Complaint."""
     notes: list[str] = []
     conf = _Conf(_parse_conf(options.rdzv_conf or ""))
@@ -108,9 +108,9 @@ def rendezvous(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Rendez
 def _etcd(options: RunOptions, conf: _Conf, notes: list[str]) -> EtcdAccess | None:
     backend = options.rdzv_backend
     by_rdzv = backend in ETCD_BACKENDS and options.rdzv_endpoint is not None
-    ours = options.said("etcd")
-    torchruns = options.said("rdzv_endpoint") if by_rdzv else Said.NOWHERE
-    alone = options.said("standalone")
+    ours = options.source("etcd")
+    torchruns = options.source("rdzv_endpoint") if by_rdzv else OptionSource.NOT_GIVEN
+    alone = options.source("standalone")
     tls = {
         "cacert": options.etcd_cacert or conf.text("cacert", "ca_cert"),
         "cert": options.etcd_cert or conf.text("cert", "ssl_cert"),
@@ -126,7 +126,7 @@ def _etcd(options: RunOptions, conf: _Conf, notes: list[str]) -> EtcdAccess | No
             return None
     if ours and ours >= torchruns:
         if by_rdzv and options.rdzv_endpoint != options.etcd:
-            notes.append(f"--rdzv-endpoint {options.rdzv_endpoint} does not count beside --etcd")
+            notes.append(f"--rdzv-endpoint {options.rdzv_endpoint} is ignored beside --etcd")
         text = options.etcd or ""
     elif torchruns:
         text = options.rdzv_endpoint or ""
@@ -157,7 +157,7 @@ def _check_alone(options: RunOptions, nodes_min: int, nodes_max: int, notes: lis
         if nodes_min > 1:
             raise Complaint(f"--standalone runs one node, but --nnodes asks for at least {nodes_min}.")
         if backend or endpoint:
-            notes.append("--rdzv-backend and --rdzv-endpoint do not count with --standalone")
+            notes.append("--rdzv-backend and --rdzv-endpoint are ignored with --standalone")
         return
     if nodes_max > 1:
         told = f" (elasticd does not use the rendezvous of --rdzv-backend {backend})" if backend else ""
@@ -167,15 +167,15 @@ def _check_alone(options: RunOptions, nodes_min: int, nodes_max: int, notes: lis
         verb = "mean" if len(said) > 1 else "means"
         notes.append(
             f"{' and '.join(said)} {verb} nothing here: elasticd's nodes meet in etcd, "
-            "and one node starts its own (several: --etcd)"
+            "and a single node starts its own; for several nodes give --etcd"
         )
 
 
 def _job(options: RunOptions, notes: list[str]) -> str | None:
-    ours, torchruns = options.said("job"), options.said("rdzv_id")
+    ours, torchruns = options.source("job"), options.source("rdzv_id")
     if ours and ours >= torchruns:
         if torchruns and options.rdzv_id != options.job:
-            notes.append(f"--rdzv-id {options.rdzv_id} does not count beside --job")
+            notes.append(f"--rdzv-id {options.rdzv_id} is ignored beside --job")
         return check_name("job", options.job or "")
     if torchruns and options.rdzv_id != "none":  # torchrun's default
         return check_name("job", options.rdzv_id or "")

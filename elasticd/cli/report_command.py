@@ -25,15 +25,15 @@ PAGE = "report.html"
     "--out",
     "-o",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where to write the page; else report.html in the folder of the run.",
+    help="File to write the page to.  [report.html in the folder of the run]",
 )
-@click.option("--text", is_flag=True, help="Only print it; write no page.")
+@click.option("--text", is_flag=True, help="Only print the report; write no page.")
 def report(run: str | None, out: Path | None, text: bool) -> None:
-    """Tell what became of RUN: what was lost to what, its rounds, failures, hangs and checkpoints.
+    """Report on RUN: lost time, rounds, failures and checkpoints.
 
-    RUN is a job, of which its last run on this machine is told, or the folder of a run. Without it: the
-    job that ran last. The page is one HTML file that needs no network. Of a run that crashed, as far as
-    it went.
+    RUN is a job, whose last run on this machine is reported, or the folder of a run. Without RUN: the job
+    that ran last. The run may have crashed, or still be running. The page is one HTML file that needs no
+    network.
     """
     if run == "":
         raise Complaint("the name of a run cannot be empty.")

@@ -18,8 +18,8 @@ from elasticd.checkpoint.store import CheckpointStore, store_at
 from elasticd.cli import passwords
 from elasticd.cli.begin import Stopped
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.machine import ThisMachine, name_of_its_own, nowhere
-from elasticd.cli.options import CONTEXT_SETTINGS, IN_THE_POLICY, RunOptions, collect, run_options
+from elasticd.cli.machine import ThisMachine, reserve_node_name, working_directory_fault
+from elasticd.cli.options import CONTEXT_SETTINGS, REMOVED_OPTIONS, RunOptions, collect, run_options
 from elasticd.cli.run_configuration import plan
 from elasticd.daemon.config import RunConfig
 from elasticd.telemetry.termination import TerminationLog
@@ -33,8 +33,8 @@ _FOR_THE_AGENT_ALONE = (
     "HTTP_KEY",
     "HTTP_TOKEN_FILE",
 )
-_STORE_ANSWERS_S: Final = 15.0
-_FOR_GOOD: Final = {
+_STORE_TIMEOUT_S: Final = 15.0
+_PERMANENT_ERRORS: Final = {
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
@@ -59,7 +59,7 @@ def run(ctx: click.Context, /, **_: object) -> int:
         os.environ.pop(f"ELASTICD_{name}", None)
     last_words = TerminationLog(options.termination_log)
     try:
-        if gone := nowhere():  # otherwise torch or the script would fail with an unclear error
+        if gone := working_directory_fault():  # else torch or the script would fail with an unclear error
             raise Complaint(gone)
         _check_variables(os.environ)
         return _run(options, last_words)
@@ -72,8 +72,8 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
     if unfit := torchparts.unfit():
         raise Complaint(unfit)
     planned = plan(options, os.environ, ThisMachine())
-    if untried := torchparts.untried(torchparts.installed()):
-        planned = replace(planned, notes=(*planned.notes, untried))
+    if untested := torchparts.untested(torchparts.installed()):
+        planned = replace(planned, notes=(*planned.notes, untested))
     if unanswered := _try_store(planned.config):
         planned = replace(planned, notes=(*planned.notes, unanswered))
     if last_words.problem:
@@ -85,7 +85,7 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
     config = planned.config
     with ExitStack() as held:
         if options.node is None and config.etcd is not None:  # a standalone run has no other nodes
-            name = held.enter_context(name_of_its_own(config.node, config.job))
+            name = held.enter_context(reserve_node_name(config.node, config.job))
             config = replace(config, node=name)
         view = held.enter_context(open_view(plain=options.plain))
         try:
@@ -107,11 +107,11 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:
-    for option, setting in IN_THE_POLICY.items():
+    for option, setting in REMOVED_OPTIONS.items():
         name = f"ELASTICD_{option.replace('-', '_').upper()}"
         if environ.get(name):  # as for options, an empty variable counts as unset
             raise Complaint(
-                f"the environment variable {name} is read no more: set {setting} in a TOML file, and name "
+                f"the environment variable {name} is no longer read: set {setting} in a TOML file, and name "
                 "the file with --policy or ELASTICD_POLICY."
             )
 
@@ -125,10 +125,10 @@ def _spell_log_level(environ: MutableMapping[str, str]) -> None:
 def _try_store(config: RunConfig) -> str:
     """Return a note if checkpoints cannot be written at present. Raises Complaint if they never can."""
     where = config.env.get("ELASTICD_CHECKPOINTS")
-    return _reached(store_at(where)) if where else ""
+    return _try_to_write(store_at(where)) if where else ""
 
 
-def _reached(store: CheckpointStore, within_s: float = _STORE_ANSWERS_S) -> str:
+def _try_to_write(store: CheckpointStore, within_s: float = _STORE_TIMEOUT_S) -> str:
     """Return an empty string, or a note if the store does not respond: it may respond later, and training
     goes on. Raises Complaint if the store does not exist, or may not be written to."""
     answers: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
@@ -151,6 +151,6 @@ def _reached(store: CheckpointStore, within_s: float = _STORE_ANSWERS_S) -> str:
     if error is None:
         return ""
     why = error.strerror or str(error)
-    if error.errno in _FOR_GOOD:
+    if error.errno in _PERMANENT_ERRORS:
         raise Complaint(f"checkpoints cannot be written to {store.url}: {why}.")
     return f"{store.url} cannot be written to now ({why}): until it can, no checkpoint outlives the job"

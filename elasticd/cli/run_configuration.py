@@ -17,8 +17,8 @@ from elasticd.cli.complaint import Complaint
 from elasticd.cli.http_options import http_note, http_place, http_tls, http_token
 from elasticd.cli.interfaces import network_environment
 from elasticd.cli.log_options import logs, signals
-from elasticd.cli.machine import Machine, default_node_name, is_ours
-from elasticd.cli.options import RunOptions, Said, flag
+from elasticd.cli.machine import Machine, default_node_name, is_local_address
+from elasticd.cli.options import RunOptions, flag
 from elasticd.cli.policy import Settings, patience, policy, settings_in
 from elasticd.cli.rendezvous import check_name, rendezvous
 from elasticd.cli.sizes import nodes, sizes
@@ -33,7 +33,7 @@ _MEANS_NOTHING: Mapping[str, str] = {
     "node_rank": "ranks are dealt when a world forms, and survivors keep their order",
     "master_addr": "the store of each round is hosted by an agent, and MASTER_ADDR tells the workers where",
 }
-_OFTEN = ("--min", "--max", "--slots", "--etcd", "--job", "--checkpoints", "--nnodes", "--nproc-per-node")
+_COMMON = ("--min", "--max", "--slots", "--etcd", "--job", "--checkpoints", "--nnodes", "--nproc-per-node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         options.args,
         own_python=not environ.get("PYTHON_EXEC"),
     )
-    notes += [*size.notes, *met.notes, *_nothings(options)]
+    notes += [*size.notes, *met.notes, *_ignored(options)]
     if environ.get("TORCHELASTIC_HEALTH_CHECK_PORT"):
         notes.append("TORCHELASTIC_HEALTH_CHECK_PORT means nothing here: ask `elasticd status`")
     if options.replicate and met.etcd is None:
@@ -84,7 +84,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     if options.on_nonfinite is not None:
         env["ELASTICD_ON_NONFINITE"] = options.on_nonfinite
     address = _address(options, met.etcd)
-    env |= network_environment(address, environ, asked=options.said("address", "local_addr") > Said.NOWHERE)
+    env |= network_environment(address, environ, asked=bool(options.source("address", "local_addr")))
     env |= _checkpoints(options)
     config = RunConfig(
         job=met.job or _new_name(script.stem, met.etcd, size.limits, size.slots),
@@ -173,7 +173,7 @@ def _kind(options: RunOptions) -> CommandKind:
     return CommandKind.MODULE if options.module else CommandKind.SCRIPT
 
 
-def _nothings(options: RunOptions) -> list[str]:
+def _ignored(options: RunOptions) -> list[str]:
     notes = []
     for name, why in _MEANS_NOTHING.items():
         value = getattr(options, name)
@@ -192,7 +192,7 @@ def _went_to_the_script(options: RunOptions) -> list[str]:
         own = ""
     return [
         f"{name} stands after the script's name, so it went to the script: elasticd's options come before"
-        for name in _OFTEN
+        for name in _COMMON
         if name in said and not re.search(rf"{name}\b(?!-)", own)
     ]
 
@@ -209,13 +209,13 @@ def _new_name(stem: str, etcd: EtcdAccess | None, limits: Limits, slots: int) ->
 
 
 def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
-    name = "address" if options.said("address") >= options.said("local_addr") else "local_addr"
+    name = "address" if options.source("address") >= options.source("local_addr") else "local_addr"
     asked: str | None = getattr(options, name)
     if asked is not None:
         asked = asked.strip("[]")
         if not asked or any(c.isspace() or c == "/" for c in asked):
             raise Complaint(f"{flag(name)} {asked!r} is not an address.")
-        if not is_ours(asked):
+        if not is_local_address(asked):
             raise Complaint(f"{flag(name)} {asked} is not an address of this machine.")
         return asked
     places = hosts_and_ports(etcd.endpoints) if etcd is not None else []
@@ -234,12 +234,12 @@ def _master_port(options: RunOptions, address: str) -> tuple[tuple[str, ...], in
     if not 0 < port < 65536:
         raise Complaint(f"--master-port {port} is not a port: give a number from 1 to 65535.")
     named = options.master_addr or address
-    return tuple({address, "127.0.0.1", named if is_ours(named) else address}), port
+    return tuple({address, "127.0.0.1", named if is_local_address(named) else address}), port
 
 
 def _audit(options: RunOptions, settings: Settings) -> int | None:
     if not options.audit:
         return None
     if options.logs_specs is not None:
-        raise Complaint("--audit notes beside the logs, in torch's layout of them: leave out --logs-specs.")
+        raise Complaint("--audit needs torch's own layout of the log folder: leave out --logs-specs.")
     return int(settings.get("audit_every", 100))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import Machine
 from elasticd.cli.option_types import MOST
-from elasticd.cli.options import RunOptions, Said
+from elasticd.cli.options import OptionSource, RunOptions
 from elasticd.core.facts import Limits
 
 SLOTS_MAX = 1024  # per node; a larger number is taken for a typing error
@@ -28,7 +28,7 @@ def nodes(options: RunOptions) -> tuple[int, int]:
 
     Raises Complaint, also if limits in nodes and limits in workers contradict each other.
     """
-    if options.said("nnodes") is options.said("min", "max") is not Said.NOWHERE:
+    if options.source("nnodes") is options.source("min", "max") is not OptionSource.NOT_GIVEN:
         raise Complaint("--min and --max count workers and --nnodes counts nodes: give one or the other.")
     if not _counts_nodes(options) or options.nnodes is None:
         return 1, 1
@@ -57,7 +57,7 @@ def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
         slots = max(found.slots, gpus)
     if slots <= options.spares:
         raise Complaint(
-            f"--spares {options.spares} leaves none of this node's {slots} slots for training: give less."
+            f"--spares {options.spares} leaves none of this node's {slots} slots for training: give fewer."
         )
     return replace(found, slots=slots)
 
@@ -65,10 +65,10 @@ def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
 def _sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
     """Return the sizes without spares."""
     notes: list[str] = []
-    by_nodes, by_workers = options.said("nnodes"), options.said("min", "max")
+    by_nodes, by_workers = options.source("nnodes"), options.source("min", "max")
     if by_nodes and by_workers:
         loser = "the environment's --nnodes" if by_workers > by_nodes else "the environment's --min and --max"
-        notes.append(f"{loser} does not count, as the command line says something else")
+        notes.append(f"{loser} counts for nothing, because the command line gives other limits")
     offered = _offered(options, machine)
     if by_workers > by_nodes:
         return _by_workers(options, machine, offered, standalone, tuple(notes))
@@ -78,7 +78,7 @@ def _sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
 
 
 def _counts_nodes(options: RunOptions) -> bool:
-    return options.said("nnodes") >= options.said("min", "max")
+    return options.source("nnodes") >= options.source("min", "max")
 
 
 def _by_workers(
@@ -111,12 +111,12 @@ def _by_workers(
 
 def _offered(options: RunOptions, machine: Machine) -> int | None:
     """Return the requested slots; None for as many as fit."""
-    ours, torchruns = options.said("slots"), options.said("nproc_per_node")
+    ours, torchruns = options.source("slots"), options.source("nproc_per_node")
     if ours and ours is torchruns:
         raise Complaint("--slots and --nproc-per-node mean the same: give one or the other.")
     if ours > torchruns:
         return _slots(options.slots or "", machine)
-    if options.nproc_per_node is not None and torchruns is not Said.NOWHERE:
+    if options.nproc_per_node is not None and torchruns is not OptionSource.NOT_GIVEN:
         return _nproc(options.nproc_per_node, machine)
     return None
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
-from elasticd.cli.job_access import Place, answering, facts_of, find, only_job, places, unusable
+from elasticd.cli.job_access import Place, etcd_errors_explained, facts_of, find, only_job, places, unusable
 from elasticd.cli.option_types import Name
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import on_screen, say, table
@@ -24,12 +24,13 @@ from elasticd.telemetry.status import JobStatus, job_status
 @click.command()
 @click.argument("job", type=Name("job"), required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object per line.")
-@click.option("--watch", "-w", is_flag=True, help="Go on, and show each change.")
+@click.option("--watch", "-w", is_flag=True, help="Keep running, and show each change.")
 @etcd_options
 def status(job: str | None, as_json: bool, watch: bool, **etcd: Any) -> None:
-    """Show how JOB is: its world, its nodes and slots, what it waits for, what failed.
+    """Show the state of JOB.
 
-    Without JOB: the only one, or a list of them all.
+    This is its world, its nodes and slots, what it waits for, and what failed. Without JOB: the only job,
+    or a list of all jobs.
     """
     if job is None:
         found = places(etcd)
@@ -51,14 +52,14 @@ def status(job: str | None, as_json: bool, watch: bool, **etcd: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object per line.")
 @etcd_options
 def ls(as_json: bool, **etcd: Any) -> None:
-    """List the jobs in etcd, or those of this machine's standalone runs."""
+    """List the jobs in etcd, or the standalone runs on this machine."""
     _show_list(places(etcd), as_json)
 
 
 def _look(access: EtcdAccess, job: str) -> JobStatus:
     from elasticd.etcd.client import Client
 
-    with answering(), Client(access) as client:
+    with etcd_errors_explained(), Client(access) as client:
         listing, bad = client.list(job)
         full = False
         with suppress(StoreRefused):  # the user may lack the permission

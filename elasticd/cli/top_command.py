@@ -23,15 +23,13 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 @click.argument("job", type=Name("job"), required=False)
 @etcd_options
 def top(job: str | None, **etcd: Any) -> None:
-    """Watch JOB: its world, its pace, and every slot of every node. Ctrl-C leaves.
+    """Show the state of JOB live, with every slot of every node.
 
-    Without JOB: the only one.
+    Ctrl-C quits. Without JOB: the only job.
     """
     if not sys.stdout.isatty():
         raise Complaint("top needs a terminal; elsewhere use `elasticd status --watch`")
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored where a script starts it in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell script ran "top &"
     place, job = only_job(places(etcd), "top") if job is None else (find(etcd, job), job)
 
     from elasticd.cli.watch import watch

@@ -126,9 +126,9 @@ class _Watch:
         return now.ended
 
     def _is_back(self) -> bool:
-        """Check etcd after a silence; return whether etcd was away and is back. A watch waits silently for
-        its etcd, but a person wants to know. Agents write their progress every second or two, so silence is
-        rare."""
+        """Check etcd after a silence; return whether etcd was away and is back. The store waits for its etcd
+        without a message, but a person wants to know. Agents write their progress every second or two, so
+        silence is rare."""
         from elasticd.etcd.client import Client
 
         try:

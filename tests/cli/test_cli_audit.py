@@ -58,7 +58,7 @@ def test_a_run_is_found_by_its_folder_or_by_the_name_of_its_job(folder):
         [
             "steps 1 to 3, in 1 round of 1 worker",
             "epoch 0: 12 of 12 samples used",
-            "proved: each was used once",
+            "proved: each sample was used once",
         ],
     )
     assert say(str(folder)) == proved
@@ -73,7 +73,7 @@ def test_of_a_stream_no_more_is_claimed_than_positions_prove(folder):
     notes += [Took(1, 0, 0, 0, 4, ((0, 4, 1.0),), pack(range(4))), CommitNote(1)]
     code, said = say(write(folder, notes))
     assert code == 0 and said[-1].startswith(
-        "proved: each position of the stream was used once; which sample"
+        "proved: each position of the stream was used once; only the stream knows"
     )
 
 
@@ -116,7 +116,7 @@ def test_runs_of_which_nothing_is_known_are_refused_in_a_sentence(folder):
     folder.mkdir()
     for others in (events.FILE, events.TIMELINE):
         (folder / others).write_text('{"at": 1.0}\n')
-    with pytest.raises(Complaint, match=r"nothing was noted for an audit of .*: give `elasticd run` --audit"):
+    with pytest.raises(Complaint, match=r"there are no notes for an audit of .*: start the job with"):
         say(str(folder))
     one = write(folder / "one", training())
     other = write(folder / "other", training()[:1])

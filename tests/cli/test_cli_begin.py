@@ -71,7 +71,7 @@ def test_a_working_folder_that_is_gone_is_said(argv: tuple[str, ...], job: str, 
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines() == [
-        "elasticd: the folder that this was started in is gone: go to one that is there."
+        "elasticd: the working directory no longer exists: change to another."
     ]
 
 
@@ -133,6 +133,6 @@ def test_a_signal_while_it_starts_is_one_line(
     if moment == "as torch is imported":  # there is an agent by then, and it leaves as agents do
         assert "drained" in people[0]
     else:
-        assert people == [f"elasticd: stopped by {number.name} before it had begun."]
+        assert people == [f"elasticd: stopped by {number.name} before the job began."]
     if moment.startswith("as the agent"):
         assert number.name in last_words.read_text()

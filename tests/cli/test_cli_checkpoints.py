@@ -129,7 +129,7 @@ def test_rm_removes_one_and_never_what_a_job_would_go_on_from(folder):
     [name] = [s.name for s in FilePointer(folder).read().saved if s.step == 2]
     (folder / name / "elasticd.json").unlink()
     refused = complaint(ckpt("rm", folder, 3))
-    assert "step 3 is the newest checkpoint that is whole" in refused.sentence and refused.code == 2
+    assert "step 3 is the newest whole checkpoint" in refused.sentence and refused.code == 2
     assert [s.step for s in FilePointer(folder).read().saved] == [2, 3]
     assert ckpt("rm", folder, 3, "--force").exception is None
     assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [name]
@@ -160,7 +160,7 @@ def test_an_empty_folder_has_none(tmp_path):
 
 
 def test_a_file_of_unknown_kind_is_not_written(folder, tmp_path):
-    assert "neither .safetensors nor .pt" in complaint(ckpt("export", folder, tmp_path / "a.bin")).sentence
+    assert "must end in .safetensors or .pt" in complaint(ckpt("export", folder, tmp_path / "a.bin")).sentence
 
 
 def test_verify_finds_one_that_no_load_could_make_sense_of(folder):

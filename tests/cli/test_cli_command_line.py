@@ -418,7 +418,7 @@ def test_the_command_line_beats_the_environment(job: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("PET_NPROC_PER_NODE", "8")
     got = planned("--min", "2", "--max", "3", "--slots", "2", job)
     assert (got.config.limits, got.config.slots) == (Limits(2, 3), 2)
-    assert any("--nnodes does not count" in note for note in got.notes)
+    assert any("--nnodes counts for nothing" in note for note in got.notes)
     monkeypatch.delenv("PET_NNODES")
     assert planned("--nnodes", "1", "--nproc-per-node", "2", job).config.limits == Limits(2, 2)
 
@@ -469,7 +469,7 @@ def test_timeouts_of_rdzv_conf_are_ours_and_the_rest_is_told(job: str) -> None:
         (("--job", ""), "empty"),
         (("--job", ".."), "file paths"),
         (("--job", "x" * 500), "500"),
-        (("--job", "--min"), "begins as an option"),
+        (("--job", "--min"), "begins with a dash"),
         (("--node", "a/b"), "slash"),
         (("--address", "192.0.2.7"), "not an address of this machine"),
         (("--address", "a b"), "not an address"),
@@ -882,7 +882,7 @@ def test_what_cannot_be_printed_as_the_disk_is_full_is_one_sentence() -> None:
             check=False,
         )
     assert done.returncode == 2
-    assert done.stderr == "elasticd: what there is to say cannot be written: No space left on device.\n"
+    assert done.stderr == "elasticd: the output cannot be written: No space left on device.\n"
 
 
 def helps() -> dict[str, str]:

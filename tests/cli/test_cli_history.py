@@ -146,7 +146,7 @@ def test_who_leads_says_which_failure_it_was_and_where_its_output_is(tmp_path: P
     echo = printed(tmp_path / "attempt_0" / "0", "by an echo")
     on_b = Failure("b", Exit(1, 1, 1, 0.5, "boom", log="/only/there"))
     wrote(tmp_path / "x", (failed(0, 1, echo), {}), (FailureCharged(on_b, 1, 10), {}))
-    with pytest.raises(Complaint, match="boom.*; its output is not here but on b"):
+    with pytest.raises(Complaint, match="boom.*; its output is on the machine of node b"):
         say(logs, "--failed")
 
 
@@ -163,23 +163,23 @@ def test_only_the_last_run_of_a_name_is_told_of_unless_all_are_asked_for(tmp_pat
     assert len(say(events, "--json", "--all-runs").splitlines()) == len(told) + 5
     with pytest.raises(Complaint, match="no failure of train is known"):
         say(logs, "--failed")
-    with pytest.raises(Complaint, match="nothing is kept"):
+    with pytest.raises(Complaint, match="no output of a worker of train is kept"):
         say(logs)
 
 
 def test_that_a_worker_printed_nothing_is_said(ran: Path) -> None:
     for kept in ran.glob("attempt_*/*/*.log"):
         kept.write_text("")
-    assert say(logs, "train", "--slot", "1") == "it printed nothing\n"
+    assert say(logs, "train", "--slot", "1") == "nothing was printed\n"
 
 
 def test_what_is_not_here_is_said_in_a_sentence(
     ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Complaint, match="named other is kept on this machine: there are train"):
+    with pytest.raises(Complaint, match="named other are kept on this machine; known: train"):
         say(events, "other")
-    with pytest.raises(Complaint, match="named b ran here: there is a"):
+    with pytest.raises(Complaint, match="named b ran on this machine; known: a"):
         say(logs, "train", "--node", "b")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "empty"))
-    with pytest.raises(Complaint, match="no run has left anything"):
+    with pytest.raises(Complaint, match="no files of a run are kept"):
         say(events)

@@ -11,7 +11,7 @@ from elasticd.cli.machine import (
     ThisMachine,
     _cgroup_cores,
     default_node_name,
-    is_ours,
+    is_local_address,
     visible,
 )
 from elasticd.etcd.access import routed_address
@@ -65,6 +65,6 @@ def test_the_address_is_the_one_that_routes_to_etcd() -> None:
 
 
 def test_only_an_address_of_this_machine_is_ours() -> None:
-    assert is_ours("127.0.0.1")
-    assert is_ours("a-name-that-may-resolve-later")
-    assert not is_ours("192.0.2.1")  # reserved for documentation
+    assert is_local_address("127.0.0.1")
+    assert is_local_address("a-name-that-may-resolve-later")
+    assert not is_local_address("192.0.2.1")  # reserved for documentation

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.options import IN_THE_POLICY, collect
+from elasticd.cli.options import REMOVED_OPTIONS, collect
 from elasticd.cli.policy import SETTINGS
 from elasticd.cli.run_command import run
 from elasticd.cli.run_configuration import plan
@@ -89,9 +89,9 @@ def test_bounds_of_hangs_that_one_limit_for_all_outweighs_are_named(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("hang_flor_s = 1", "no setting is called hang_flor_s; hang_floor_s is meant?"),
-        ("straggler_drain = true", "no setting is called straggler_drain"),
-        ("nonsense = 1", "known are settle_s, grow_cooldown_s"),
+        ("hang_flor_s = 1", "there is no setting hang_flor_s; did you mean hang_floor_s?"),
+        ("straggler_drain = true", "there is no setting straggler_drain"),
+        ("nonsense = 1", "the settings are settle_s, grow_cooldown_s"),
         ('settle_s = "1"', "settle_s is not a number"),
         ("settle_s = true", "settle_s is not a number"),
         ("settle_s = -0.1", "settle_s: the value -0.1 is less than 0"),
@@ -102,13 +102,13 @@ def test_bounds_of_hangs_that_one_limit_for_all_outweighs_are_named(tmp_path: Pa
         ("straggler_ratio = 1", "is not a number above 1"),
         ("quarantine_s = 60\nquarantine_max_s = 5", "quarantine_s, 60, is above quarantine_max_s, 5"),
         ("hang_floor_s = 10\nhang_ceiling_s = 5", "hang_ceiling_s, 5, is below hang_floor_s, 10"),
-        ("settle_s", "policy.toml is no TOML"),
-        (b"settle_s = \xff", "policy.toml is no TOML"),
+        ("settle_s", "policy.toml is not TOML"),
+        (b"settle_s = \xff", "policy.toml is not TOML"),
         ("settle_s = 1" + "0" * 400, "settle_s is not between -1,000,000,000 and 1,000,000,000"),
         ("straggler_ratio = 1" + "0" * 400, "straggler_ratio is not between"),
         ("futile_max = 0x" + "f" * 5000, "futile_max is not between"),
         ("futile_max = -9999999999", "futile_max is not between"),
-        ("settle_s = 1" + "0" * 5000, "policy.toml is no TOML"),
+        ("settle_s = 1" + "0" * 5000, "policy.toml is not TOML"),
         ("settle_s = " + "[" * 9999, "policy.toml is nested too deeply: each setting is a number"),
     ],
 )
@@ -125,11 +125,11 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
         config_of(tmp_path, "--policy", str(tmp_path))
 
 
-@pytest.mark.parametrize("option", IN_THE_POLICY)
+@pytest.mark.parametrize("option", REMOVED_OPTIONS)
 def test_an_option_that_became_a_setting_says_so(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting = IN_THE_POLICY[option]
+    setting = REMOVED_OPTIONS[option]
     assert setting in SETTINGS
     with pytest.raises(
         click.UsageError, match=f"--{option} is no option any more: set {setting} in a TOML file"
@@ -137,7 +137,7 @@ def test_an_option_that_became_a_setting_says_so(
         config_of(tmp_path, f"--{option}", "2")
     variable = f"ELASTICD_{option.replace('-', '_').upper()}"
     monkeypatch.setenv(variable, "2")
-    with pytest.raises(Complaint, match=f"{variable} is read no more: set {setting} in a TOML file"):
+    with pytest.raises(Complaint, match=f"{variable} is no longer read: set {setting} in a TOML file"):
         run.main([str(tmp_path / "job.py")], standalone_mode=False)
 
 

@@ -434,12 +434,12 @@ def test_loopback_is_no_address_for_other_nodes() -> None:
 def test_a_python_without_torch_is_told() -> None:
     ((grade, says),) = doctor().about("torch")
     assert grade == "wrong"
-    assert says == f"{NO_TORCH} cannot import it: ModuleNotFoundError: No module named 'torch'"
+    assert says == f"{NO_TORCH} cannot import torch: ModuleNotFoundError: No module named 'torch'"
 
 
 def test_a_python_that_is_none_is_told() -> None:
     ((_, says),) = doctor(env={"PYTHON_EXEC": "/no/python"}).about("torch")
-    assert says == "/no/python cannot import it: /no/python cannot be run: No such file or directory"
+    assert says == "/no/python cannot import torch: /no/python cannot be run: No such file or directory"
 
 
 def imports(target: Path | str, *, module: bool = False) -> Mapping[str, Any]:

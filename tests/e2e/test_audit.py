@@ -67,11 +67,13 @@ def test_each_sample_is_used_once_through_kills_and_resizes(cluster: Cluster, se
     rounds, *found, verdict = said.out.splitlines()
     assert rounds.startswith("steps 1 to 56, in ") and not rounds.startswith("steps 1 to 56, in 1 round of")
     assert found == [f"epoch {epoch}: 103 of 103 samples used" for epoch in range(epochs)]
-    assert verdict == "proved: each was used once"
+    assert verdict == "proved: each sample was used once"
 
     [one, *_] = (cluster.folder / "state").glob("elasticd/logs/*/audit")
     alone = cluster.command("audit", str(one), etcd=False)
-    assert alone.code == 1 and "nothing is noted of what rank" in alone.out, "half of the notes prove nothing"
+    assert alone.code == 1 and "there is no note of the samples of rank" in alone.out, (
+        "half of the notes prove nothing"
+    )
     for folder in cluster.tmp.glob("pymp-*"):
         shutil.rmtree(folder)  # multiprocessing's, of workers that were killed while others loaded for them
 
@@ -120,7 +122,7 @@ def test_learning_rates_follow_a_batch_that_grows_with_the_world_and_nothing_is_
     first, *found, verdict = said.out.splitlines()
     assert first.endswith("in 3 rounds of 1 to 2 workers")
     assert found[:-1] == [f"epoch {epoch}: 103 of 103 samples used" for epoch in range(len(found) - 1)]
-    assert verdict == "proved: each was used once"
+    assert verdict == "proved: each sample was used once"
 
 
 def test_what_a_crashed_run_has_committed_is_proved_and_compared_with_an_undisturbed_one(
@@ -148,7 +150,7 @@ def test_what_a_crashed_run_has_committed_is_proved_and_compared_with_an_undistu
         *expected,
         *([f"epoch {epochs}: {16 * rest} of 103 samples used, so far"] if rest else []),
     ]
-    assert verdict == "proved: each was used once"
+    assert verdict == "proved: each sample was used once"
 
     notes = {"ELASTICD_AUDIT_FOLDER": str(tmp_path / "alone" / "audit"), "ELASTICD_AUDIT_EVERY": "5"}
     alone = subprocess.run(

@@ -119,8 +119,8 @@ def may_use(access: EtcdAccess, job: str) -> bool:
 
 def test_a_user_with_a_certificate_may_use_its_job_and_no_other(guarded: Guarded) -> None:
     assert guarded.made("one") == [
-        "The role elasticd/one is made: it may read and write below /elasticd/one/, and nowhere else.",
-        "The user one is made, who logs in with a certificate of that common name.",
+        "The role elasticd/one is created: it may read and write below /elasticd/one/, and nowhere else.",
+        "The user one is created, and logs in with a certificate of that common name.",
         "The user one has the role elasticd/one now.",
     ]
     assert guarded.made("two", "--user=other")
@@ -138,8 +138,8 @@ def test_a_user_with_a_certificate_may_use_its_job_and_no_other(guarded: Guarded
 def test_doing_it_again_changes_nothing_and_mends_what_is_missing(guarded: Guarded) -> None:
     guarded.made("again")
     assert guarded.made("again") == [
-        "The role elasticd/again is there already, for what is below /elasticd/again/ alone.",
-        "The user again is there already.",
+        "The role elasticd/again exists already, for the keys below /elasticd/again/ only.",
+        "The user again exists already.",
         "The user again has the role elasticd/again already.",
     ]
     with Roles(guarded.known_as("root")) as roles:
@@ -153,12 +153,15 @@ def test_what_is_removed_may_do_nothing_any_more_and_a_user_of_others_stays(guar
     guarded.made("gone")
     guarded.made("mine", "--user=me")
     guarded.made("ours", "--user=me")
-    assert guarded.made("gone", "--remove") == ["The user gone is gone.", "The role elasticd/gone is gone."]
+    assert guarded.made("gone", "--remove") == [
+        "The user gone is removed.",
+        "The role elasticd/gone is removed.",
+    ]
     assert guarded.made("gone", "--remove") == ["There is no user gone.", "There is no role elasticd/gone."]
     assert not may_use(guarded.known_as("gone"), "gone")
     assert guarded.made("mine", "--user=me", "--remove") == [
-        "The user me stays, for the sake of elasticd/ours.",
-        "The role elasticd/mine is gone.",
+        "The user me is kept, because it also has elasticd/ours.",
+        "The role elasticd/mine is removed.",
     ]
     assert may_use(guarded.known_as("me"), "ours") and not may_use(guarded.known_as("me"), "mine")
 
@@ -169,10 +172,10 @@ def test_a_password_comes_from_a_file_or_standard_input_or_is_made_and_is_never_
     given, made = tmp_path / "given", tmp_path / "made"
     given.write_text("s3cret from a file\n")
     said = guarded.made("pw", f"--password-file={given}")
-    assert said[1] == f"The user pw is made, who logs in with the password in {given}."
+    assert said[1] == f"The user pw is created, and logs in with the password in {given}."
     assert may_use(guarded.by_password("pw", "s3cret from a file"), "pw")
     assert not may_use(guarded.by_password("pw", "s3cret from a file"), "other")
-    assert guarded.made("pw", f"--password-file={given}")[1] == "The user pw is there already."
+    assert guarded.made("pw", f"--password-file={given}")[1] == "The user pw exists already."
 
     said += guarded.made("pw", "--password-file=-", said="s3cret piped")
     assert may_use(guarded.by_password("pw", "s3cret piped"), "pw")
@@ -234,7 +237,7 @@ def test_what_it_prints_does_the_same_with_etcdctl(guarded: Guarded, tmp_path: P
     print_and_do("another", f"--password-file={file}")
     assert may_use(guarded.known_as("printed"), "it's a job")
     assert may_use(guarded.by_password("another", "pr1nted"), "another")
-    assert "there already" in "".join(guarded.made("it's a job", "--user=printed"))
+    assert "exists already" in "".join(guarded.made("it's a job", "--user=printed"))
     print_and_do("it's a job", "--user=printed", "--remove")
     assert guarded.made("it's a job", "--user=printed", "--remove")[0] == "There is no user printed."
 
@@ -285,7 +288,7 @@ def test_a_user_with_a_certificate_is_not_told_to_have_a_password(guarded: Guard
         (["job", "--user=root", "--remove"], "the user root may do everything in etcd"),
         (["a/b"], "has a slash in it"),
         ([""], "cannot be empty"),
-        (["--", "-a"], "begins as an option does"),
+        (["--", "-a"], "begins with a dash"),
         (["none", "--torchrun"], "--rdzv-id"),
         (["j" * 65], "a certificate's common name"),
         (["job", "--generate"], "--generate needs --password-file FILE"),
@@ -296,7 +299,7 @@ def test_a_user_with_a_certificate_is_not_told_to_have_a_password(guarded: Guard
         (["job", "--password-file=/dev/null"], "there is no password in /dev/null"),
         (["job", "--password-file=-"], "there is no password in standard input"),
         (["job", "--password-file=" + __file__], "is more than one line"),
-        (["job", "--remove", "--password-file=x"], "--remove needs no --password-file"),
+        (["job", "--remove", "--password-file=x"], "--remove takes no --password-file"),
         (["job", "--print", "--generate", "--password-file=x"], "give one of them"),
         (["a:job", "--print", "--password-file=x"], "etcdctl takes what follows the colon in a:job"),
         (["job", "--etcd-password-file=x"], "is given without --etcd-user"),

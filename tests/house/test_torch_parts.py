@@ -46,15 +46,15 @@ def is_there(part: Private) -> bool:
     import torch
 
     installed = torchparts.release(torch.__version__)
-    of_nccl = "NCCL" in part.of or "nccl" in part.of
+    of_nccl = "NCCL" in part.name or "nccl" in part.name
     return installed >= part.since and (not of_nccl or torch.distributed.is_nccl_available())
 
 
-@pytest.mark.parametrize("part", [*REPLACED, *USED], ids=lambda part: part.of)
+@pytest.mark.parametrize("part", [*REPLACED, *USED], ids=lambda part: part.name)
 def test_torch_still_has_each_part_as_it_is_listed(part: Private) -> None:
     if not is_there(part):
         pytest.skip("not in this build of torch")
-    thing = found(part.of)
+    thing = found(part.name)
     if part.takes:
         assert tuple(inspect.signature(thing).parameters)[: len(part.takes)] == part.takes
 
@@ -90,13 +90,13 @@ def test_no_private_part_of_torch_is_used_that_is_not_listed() -> None:
         for name in private_names(tree)
         if name.startswith("_") and not name.startswith("__") and name not in ours
     }
-    listed = {piece for part in (*REPLACED, *USED) for piece in part.of.split(".")} | set(MARKS)
+    listed = {piece for part in (*REPLACED, *USED) for piece in part.name.split(".")} | set(MARKS)
     assert {name.removeprefix("_of_a_private_module.") for name in used} - PYTHONS - listed == set()
 
 
 def test_each_listed_part_is_used() -> None:
     text = "".join(m.read_text() for m in MODULES if m.name != "torchparts.py")
-    assert not [part.of for part in (*REPLACED, *USED) if part.of.rpartition(".")[2] not in text]
+    assert not [part.name for part in (*REPLACED, *USED) if part.name.rpartition(".")[2] not in text]
 
 
 def test_the_oldest_release_is_the_one_that_is_installed_at_least() -> None:
@@ -107,7 +107,7 @@ def test_the_oldest_release_is_the_one_that_is_installed_at_least() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "too_old", "untried"),
+    ("version", "too_old", "untested"),
     [
         ("1.13.1", True, False),
         ("2.6.0", True, False),
@@ -124,12 +124,12 @@ def test_the_oldest_release_is_the_one_that_is_installed_at_least() -> None:
     ],
 )
 def test_releases_are_refused_below_the_oldest_and_noted_above_the_newest(
-    version: str, too_old: bool, untried: bool
+    version: str, too_old: bool, untested: bool
 ) -> None:
-    assert bool(torchparts.judged(version)) is too_old
+    assert bool(torchparts.too_old(version)) is too_old
     if too_old:
-        assert version in torchparts.judged(version)
-    assert bool(torchparts.untried(version)) is untried
+        assert version in torchparts.too_old(version)
+    assert bool(torchparts.untested(version)) is untested
 
 
 def test_a_run_on_an_old_release_is_refused_before_anything_starts(tmp_path: Path) -> None:

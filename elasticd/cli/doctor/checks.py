@@ -61,8 +61,8 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """The node that is to run a job. ``examined``: what was found at the etcd of ``access``; None without
-    one, as only standalone runs are possible then. ``address``: what other nodes are told. ``environ``: of
-    the workers. ``probed``: what the workers' Python says about torch and the imports."""
+    one, as only standalone runs are possible then. ``address``: where other nodes are to reach this one.
+    ``environ``: of the workers. ``probed``: the output of ``probe.py``, see ``ask_python``."""
 
     access: EtcdAccess | None
     examined: Examined | None
@@ -216,7 +216,7 @@ def _time_of(certificate: Certificate, now: float) -> Iterator[Finding]:
         says = f"{of} is not valid for another {_days(certificate.not_before - now)}"
         yield wrong(says, "see whether this machine's clock is right")
     elif left_s < EXPIRES_SOON_S:
-        yield advice(f"{of} expires in {_days(left_s)}", "renew the certificate before")
+        yield advice(f"{of} expires in {_days(left_s)}", "renew the certificate before then")
 
 
 def _days(seconds: float) -> str:
@@ -292,8 +292,8 @@ def _nodes(candidate: Candidate) -> list[Node]:
 
 
 def network(candidate: Candidate) -> Iterator[Finding]:
-    """Whether gloo will choose an interface that other nodes can reach. That the interfaces named by
-    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME exist is seen where groups are formed."""
+    """Whether gloo will choose an interface that other nodes can reach. The check of torch forms groups, and
+    so finds that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names no interface."""
     up = [name for name, interface in psutil.net_if_stats().items() if interface.isup]
     gloo = candidate.environ.get("GLOO_SOCKET_IFNAME", "")
     bad = []
@@ -369,8 +369,8 @@ def tasks(_: Candidate, cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[Findi
 def ask_python(
     script: str | None, *, module: bool, environ: Mapping[str, str]
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Return what the workers' Python says about torch and about the imports of the script. ``environ``: of
-    the workers."""
+    """Run ``probe.py`` with the workers' Python, and return its two answers: "torch" and "imports".
+    ``environ``: of the workers."""
     python = environ.get("PYTHON_EXEC") or sys.executable
     words = [] if script is None else ["-m", script] if module else [script]
     said = []
@@ -389,7 +389,7 @@ def ask_python(
     except OSError as error:
         failed = f"{python} cannot be run: {error.strerror}"
     else:
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        last = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
         failed = f"{python} ended with code {done.returncode}: {last[0]}"
         said = [json.loads(line) for line in done.stdout.splitlines()]
     missing = {"error": failed}
@@ -422,10 +422,10 @@ def torch(candidate: Candidate) -> Iterator[Finding]:
     said = candidate.probed.result()["torch"]
     if error := said.get("error"):
         python = candidate.environ.get("PYTHON_EXEC") or sys.executable
-        yield wrong(f"{python} cannot import it: {error}", "install torch for that Python")
+        yield wrong(f"{python} cannot import torch: {error}", "install torch for that Python")
         return
-    if unfit := torchparts.judged(said["version"]):
-        yield wrong(unfit, f"pip install 'torch>={torchparts.oldest()}'")
+    if too_old := torchparts.too_old(said["version"]):
+        yield wrong(too_old, f"pip install 'torch>={torchparts.oldest()}'")
         return
     failed = {backend: why for backend, why in said["groups"].items() if why}
     for backend, why in failed.items():
@@ -438,12 +438,14 @@ def torch(candidate: Candidate) -> Iterator[Finding]:
 
 
 def imports(candidate: Candidate) -> Iterator[Finding]:
-    """Whether what the script imports is there."""
+    """Whether the imports of the script work."""
     if candidate.script is None:
         return
     said = candidate.probed.result()["imports"]
     if error := said.get("error"):
-        yield wrong(f"{candidate.script} cannot be looked at: {error}", "correct it")
+        yield wrong(
+            f"the imports of {candidate.script} cannot be found: {error}", "correct the script or its name"
+        )
         return
     for missing in said["missing"]:
         yield wrong(missing, "install it where the workers' Python finds it (PYTHON_EXEC, PYTHONPATH)")

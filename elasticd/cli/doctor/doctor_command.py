@@ -15,7 +15,7 @@ from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.cli.doctor.checks import CHECKS, Candidate, Finding, Grade, ask_python
 from elasticd.cli.interfaces import network_environment
 from elasticd.cli.job_access import named_etcd
-from elasticd.cli.machine import default_node_name, nowhere
+from elasticd.cli.machine import default_node_name, working_directory_fault
 from elasticd.cli.option_types import Seconds
 from elasticd.cli.options import etcd_options
 from elasticd.cli.rendezvous import check_name
@@ -32,12 +32,12 @@ Findings = tuple[tuple[str, Finding], ...]  # each with the name of its check
 @click.command(context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
 @click.argument("script", required=False)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
-@click.option("--job", envvar="ELASTICD_JOB", help="Try to reach the nodes that this job has.")
+@click.option("--job", envvar="ELASTICD_JOB", help="Try to reach the other nodes of this job.")
 @click.option("--address", envvar="ELASTICD_ADDRESS", help="Address at which other nodes reach this one.")
 @click.option(
-    "--node-ttl", type=Seconds(2.0), default=5.0, envvar="ELASTICD_NODE_TTL", help="As of the run.  [5]"
+    "--node-ttl", type=Seconds(2.0), default=5.0, envvar="ELASTICD_NODE_TTL", help="As for `run`.  [5]"
 )
-@click.option("--strict", is_flag=True, help="Take advice for wrong, too.")
+@click.option("--strict", is_flag=True, help="Count advice as wrong.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @etcd_options
 def doctor(
@@ -50,22 +50,22 @@ def doctor(
     as_json: bool,
     **etcd: Any,
 ) -> int:
-    """Say whether this machine or pod can run a job, and what is wrong if not.
+    """Say whether this machine or pod can run a job.
 
-    Give it the options, or the environment, that `elasticd run` is given. With SCRIPT the
-    imports that it always makes are tried too; the script itself is not run.
+    Give it the options, or the environment, that `elasticd run` is given. With SCRIPT, its imports
+    are tried too, except those in functions, `if` and `try`; the script itself is not run.
 
-    Exit codes: 0, it can (there may be advice); 1, something is wrong; 2, bad usage; 4, nothing is wrong
-    but that etcd cannot be reached, which may come right.
+    Exit codes: 0, the machine can run a job (there may be advice); 1, something is wrong; 2, bad
+    usage; 4, only etcd cannot be reached, so a later try may succeed.
     """
-    if gone := nowhere():
+    if gone := working_directory_fault():
         raise Complaint(gone)
     access = named_etcd(etcd)
     endpoints = hosts_and_ports(access.endpoints) if access is not None else []
     key = job_prefix(check_name("job", job)) if job is not None else ROOT
     own = address or (routed_address(endpoints) or default_node_name() if endpoints else "127.0.0.1")
     environ = {**os.environ, **network_environment(own, os.environ, asked=address is not None)}
-    with ThreadPoolExecutor() as pool:  # etcd and the workers' Python mostly have us wait
+    with ThreadPoolExecutor() as pool:  # etcd and the workers' Python are asked at the same time
         candidate = Candidate(
             probed=pool.submit(ask_python, script, module=module, environ=environ),
             access=access,
@@ -115,4 +115,5 @@ def as_text(findings: Findings, strict: bool) -> Iterator[str]:
     can = "can" if exit_code(findings, strict) == 0 else "cannot"
     things = f"{describe.count(wrong, 'thing')} wrong" if wrong else "nothing is wrong"
     yield ""
-    yield f"This machine {can} run a job: {things}{f', {advice} to think about' if advice else ''}."
+    more = f", {describe.count(advice, 'piece')} of advice" if advice else ""
+    yield f"This machine {can} run a job: {things}{more}."
