@@ -212,3 +212,19 @@ def test_what_nothing_can_be_called_is_refused_by_each_command(
     assert _exit_code(argv) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert says in sentence
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["dance"], "No such command 'dance'. See `elasticd --help`."),
+        (["ckpt", "dance"], "No such command 'dance'. See `elasticd ckpt --help`."),
+        (["run"], "Missing argument 'SCRIPT'. See `elasticd run --help`."),
+        (["status", "--nope"], "No such option '--nope'. See `elasticd status --help`."),
+    ],
+)
+def test_what_is_unknown_or_missing_points_to_the_help(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _exit_code(argv) == 2
+    assert capsys.readouterr().err == f"elasticd: {says}\n"
