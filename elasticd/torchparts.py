@@ -43,10 +43,10 @@ REPLACED: Final = (
         "torch.distributed.ProcessGroup.send",
         "worker/world/message_timeouts.py: waits with the group's own timeout.",
     ),
-    Private("torch.distributed.ProcessGroup.recv", "worker/world/message_timeouts.py: the same."),
+    Private("torch.distributed.ProcessGroup.recv", "worker/world/message_timeouts.py: as for send."),
     Private(
         "torch.distributed.ProcessGroup.recv_anysource",
-        "worker/world/message_timeouts.py: the same, in a thread.",
+        "worker/world/message_timeouts.py: as for send, in a thread that can be abandoned.",
     ),
     Private(f"{_BUILT}.Work.wait", "worker/boot/elasticd_waits.py: measures how long collectives wait."),
     Private(
@@ -106,9 +106,9 @@ USED: Final = (
         "torch.autograd.Variable._execution_engine.queue_callback",
         "worker/gradients/wrapping.py, worker/boot/elasticd_waits.py: a call at the end of a backward pass.",
     ),
-    Private("torch._foreach_add_", "worker/gradients/buckets.py: many tensors in one call."),
-    Private("torch._foreach_copy_", "worker: many tensors in one call."),
-    Private("torch._foreach_norm", "worker/report.py: many tensors in one call."),
+    Private("torch._foreach_add_", "worker/gradients/buckets.py: adds many tensors in one call."),
+    Private("torch._foreach_copy_", "worker, checkpoint/client: copies many tensors in one call."),
+    Private("torch._foreach_norm", "worker/report.py: takes the norms of many tensors in one call."),
     Private(
         "torch.distributed.checkpoint._nested_dict.flatten_state_dict",
         "checkpoint/client/state_dict.py: flattens a nested state dict, with the names that DCP uses.",
@@ -129,7 +129,7 @@ USED: Final = (
         "checkpoint/format/metadata.py: the version of DCP's format.",
         since=(2, 9),
     ),
-    Private("torch._utils._rebuild_tensor_v3", "checkpoint/format/frames.py: a name in pickled tensors."),
+    Private("torch._utils._rebuild_tensor_v3", "checkpoint/format/frames.py: rebuilds a pickled tensor."),
     Private(
         "torch._C._get_privateuse1_backend_name", "cli/machine.py: the name of a third-party kind of device."
     ),

@@ -410,6 +410,6 @@ def _own_address(access: EtcdAccess) -> str:
     address = routed_address(places)
     if address is None:
         raise ValueError(
-            "there is no route to etcd, from which to take this node's address; give it with --local-addr"
+            "no endpoint of etcd has a route, so this node's address is unknown; give it with --local-addr"
         )
     return address

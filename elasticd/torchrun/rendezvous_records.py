@@ -107,5 +107,5 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
 
 def prefix_of(run_id: str) -> str:
     """Return the prefix of a run's keys. Prefixes of different run ids never overlap, whatever characters
-    they contain."""
+    the ids contain."""
     return f"/elasticd.torchrun/{quote(run_id, safe='')}/"
