@@ -268,7 +268,7 @@ def test_a_role_that_allows_more_and_a_user_who_may_do_everything_are_not_used(g
         roles.allow("elasticd/wide", all_below("/"))
         roles.add_user("boss", None)
         roles.grant("boss", "root")
-    assert "allows something else than /elasticd/wide/" in guarded.refused("wide")
+    assert "allows something other than /elasticd/wide/" in guarded.refused("wide")
     assert "the user boss has the role root" in guarded.refused("small", "--user=boss")
     with Roles(guarded.known_as("root")) as roles:
         assert roles.roles_of("wide") is None and roles.allows("elasticd/small") is None
@@ -277,7 +277,7 @@ def test_a_role_that_allows_more_and_a_user_who_may_do_everything_are_not_used(g
 def test_a_user_with_a_certificate_is_not_told_to_have_a_password(guarded: Guarded) -> None:
     guarded.made("certified")
     said = guarded.role("certified", "--password-file=-", said="s3cret")
-    assert said.returncode == 2 and "was made to log in with a certificate" in said.stderr
+    assert said.returncode == 2 and "was created to log in with a certificate" in said.stderr
     assert "s3cret" not in said.stdout + said.stderr
 
 
