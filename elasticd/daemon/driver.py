@@ -42,7 +42,6 @@ from elasticd.core.ports import (
     Assignment,
     Changes,
     Entry,
-    Held,
     Listing,
     Procs,
     Put,
@@ -137,7 +136,6 @@ class Driver:
         self._timekeeper = timekeeper
         self._term: _Term | None = None
         self._terms = 0
-        self._trust_absence_from = 0.0
         procs.listen(self._post)
 
     # ------------------------------------------------------------ the leader's view
@@ -219,34 +217,15 @@ class Driver:
                 self._post(Saw(entry))
 
     def _step(self, event: Event, now: float) -> None:
-        before = self.state
-        result = agent.step(before, event, now)
+        result = agent.step(self.state, event, now)
         self.state = result.state
         if isinstance(event, Saw) and self._term:
             self._term.view = leader.see(self._term.view, Changes((event.entry,)), event.entry.key, now)
-        self._note_absences(before, event, now)
         for reason in result.reasons:
             self._say(reason)
         self.wake_at = result.wake_at
         for action in result.actions:
             self._perform(action)
-
-    def _note_absences(self, before: agent.AgentState, event: Event, now: float) -> None:
-        """Trust no absence for one TTL after an outage, and after this agent registers: other agents may be
-        about to register."""
-        returned = before.etcd.silent is not None and self.state.etcd.silent is None
-        arrived = self.state.registered and not before.registered
-        ttl_s = (self.state.spec or self.state.wanted).policy.node_ttl_s
-        # A late answer means that etcd was stopped, and may have dropped leases when it resumed.
-        stalled = (
-            isinstance(event, LeaseChanged)
-            and isinstance(event.news, Held)
-            and now - (event.news.until - ttl_s) > ttl_s / 4
-        )
-        if returned or arrived or stalled:
-            self._trust_absence_from = now + ttl_s
-            if self._term:
-                self._term.view = replace(self._term.view, absence_counts_from=self._trust_absence_from)
 
     # ------------------------------------------------------------ actions
 
@@ -314,11 +293,14 @@ class Driver:
         term = self._term
         if term.asked or self.state.etcd.silent is not None:
             return
-        if (term.view.round_revision or 0) < term.shown_from:
+        if term.view.revisions.get("round", 0) < term.shown_from:
             return
         if now < term.retry_at:
             self._wake_by(term.retry_at)
             return
+        counts_from = self.state.etcd.absence_counts_from
+        if term.view.absence_counts_from != counts_from:
+            term.view = replace(term.view, absence_counts_from=counts_from)
         plan = leader.decide(term.view, now)
         waiting = plan.waiting if plan.writes else plan.reasons
         for reason in (*plan.waiting, *plan.reasons):
@@ -341,7 +323,7 @@ class Driver:
     def _start_leading(self, entry: Entry, now: float) -> _Term:
         self._terms += 1
         number = self._terms
-        view = leader.View(absence_counts_from=self._trust_absence_from)
+        view = leader.View()
         for key in ("spec", "round"):
             if key in self.state.seen:
                 view = leader.see(view, Changes((self.state.seen[key],)), key, now)

@@ -175,16 +175,18 @@ def view(
     """What a leader sees; nodes registered in the order given."""
     return View(
         spec=spec,
-        spec_revision=SPEC_REVISION,
         round=round,
-        round_revision=ROUND_REVISION if round else 0,
         budget=budget or Budget(),
-        budget_revision=BUDGET_REVISION if budget else 0,
         nodes={n.name: Registered(n, 100 + i, seen_at) for i, n in enumerate(nodes)},
         reports={r.node: r for r in reports},
         absence_counts_from=absence_counts_from,
-        hang_revision=0,
-        stragglers_revision=0,
+        revisions={
+            "spec": SPEC_REVISION,
+            "round": ROUND_REVISION if round else 0,
+            "budget": BUDGET_REVISION if budget else 0,
+            "hang": 0,
+            "stragglers": 0,
+        },
     )
 
 

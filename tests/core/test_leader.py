@@ -691,9 +691,8 @@ def test_when_faults_cease_and_there_are_enough_workers_a_round_goes_live(
         nonlocal state, budget, now, revision, nodes
         for _ in range(until_rest):
             plan = decide(
-                replace(
-                    view(wanted, state, list(nodes.values()), list(reports.values()), budget),
-                    round_revision=revision if state else 0,
+                view(wanted, state, list(nodes.values()), list(reports.values()), budget).at_revision(
+                    "round", revision if state else 0
                 ),
                 now,
             )

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from elasticd.core import agent, budget, straggler, world
-from elasticd.core.agent import leaving, stepping
+from elasticd.core.agent import hearing, leaving, stepping
 from elasticd.core.agent_messages import LeaveJob
 from elasticd.core.facts import Round
 from elasticd.core.hang import judging, watching
 from elasticd.core.leader import deciding, forming, hanging, settling
 from elasticd.core.ledger import Account, Kind
 from elasticd.core.ports import Put, StillThere, Unchanged
-from elasticd.daemon.driver import Driver
 from tests.sim import schedule as schedules
 from tests.sim import test_schedules
 from tests.sim.cluster import SimAgent
@@ -227,7 +226,7 @@ def test_a_breakage_turns_an_invariant_red(
 
 def test_forgetting_that_etcd_was_away_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever takes every absence for a loss replaces nodes that had no etcd to renew a lease at."""
-    monkeypatch.setattr(Driver, "_note_absences", lambda self, *news: None)
+    monkeypatch.setattr(hearing, "_distrust_absences", lambda do: None)
     with pytest.raises(AssertionError, match="nobody restarts"):
         _six_outages()
 

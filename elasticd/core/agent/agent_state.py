@@ -131,7 +131,8 @@ class Contact:
 
     ``fence``: the time until which workers may run, even if this agent is stopped. ``full``: why etcd takes
     no writes, since ``full_since``. ``busy``: the writes that are under way. ``retry_at``: the earliest time
-    for the next write of each kind.
+    for the next write of each kind. ``absence_counts_from``: before this time, a node that is not registered
+    may only be late.
     """
 
     lease_until: float | None = None
@@ -141,6 +142,7 @@ class Contact:
     full_since: float = 0.0
     busy: Mapping[Tag, Transact] = field(default_factory=dict)
     retry_at: Mapping[Tag, float] = field(default_factory=dict)
+    absence_counts_from: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

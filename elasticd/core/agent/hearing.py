@@ -136,6 +136,8 @@ def _saw(do: Decisions, entry: Entry) -> None:
         own = do.state.registration.own
         mine = isinstance(entry.fact, Node) and entry.fact.incarnation == do.state.me.incarnation
         if mine:
+            if not do.state.registered:
+                _distrust_absences(do)
             do.registration(own=entry, name_taken_until=None)
         elif own is None or entry.revision >= own.revision or not entry.revision:
             do.registration(own=None, reported=None)
@@ -170,14 +172,15 @@ def _lease(do: Decisions, news: LeaseNews) -> None:
     state = do.state
     match news:
         case Held(until):
-            if state.etcd.silent is not None:
-                do.reasons.append(StoreBack(do.now - state.etcd.silent.since))
-            do.etcd(lease_until=until, silent=None)
+            ttl_s = state.policy_source.policy.node_ttl_s
+            if do.now > until - 3 / 4 * ttl_s:  # a late answer: etcd was stopped, and may drop leases now
+                _distrust_absences(do)
+            _hear_from_store(do)
+            do.etcd(lease_until=until)
         case Lost(late_s):
-            if state.etcd.silent is not None:
-                do.reasons.append(StoreBack(do.now - state.etcd.silent.since))
+            _hear_from_store(do)
             do.registration(own=None, reported=None)
-            do.etcd(lease_until=None, silent=None)
+            do.etcd(lease_until=None)
             do.reasons.append(LeaseLost(state.policy_source.policy.node_ttl_s, late_s))
         case Silent(_, cut_off):
             if state.etcd.silent is None or state.etcd.silent.cut_off != cut_off:
@@ -186,6 +189,20 @@ def _lease(do: Decisions, news: LeaseNews) -> None:
             do.etcd(silent=news)
         case _:
             assert_never(news)
+
+
+def _hear_from_store(do: Decisions) -> None:
+    """Note that etcd answers."""
+    silent = do.state.etcd.silent
+    if silent is not None:
+        do.reasons.append(StoreBack(do.now - silent.since))
+        do.etcd(silent=None)
+        _distrust_absences(do)
+
+
+def _distrust_absences(do: Decisions) -> None:
+    """Count no node as lost for one TTL: after an outage other agents may be about to register."""
+    do.etcd(absence_counts_from=do.now + do.state.policy_source.policy.node_ttl_s)
 
 
 def _waits(do: Decisions, event: WorkerWaiting) -> None:

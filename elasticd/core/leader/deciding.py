@@ -12,7 +12,7 @@ from elasticd.core.leader.plan import Plan, write
 from elasticd.core.leader.settling import settle
 from elasticd.core.leader.supervising import supervise
 from elasticd.core.leader.view import View
-from elasticd.core.ports import Delete, Unchanged
+from elasticd.core.ports import Delete
 
 
 def decide(view: View, now: float) -> Plan:
@@ -52,13 +52,12 @@ def _open(view: View, now: float) -> Plan:
     number = 0 if view.round is None else view.round.number
     waiting = Round(number, Phase.WAITING, (), "", Cause.START, now)
     plan = write(view, waiting, Budget())
-    assert view.spec_revision is not None
     assert view.spec is not None
     forgotten = (Delete("checkpoint"),) if view.spec.policy.resume is Resume.NEVER else ()
     return replace(
         plan,
         # A job ends by one transaction that also deletes its spec, but the two keys are watched separately.
         # Without this guard the old spec and the job's end would look like a new job.
-        guards=(*plan.guards, Unchanged("spec", view.spec_revision)),
+        guards=(*plan.guards, view.unchanged("spec")),
         writes=(*plan.writes, Delete("reports/", prefix=True), Delete("ledger/", prefix=True), *forgotten),
     )

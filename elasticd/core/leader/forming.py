@@ -9,7 +9,7 @@ from elasticd.core.facts import Budget, Member, Outcome, Phase, Round, Spec
 from elasticd.core.leader.members import candidates_for
 from elasticd.core.leader.plan import Plan, end, write
 from elasticd.core.leader.view import View
-from elasticd.core.ports import Put, Unchanged
+from elasticd.core.ports import Put
 from elasticd.core.reasons import BelowMinimum, Reason, RoundFormed, Settling
 
 
@@ -35,9 +35,8 @@ def form_or_wait(
     formed = _formed(view, spec, round, members, now)
     said = RoundFormed(formed.number, formed.world_size, len(formed.members), formed.cause)
     plan = write(view, formed, budget, (*reasons, said))
-    assert view.spec_revision is not None
     # The round must respect the limits in force, so the spec must not have changed.
-    plan = replace(plan, guards=(*plan.guards, Unchanged("spec", view.spec_revision)))
+    plan = replace(plan, guards=(*plan.guards, view.unchanged("spec")))
     return _forget_drained(view, spec, plan)
 
 

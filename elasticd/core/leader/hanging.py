@@ -25,7 +25,7 @@ def name_the_hung(view: View, now: float) -> Plan:
     round = view.round
     if (
         not view.stalls
-        or view.hang_revision < 0
+        or "hang" not in view.revisions
         or round is None
         or round.phase not in (Phase.LIVE, Phase.CLOSING)
     ):

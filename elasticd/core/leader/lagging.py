@@ -16,7 +16,7 @@ CHANGED = 0.02  # the relative change of the usual time that is worth a write
 def name_stragglers(view: View) -> Plan:
     """Write the stragglers if they differ from the record."""
     round, found = view.round, view.comparison.found
-    if view.stragglers_revision < 0 or round is None or round.phase is not Phase.LIVE:
+    if "stragglers" not in view.revisions or round is None or round.phase is not Phase.LIVE:
         return Plan()
     if found is None or found.round != round.number:
         return Plan()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from elasticd.core.facts import Budget, Cause, Failure, Outcome, Phase, Round
 from elasticd.core.leader.view import View
-from elasticd.core.ports import Delete, Guard, Put, Unchanged, Write
+from elasticd.core.ports import Delete, Guard, Put, Write
 from elasticd.core.reasons import JobEnded, Reason, RoundClosing
 
 
@@ -24,12 +24,10 @@ class Plan:
 
 def write(view: View, round: Round, budget: Budget, reasons: tuple[Reason, ...] = ()) -> Plan:
     """Return a transaction that writes the round, and the budget if it changed."""
-    assert view.round_revision is not None
-    assert view.budget_revision is not None
-    guards: list[Guard] = [Unchanged("round", view.round_revision)]
+    guards: list[Guard] = [view.unchanged("round")]
     writes: list[Write] = [Put("round", round)]
     if budget != view.budget:
-        guards.append(Unchanged("budget", view.budget_revision))
+        guards.append(view.unchanged("budget"))
         writes.append(Put("budget", budget))
     return Plan(tuple(guards), tuple(writes), reasons=reasons)
 
@@ -68,9 +66,8 @@ def end(
 ) -> Plan:
     """Return the end of the job. Only the round's record stays, to tell the outcome."""
     ended = replace(round, phase=Phase.ENDED, since=now, outcome=outcome, why=why)
-    assert view.round_revision is not None
     return Plan(
-        guards=(Unchanged("round", view.round_revision),),
+        guards=(view.unchanged("round"),),
         writes=(
             Put("round", ended),
             Delete("spec"),

@@ -12,7 +12,7 @@ from elasticd.core.facts import Cause, Outcome, Report, Round, Spec
 from elasticd.core.leader.members import candidates_for, has_left, is_leaving, is_present, surely_gone
 from elasticd.core.leader.plan import Plan, close, end, write
 from elasticd.core.leader.view import View
-from elasticd.core.ports import Put, Unchanged
+from elasticd.core.ports import Put
 from elasticd.core.reasons import (
     AwaitingCheckpoint,
     AwaitingHeirs,
@@ -121,11 +121,10 @@ def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | N
         if world.size(rest) < spec.limits.min:
             continue
         plan = close(view, round, Cause.SLOT_DRAINED, True, now, nodes=(laggard.node,))
-        assert view.budget_revision is not None
         drained = SlotDrained(*place, without.quarantines[-1].until)
         return replace(
             plan,
-            guards=(*plan.guards, Unchanged("budget", view.budget_revision)),
+            guards=(*plan.guards, view.unchanged("budget")),
             writes=(*plan.writes, Put("budget", without)),
             reasons=(drained, *plan.reasons),
         )
@@ -179,8 +178,7 @@ def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
             plan = close(view, round, Cause.GREW, True, now)
             # Keys are watched separately: the guard ensures that a slot just put in quarantine does not count
             # as room.
-            assert view.budget_revision is not None
-            return replace(plan, guards=(*plan.guards, Unchanged("budget", view.budget_revision)))
+            return replace(plan, guards=(*plan.guards, view.unchanged("budget")))
         return Plan(wake_at=ripe, reasons=(CoolingDown(round.world_size, could_have, ripe),))
     released = [q.until for q in view.budget.quarantines if q.until > now]
     return Plan(wake_at=min(released, default=None))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from elasticd.core.facts import Budget, Hang, Node, Paces, Report, Round, Spec, Stall, Stragglers
 from elasticd.core.leader import comparing
 from elasticd.core.leader.comparing import PaceComparison
-from elasticd.core.ports import Changes, Entry, Listing, Seen
+from elasticd.core.ports import Changes, Entry, Listing, Seen, Unchanged
 
 FINDINGS = ("hang", "stragglers")  # keys that the leader writes besides the round
 
@@ -35,40 +35,43 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that the leader knows. A revision is None until its key has been listed, and 0 if the key is
-    absent.
+    """All that the leader knows.
 
-    ``absence_counts_from``: before this time a node that is not registered may only be late, since etcd was
-    away and leases ran out. ``hang``, ``stragglers``: what this or an earlier leader last wrote; their
-    revision is -1 until they have been listed. ``hang_at``: when ``hang`` was seen.
+    ``revisions``: of ``spec``, ``round``, ``budget``, ``hang`` and ``stragglers``, as far as they have been
+    listed. ``absence_counts_from``: before this time a node that is not registered may only be late, since
+    etcd was away and leases ran out. ``hang``, ``stragglers``: what this or an earlier leader last wrote.
+    ``hang_at``: when ``hang`` was seen.
     """
 
     spec: Spec | None = None
-    spec_revision: int | None = None
     round: Round | None = None
-    round_revision: int | None = None
     budget: Budget = field(default_factory=Budget)
-    budget_revision: int | None = None
+    revisions: Mapping[str, int] = field(default_factory=dict)
     nodes: Mapping[str, Registered] | None = None
     reports: Mapping[str, Report] | None = None
     absence_counts_from: float = 0.0
     stragglers: Stragglers | None = None
-    stragglers_revision: int = -1
     comparison: PaceComparison = field(default_factory=PaceComparison)
     stalls: Mapping[str, Heard] = field(default_factory=dict)
     hang: Hang | None = None
     hang_at: float = 0.0
-    hang_revision: int = -1
 
     @property
     def complete(self) -> bool:
         return (
             self.spec is not None
-            and self.round_revision is not None
-            and self.budget_revision is not None
+            and {"round", "budget"} <= self.revisions.keys()
             and self.nodes is not None
             and self.reports is not None
         )
+
+    def unchanged(self, key: str) -> Unchanged:
+        """Return the guard that the key has not changed since the leader saw it."""
+        return Unchanged(key, self.revisions[key])
+
+    def at_revision(self, key: str, revision: int, **facts: object) -> View:
+        """Return the view with a newer revision of the key, and what came with it."""
+        return replace(self, revisions={**self.revisions, key: revision}, **facts)  # type: ignore[arg-type]
 
 
 def see(view: View, seen: Seen, scope: str, now: float) -> View:
@@ -102,10 +105,8 @@ def _mark_listed(view: View, scope: str, revision: int) -> View:
         return replace(view, nodes={})
     if scope == "reports/" and view.reports is None:
         return replace(view, reports={})
-    if scope == "hang":
-        return replace(view, hang_revision=max(view.hang_revision, revision))
-    if scope == "stragglers":
-        return replace(view, stragglers_revision=max(view.stragglers_revision, revision))
+    if scope in FINDINGS:
+        return view.at_revision(scope, max(view.revisions.get(scope, 0), revision))
     return view
 
 
@@ -119,11 +120,11 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
         kind, _, name = e.key.partition("/")
         match kind, e.fact:
             case "spec", (Spec() | None) as fact:
-                view = replace(view, spec=fact, spec_revision=revision)
+                view = view.at_revision("spec", revision, spec=fact)
             case "round", (Round() | None) as fact:
-                view = replace(view, round=fact, round_revision=revision)
+                view = view.at_revision("round", revision, round=fact)
             case "budget", (Budget() | None) as fact:
-                view = replace(view, budget=fact or Budget(), budget_revision=revision)
+                view = view.at_revision("budget", revision, budget=fact or Budget())
             case "nodes", Node() as node:
                 nodes = {} if nodes is None else nodes
                 old = nodes.get(name)
@@ -165,11 +166,11 @@ def _apply_finding(view: View, e: Entry, name: str, now: float) -> View:
     """
     match e.key.partition("/")[0], e.fact:
         case "hang", (Hang() | None) as hang:
-            if e.revision > view.hang_revision:
-                return replace(view, hang=hang, hang_at=now, hang_revision=e.revision)
+            if e.revision > view.revisions.get("hang", -1):
+                return view.at_revision("hang", e.revision, hang=hang, hang_at=now)
         case "stragglers", (Stragglers() | None) as stragglers:
-            if e.revision > view.stragglers_revision:
-                return replace(view, stragglers=stragglers, stragglers_revision=e.revision)
+            if e.revision > view.revisions.get("stragglers", -1):
+                return view.at_revision("stragglers", e.revision, stragglers=stragglers)
         case "paces", (Paces() | None) as paces:
             heard = comparing.hear(view.comparison, name, paces, view.round)
             return replace(view, comparison=heard)
