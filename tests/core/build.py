@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from elasticd.core.agent.agent_state import Crew, Leaving, Stopping
 from elasticd.core.facts import (
@@ -188,6 +189,11 @@ def view(
             "stragglers": 0,
         },
     )
+
+
+def not_listed(view: View, key: str) -> View:
+    """What a leader sees before the key was listed."""
+    return replace(view, revisions={k: revision for k, revision in view.revisions.items() if k != key})
 
 
 def written(plan: Plan, key: str) -> Fact:

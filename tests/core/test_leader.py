@@ -51,6 +51,7 @@ from tests.core.build import (
     life,
     next_round,
     node,
+    not_listed,
     report,
     round,
     spec,
@@ -73,12 +74,13 @@ def sizes(round: Round) -> dict[str, int]:
 # ---------------------------------------------------------------- before anything is known
 
 
-@pytest.mark.parametrize("unknown", ["spec", "round_revision", "budget_revision", "nodes", "reports"])
+@pytest.mark.parametrize("unknown", ["spec", "round", "budget", "nodes", "reports"])
 def test_nothing_is_decided_on_half_a_view(unknown: str) -> None:
     whole = view(spec(), waiting(), [node("a", 8)])
     assert decide(whole, NOW).writes
     lacking: dict[str, Any] = {unknown: None}
-    assert decide(replace(whole, **lacking), NOW) == Plan()
+    half = not_listed(whole, unknown) if unknown in ("round", "budget") else replace(whole, **lacking)
+    assert decide(half, NOW) == Plan()
 
 
 # ---------------------------------------------------------------- a job begins, or begins again
@@ -517,7 +519,7 @@ def test_a_view_is_complete_once_every_scope_has_been_listed_even_if_empty() -> 
         assert not seen.complete
         seen = leader.see(seen, Listing(entries, 60), scope, NOW)
     assert seen.complete
-    assert (seen.round_revision, seen.budget_revision, seen.spec_revision) == (0, 0, 50)
+    assert seen.revisions == {"round": 0, "budget": 0, "spec": 50}
 
 
 def test_what_a_listing_does_not_name_does_not_exist() -> None:
@@ -526,7 +528,7 @@ def test_what_a_listing_does_not_name_does_not_exist() -> None:
     seen = leader.see(seen, Listing((), 60), "reports/", NOW)
     seen = leader.see(seen, Listing((), 60), "budget", NOW)
     assert set(seen.nodes or ()) == {"b"} and seen.reports == {}
-    assert (seen.budget, seen.budget_revision) == (Budget(), 0)
+    assert (seen.budget, seen.revisions["budget"]) == (Budget(), 0)
 
 
 def test_changes_come_one_by_one() -> None:
@@ -647,10 +649,10 @@ def test_whatever_it_sees_the_leader_keeps_to_the_rules(seen: View) -> None:
         assert plan.wake_at is None or plan.wake_at > NOW, "it would spin"
         return
     before, after = seen.round, next_round(plan)
-    assert Unchanged("round", seen.round_revision or 0) in plan.guards
-    for key, revision in [("budget", seen.budget_revision), ("spec", seen.spec_revision)]:
+    assert Unchanged("round", seen.revisions["round"]) in plan.guards
+    for key in ("budget", "spec"):
         if any(isinstance(w, Put) and w.key == key for w in plan.writes):
-            assert Unchanged(key, revision or 0) in plan.guards
+            assert Unchanged(key, seen.revisions[key]) in plan.guards
     assert after.phase in (NEXT[before.phase] if before else {Phase.WAITING})
     assert after.number == (before.number if before else 0) + (after.phase is Phase.LIVE)
     assert (after.outcome is not None) == (after.phase is Phase.ENDED)

@@ -14,7 +14,7 @@ from elasticd.core.leader.lagging import name_stragglers
 from elasticd.core.ports import Changes, Entry, Fact, Listing
 from elasticd.core.reasons import SlotBad, WorkerKeepsUp, WorkerStraggling
 from elasticd.core.straggler import PERIODS
-from tests.core.build import NOW, life, node, report, round, spec, view, written
+from tests.core.build import NOW, life, node, not_listed, report, round, spec, view, written
 
 ALLOWED = allowance([0.1] * 10, 10, Patience())
 assert ALLOWED is not None
@@ -52,10 +52,6 @@ def verdict(plan: Plan) -> Hang:
 
 
 @pytest.mark.parametrize("phase", [Phase.LIVE, Phase.CLOSING])
-def not_listed(view: View, key: str) -> View:
-    return replace(view, revisions={k: revision for k, revision in view.revisions.items() if k != key})
-
-
 def test_one_that_does_not_leave_its_round_is_judged_by_those_that_have_not_left_it(phase: Phase) -> None:
     asleep = told(of_two_nodes(released=5), stall("b", Doing.ASLEEP, 3599.0))
     if phase is Phase.LIVE:

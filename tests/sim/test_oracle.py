@@ -13,7 +13,7 @@ from elasticd.core.agent import hearing, leaving, stepping
 from elasticd.core.agent_messages import LeaveJob
 from elasticd.core.facts import Round
 from elasticd.core.hang import judging, watching
-from elasticd.core.leader import deciding, forming, hanging, settling
+from elasticd.core.leader import deciding, forming, settling
 from elasticd.core.ledger import Account, Kind
 from elasticd.core.ports import Put, StillThere, Unchanged
 from tests.sim import schedule as schedules
@@ -139,12 +139,12 @@ def _victims_condemned(patch: pytest.MonkeyPatch) -> None:
         waiting = tuple(look for look in looks if look.doing is judging.Doing.WAITING)
         return replace(verdict, guilty=waiting) if verdict is not None and waiting else verdict
 
-    for module in (watching, hanging):
+    for module in (judging, watching):
         patch.setattr(module, "judge", blind)
 
 
 def _hangs_forgiven(patch: pytest.MonkeyPatch) -> None:
-    for module in (watching, hanging):
+    for module in (judging, watching):
         patch.setattr(module, "judge", lambda looks, allowed: None)
 
 

@@ -169,14 +169,14 @@ def test_one_that_hangs_is_replaced_and_charged_once(kind: str, inplace: bool) -
 
 
 def test_the_reports_of_many_nodes_are_judged_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge, judged = hanging.judge, 0
+    judge, judged = hanging.judge_round, 0
 
     def count(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
         nonlocal judged
         judged += 1
         return judge(looks, allowed)
 
-    monkeypatch.setattr(hanging, "judge", count)
+    monkeypatch.setattr(hanging, "judge_round", count)
     setup = Setup((1,) * 20, Limits(20, 20), job=Job(total_steps=60, step_s=0.25))
     result = _run(Fault(10.0, "asleep", "n1"), setup=setup)
     assert len(result.invariants.condemned) == 1
