@@ -57,18 +57,18 @@ def run(ctx: click.Context, /, **_: object) -> int:
     options = collect(ctx, passwords.of_login(ctx.params))
     for name in _FOR_THE_AGENT_ALONE:
         os.environ.pop(f"ELASTICD_{name}", None)
-    last_words = TerminationLog(options.termination_log)
+    termination_log = TerminationLog(options.termination_log)
     try:
         if gone := working_directory_fault():  # else torch or the script would fail with an unclear error
             raise Complaint(gone)
         _check_variables(os.environ)
-        return _run(options, last_words)
+        return _run(options, termination_log)
     except (Complaint, Stopped) as end:
-        last_words.write(end.sentence)
+        termination_log.write(end.sentence)
         raise
 
 
-def _run(options: RunOptions, last_words: TerminationLog) -> int:
+def _run(options: RunOptions, termination_log: TerminationLog) -> int:
     if unfit := torchparts.unfit():
         raise Complaint(unfit)
     planned = plan(options, os.environ, ThisMachine())
@@ -76,8 +76,8 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
         planned = replace(planned, notes=(*planned.notes, untested))
     if unanswered := _try_store(planned.config):
         planned = replace(planned, notes=(*planned.notes, unanswered))
-    if last_words.problem:
-        planned = replace(planned, notes=(*planned.notes, last_words.problem))
+    if termination_log.problem:
+        planned = replace(planned, notes=(*planned.notes, termination_log.problem))
 
     from elasticd.telemetry import log
     from elasticd.telemetry.liveview import open_view
@@ -103,7 +103,7 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
 
         from elasticd.daemon.run_agent import run as run_agent
 
-        return run_agent(config, view, last_words)
+        return run_agent(config, view, termination_log)
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:

@@ -47,7 +47,9 @@ from elasticd.telemetry.termination import TerminationLog
 END_S = 5.0  # for workers to end after SIGKILL
 
 
-def run(config: RunConfig, view: TerminalView | None = None, last_words: TerminationLog | None = None) -> int:
+def run(
+    config: RunConfig, view: TerminalView | None = None, termination_log: TerminationLog | None = None
+) -> int:
     """Take part in a job until the job ends or this node leaves the job. Return the exit code."""
     view = view or PlainView()
     manager = Manager.of(os.environ, os.getpid())  # before any process inherits the variables
@@ -58,8 +60,8 @@ def run(config: RunConfig, view: TerminalView | None = None, last_words: Termina
     finally:
         manager.close()
     said = clean(said)
-    if last_words is not None:
-        last_words.write(said)
+    if termination_log is not None:
+        termination_log.write(said)
     view.finish(said)
     return code
 
@@ -215,7 +217,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         spent = totals(ledgers)
         seen = driver.state.round if driver.state.registration.joined else None
         lasted_s = ended_at - run_summary.began_at(last, began_at)
-        said = run_summary.last_words(config, last, left, lasted_s, spent, saver.unsaved, seen)
+        said = run_summary.closing_text(config, last, left, lasted_s, spent, saver.unsaved, seen)
         if left.code == 0:
             kept = run_summary.kept(config, destinations.run_folder(), saver.newest, snapshot)
             said = "\n".join([said, *kept])

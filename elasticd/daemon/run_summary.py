@@ -80,7 +80,7 @@ def why_silent(why: str, access: EtcdAccess) -> str:
     return why if found is None else f"{why}: {found}"
 
 
-def last_words(
+def closing_text(
     config: RunConfig,
     last: Round | None,
     left: LeaveJob,

@@ -1,4 +1,4 @@
-"""The sums of the ledgers' time, and the productive share of it."""
+"""Sum up the time in the nodes' ledgers, and compute the productive share."""
 
 from __future__ import annotations
 

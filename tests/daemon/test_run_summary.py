@@ -18,7 +18,7 @@ from elasticd.core.agent_messages import LeaveJob
 from elasticd.core.facts import Cause, Limits, Phase, Round
 from elasticd.core.ledger import Kind
 from elasticd.daemon.config import Command, CommandKind, RunConfig
-from elasticd.daemon.run_summary import began_at, kept, last_words, why_silent
+from elasticd.daemon.run_summary import began_at, closing_text, kept, why_silent
 from elasticd.etcd.access import parse_endpoints
 from elasticd.telemetry.liveview import _write_all
 from tests import forkserver
@@ -65,9 +65,9 @@ def test_a_node_that_leaves_is_named_whatever_signal_it_was(code: int) -> None:
     config = RunConfig(
         "j", "n", "127.0.0.1", Limits(1, 1), 1, Command(CommandKind.SCRIPT, "job.py"), fingerprint="f"
     )
-    assert last_words(config, None, LeaveJob(code, "drained"), 65.0, {}) == "j: n drained, after 1 min 5 s."
+    assert closing_text(config, None, LeaveJob(code, "drained"), 65.0, {}) == "j: n drained, after 1 min 5 s."
     seen = Round(2, Phase.LIVE, (), "x:1", Cause.WORKER_FAILED, 0.0, restarts=1)
-    said = last_words(config, None, LeaveJob(code, "drained"), 65.0, {Kind.PRODUCTIVE: 60.0}, "", seen)
+    said = closing_text(config, None, LeaveJob(code, "drained"), 65.0, {Kind.PRODUCTIVE: 60.0}, "", seen)
     assert said.splitlines() == [
         "j: n drained, after 1 min 5 s in 2 rounds, 1 restart on the way.",
         "Time: 100.0 % productive of 1 min of worker time.",
