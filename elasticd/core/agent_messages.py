@@ -104,7 +104,7 @@ class Exhausted:
 
 
 @dataclass(frozen=True, slots=True)
-class KeeperLost:
+class WardenLost:
     """The warden died, and all workers with it."""
 
 
@@ -126,7 +126,7 @@ Event = (
     | Signalled
     | ProcessGone
     | Exhausted
-    | KeeperLost
+    | WardenLost
     | Tick
 )
 

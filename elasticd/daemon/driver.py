@@ -35,7 +35,7 @@ from elasticd.core.agent_messages import (
     WorkerExited,
 )
 from elasticd.core.facts import Exit, Member, Node, Round
-from elasticd.core.hang.hang_messages import EvidenceKept, HangSaid, Looked, TakenBack
+from elasticd.core.hang.hang_messages import EvidenceKept, HangChanged, Looked, StallWithdrawn
 from elasticd.core.ports import (
     Answer,
     Applied,
@@ -76,7 +76,7 @@ class LeaderAnswered:
     answer: Answer
 
 
-Happening = Event | LeaderSaw | LeaderAnswered | Looked | EvidenceKept | HangSaid | TakenBack
+Happening = Event | LeaderSaw | LeaderAnswered | Looked | EvidenceKept | HangChanged | StallWithdrawn
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ class Driver:
             case LeaderAnswered(term, answer):
                 if self._term and self._term.number == term:
                     self._leader_answered(self._term, answer, now)
-            case Looked() | EvidenceKept() | HangSaid() | TakenBack():
+            case Looked() | EvidenceKept() | HangChanged() | StallWithdrawn():
                 if self._hangs is not None:
                     self._hangs.handle(event, self.state, now, self._say)
             case _:

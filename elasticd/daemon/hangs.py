@@ -13,24 +13,24 @@ from elasticd.core.hang.hang_messages import (
     Condemn,
     Event,
     EvidenceKept,
-    HangSaid,
+    HangChanged,
     KeepEvidence,
     LookAt,
     Looked,
     ReadSteps,
+    ReportStall,
     Sample,
+    StallWithdrawn,
     StepsRead,
-    TakenBack,
-    Tell,
-    Untell,
     VitalsSampled,
+    WithdrawStall,
     Woke,
 )
 from elasticd.core.hang.judging import Allowance, Patience
 from elasticd.core.ports import Answer, Applied, Delete, Inspector, Put, Seen, Store, Write
 from elasticd.core.reasons import Reason, WorkersHung
 
-News = Looked | EvidenceKept | HangSaid | TakenBack
+News = Looked | EvidenceKept | HangChanged | StallWithdrawn
 
 
 class Hangs:
@@ -48,7 +48,7 @@ class Hangs:
         def seen(news: Seen) -> None:
             for entry in news.entries:
                 if entry.key == "hang":
-                    post(HangSaid(entry.fact if isinstance(entry.fact, Hang) else None))
+                    post(HangChanged(entry.fact if isinstance(entry.fact, Hang) else None))
 
         self._post = post
         self._inspector.listen(post)
@@ -68,7 +68,7 @@ class Hangs:
             self.handle(Woke(), state, now, say)
 
     def handle(self, event: Event, state: AgentState, now: float, say: Callable[[Reason], None]) -> None:
-        if isinstance(event, HangSaid) and event.hang is not None and not event.hang.asks:
+        if isinstance(event, HangChanged) and event.hang is not None and not event.hang.asks:
             self.hung = event.hang.round, now
         todo: list[Event] = [event]
         while todo:
@@ -97,10 +97,10 @@ class Hangs:
                 self._inspector.keep(number, round, verdict, look)
             case Condemn(slot, pid, verdict, evidence):
                 self._inspector.condemn(slot, pid, verdict, evidence)
-            case Tell(stall):
+            case ReportStall(stall):
                 self._write(Put(f"stalls/{stall.node}", stall, leased=True), state)
-            case Untell(number):
-                self._write(Delete(f"stalls/{state.me.node}"), state, TakenBack(number))
+            case WithdrawStall(number):
+                self._write(Delete(f"stalls/{state.me.node}"), state, StallWithdrawn(number))
             case _:
                 assert_never(action)
         return ()

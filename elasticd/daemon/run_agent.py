@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from elasticd.core.agent_messages import KeeperLost, LeaveJob
+from elasticd.core.agent_messages import LeaveJob, WardenLost
 from elasticd.core.facts import Member, Round
 from elasticd.core.ports import Assignment
 from elasticd.core.reasons import CheckpointTold, Reason
@@ -184,7 +184,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             routines.append(etcd_peers.Announcement(held[1], driver, store).routine)
 
         served_at = edges.serve_pages(config, pages, cleanup)
-        warden.on_lost(lambda: inbox.post(KeeperLost()))
+        warden.on_lost(lambda: inbox.post(WardenLost()))
         events.write(run_summary.started(config, access, began_at))
         logger.info(
             "agent.started", etcd=access.url, slots=config.slots, address=config.address, http=served_at

@@ -18,7 +18,7 @@ from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
-from elasticd.core.agent_messages import KeeperLost, StoreComplained, StoreFilled
+from elasticd.core.agent_messages import StoreComplained, StoreFilled, WardenLost
 from elasticd.core.facts import Limits, Policy
 from elasticd.core.page_layout import Fatal
 from elasticd.core.reasons import (
@@ -240,7 +240,7 @@ def _kill_keeper(stage: Stage, name: str) -> None:
     for worker in agent.procs.workers.values():
         worker.exited = lambda *_: None  # nobody is left who could tell
     agent.procs.kill()
-    agent.post(KeeperLost())
+    agent.post(WardenLost())
 
 
 @event(r"node N is cut off from etcd for (\d+) s")

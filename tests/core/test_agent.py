@@ -11,7 +11,6 @@ from elasticd.core.agent import RETRY_S
 from elasticd.core.agent_messages import (
     CheckProcess,
     Fence,
-    KeeperLost,
     LeaseChanged,
     LeaveJob,
     LeaveRound,
@@ -25,6 +24,7 @@ from elasticd.core.agent_messages import (
     StoreComplained,
     Tag,
     Transact,
+    WardenLost,
 )
 from elasticd.core.facts import (
     Cause,
@@ -501,7 +501,7 @@ def test_no_agent_leaves_before_its_workers_have() -> None:
 def test_an_agent_that_has_left_does_nothing_any_more() -> None:
     one = Agent.registered()
     one.told(Signalled(SIGTERM))
-    for event in (Signalled(SIGTERM), PortReserved(1), KeeperLost(), LeaseChanged(Lost())):
+    for event in (Signalled(SIGTERM), PortReserved(1), WardenLost(), LeaseChanged(Lost())):
         assert one.told(event) == ()
     assert one.sees("leader", None) == () and one.said == ()
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from elasticd.core.agent_messages import (
     CheckProcess,
-    KeeperLost,
     LeaseChanged,
     LeaveJob,
     LookAround,
@@ -23,6 +22,7 @@ from elasticd.core.agent_messages import (
     Tag,
     Tick,
     Transact,
+    WardenLost,
 )
 from elasticd.core.facts import Cause, Drained, Exit, Node, Outcome, Phase
 from elasticd.core.ports import Answer, Applied, Held, LeaseNews, Lost, Put, Refused, Silent, Unknown
@@ -172,7 +172,7 @@ def tell(one: Watched, kind: str, a: int, b: int) -> None:
             one.told(ProcessGone(life("a", a % 2)))
         case "warden":
             one.running = {}
-            one.told(KeeperLost())
+            one.told(WardenLost())
         case _:
             one.at(one.now + [0.0, 0.1, 1.0, 6.0, 700.0][a % 5])
 

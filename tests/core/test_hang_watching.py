@@ -16,17 +16,17 @@ from elasticd.core.hang.hang_messages import (
     Condemn,
     Event,
     EvidenceKept,
-    HangSaid,
+    HangChanged,
     KeepEvidence,
     LookAt,
     Looked,
     ReadSteps,
+    ReportStall,
     Sample,
+    StallWithdrawn,
     StepsRead,
-    TakenBack,
-    Tell,
-    Untell,
     VitalsSampled,
+    WithdrawStall,
     Woke,
 )
 from elasticd.core.hang.standstill import Beat, Inspected, Vitals
@@ -117,12 +117,12 @@ class Node:
                         todo += [EvidenceKept(number, "/evidence")] if self.keeps else []
                     case Condemn(slot):
                         self.condemned.append((slot, self.now))
-                    case Tell(stall):
+                    case ReportStall(stall):
                         self.told.append((stall, self.now))
-                    case Untell(number):
+                    case WithdrawStall(number):
                         assert self.told
                         self.untold.append(self.now)
-                        todo += [TakenBack(number)] if self.writes else []
+                        todo += [StallWithdrawn(number)] if self.writes else []
 
     def train(self, seconds: float, step_s: float = STEP_S) -> None:
         until = self.now + seconds
@@ -265,7 +265,7 @@ def test_of_several_nodes_each_tells_who_takes_long_to_the_first_step() -> None:
     node.stand_still(10.0)
     (stall, at), *_ = node.told
     assert at - began < 301.0 and [(k.step, k.new) for k in stall.looks] == [(0, False), (0, False)]
-    node.handle(HangSaid(Hang(2, Verdict(Why.ASLEEP, (stall.looks[1],)))))
+    node.handle(HangChanged(Hang(2, Verdict(Why.ASLEEP, (stall.looks[1],)))))
     node.stand_still(10.0)
     ((slot, _),) = node.condemned
     assert slot == 1
@@ -376,7 +376,7 @@ def test_who_was_killed_at_a_place_gets_twice_the_time_there_the_next_time() -> 
         one.state, one.workers, one.keeps = node.state, node.workers, False
         one.watching = replace(node.watching, killed=killed, due=last + still_s)
         one.now = last + still_s
-        one.handle(HangSaid(Hang(1, verdict)))
+        one.handle(HangChanged(Hang(1, verdict)))
         return bool(one.kept)
 
     assert is_condemned(asleep, 60, {})
@@ -407,10 +407,10 @@ def test_once_all_have_told_the_stopped_one_is_condemned_with_what_the_others_do
         node.stand_still(0.1)
     ((stall, told_at),) = node.told
     guilty = stall.looks[1]
-    node.handle(HangSaid(Hang(1, Verdict(Why.STOPPED, (guilty,)), asks=True)))
+    node.handle(HangChanged(Hang(1, Verdict(Why.STOPPED, (guilty,)), asks=True)))
     node.stand_still(0.5)
     assert not node.condemned, "a question is no verdict"
-    node.handle(HangSaid(Hang(1, Verdict(Why.STOPPED, (guilty,), 2, "all_reduce", "job.py:7"))))
+    node.handle(HangChanged(Hang(1, Verdict(Why.STOPPED, (guilty,), 2, "all_reduce", "job.py:7"))))
     node.stand_still(30.0)
     ((slot, at),) = node.condemned
     assert slot == 1 and at - told_at < 1.0
@@ -423,11 +423,11 @@ def test_who_is_asked_looks_and_tells_though_nobody_here_hangs() -> None:
     node.stand_still(2.0)
     assert not node.told, "they are asleep for less long than a sleeping one may be"
     there = Look("other-0", 0, 2, 100, 2.0, Doing.STOPPED, "job.py:7")
-    node.handle(HangSaid(Hang(1, Verdict(Why.STOPPED, (there,)), asks=True)))
+    node.handle(HangChanged(Hang(1, Verdict(Why.STOPPED, (there,)), asks=True)))
     node.stand_still(1.0)
     ((stall, _),) = node.told
     assert [look.rank for look in stall.looks] == [0, 1]
-    node.handle(HangSaid(Hang(1, Verdict(Why.STOPPED, (there,), 2))))
+    node.handle(HangChanged(Hang(1, Verdict(Why.STOPPED, (there,), 2))))
     node.stand_still(1.0)
     assert not node.said, "the agent of that worker may still find that it goes on"
     node.next_round()
@@ -441,7 +441,7 @@ def test_a_verdict_that_the_agent_of_the_worker_voids_is_told_by_nobody() -> Non
     node.train(10.0)
     node.stand_still(60.0)
     there = Look("other-0", 0, 2, 100, 60.0, Doing.ASLEEP, "job.py:7")
-    node.handle(HangSaid(Hang(1, Verdict(Why.ASLEEP, (there,), 2))))
+    node.handle(HangChanged(Hang(1, Verdict(Why.ASLEEP, (there,), 2))))
     node.stand_still(10.0)
     node.train(10.0)
     node.next_round()
@@ -529,14 +529,14 @@ def test_a_verdict_on_an_old_look_spares_a_worker_that_is_elsewhere_by_now() -> 
     (stall, _) = node.told[-1]
     verdict = Verdict(Why.ASLEEP, (stall.looks[1],), 2)
     node.workers[1].where = awake
-    node.handle(HangSaid(Hang(1, verdict)))
+    node.handle(HangChanged(Hang(1, verdict)))
     node.stand_still(5.0)
     assert not node.kept and not node.condemned
     assert node.told[-1][0].looks[1].place == "job.py:9", "the leader hears of it"
     node.workers[1].where = asleep
     node.stand_still(20.0)
     assert not node.condemned, "the verdict is void"
-    node.handle(HangSaid(Hang(1, verdict)))
+    node.handle(HangChanged(Hang(1, verdict)))
     node.stand_still(5.0)
     assert [slot for slot, _ in node.condemned] == [1]
 
@@ -547,7 +547,7 @@ def test_a_look_without_an_answer_confirms_no_verdict() -> None:
     node.stand_still(70.0)
     (stall, _) = node.told[-1]
     node.looks = False
-    node.handle(HangSaid(Hang(1, Verdict(Why.ASLEEP, (replace(stall.looks[1], doing=Doing.ASLEEP),), 2))))
+    node.handle(HangChanged(Hang(1, Verdict(Why.ASLEEP, (replace(stall.looks[1], doing=Doing.ASLEEP),), 2))))
     node.stand_still(2 * LOOK_PATIENCE_S + 1.0)
     assert not node.condemned
     node.looks = True
@@ -560,19 +560,19 @@ def test_a_verdict_on_another_nodes_worker_is_told_once_its_round_ends_and_is_of
     there = Look("other-0", 0, 2, 100, 60.0, Doing.ASLEEP, "job.py:7")
     node.train(10.0)
     node.stand_still(60.0)
-    node.handle(HangSaid(Hang(1, Verdict(Why.ASLEEP, (there,), 2))))
+    node.handle(HangChanged(Hang(1, Verdict(Why.ASLEEP, (there,), 2))))
     node.next_round()
     assert [said.round for said in node.said] == [1]
     node.train(10.0)
     node.stand_still(60.0)
-    node.handle(HangSaid(Hang(2, Verdict(Why.ASLEEP, (there,), 2))))
+    node.handle(HangChanged(Hang(2, Verdict(Why.ASLEEP, (there,), 2))))
     node.stand_still(20.0)
     node.train(10.0)
     node.told.clear()
     node.stand_still(450.0)
     assert [said.round for said in node.said] == [1], "it has gone on since"
     assert node.told, "and is asked about anew"
-    node.handle(HangSaid(Hang(2, Verdict(Why.ASLEEP, (there,), 2))))
+    node.handle(HangChanged(Hang(2, Verdict(Why.ASLEEP, (there,), 2))))
     node.next_round()
     assert [said.round for said in node.said] == [1, 2]
 
@@ -649,6 +649,6 @@ def test_a_worker_that_polls_from_another_place_is_still_in_the_state_that_was_j
         one.watching = replace(node.watching, due=one.now)
         node.workers[1].where = now
         look = Look("a", 1, 1, len(node.workers[1].times), still_s, kind, "job.py:7")
-        one.handle(HangSaid(Hang(1, Verdict(Why.ASLEEP, (look,), 2))))
+        one.handle(HangChanged(Hang(1, Verdict(Why.ASLEEP, (look,), 2))))
         one.stand_still(2.0)
         assert bool(one.condemned) == is_condemned, (kind, now)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from elasticd.core import agent
 from elasticd.core.facts import Hang, Limits, Phase, SlotProgress, Spec
 from elasticd.core.hang import Doing, Look, Patience, Verdict, Why
-from elasticd.core.hang.hang_messages import HangSaid
+from elasticd.core.hang.hang_messages import HangChanged
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Entry
 from elasticd.daemon.hangs import Hangs
@@ -63,9 +63,9 @@ def test_a_round_that_the_leader_finds_to_hang_counts_as_hung_on_every_node() ->
     nothing = SimpleNamespace(now=lambda: 50.0, steps=lambda known: ())
     hangs = Hangs(Patience(), cast(Any, nothing), cast(Any, None))
     there = Verdict(Why.ASLEEP, (Look("b", 0, 2, 100, 60.0, Doing.ASLEEP, "job.py:7"),))
-    hangs.handle(HangSaid(Hang(3, there, asks=True)), NEW, 1000.0, lambda reason: None)
+    hangs.handle(HangChanged(Hang(3, there, asks=True)), NEW, 1000.0, lambda reason: None)
     assert hangs.hung == (0, 0.0), "the leader only asks"
-    hangs.handle(HangSaid(Hang(3, there)), NEW, 1001.0, lambda reason: None)
+    hangs.handle(HangChanged(Hang(3, there)), NEW, 1001.0, lambda reason: None)
     assert hangs.hung == (3, 1001.0)
-    hangs.handle(HangSaid(None), NEW, 1002.0, lambda reason: None)
+    hangs.handle(HangChanged(None), NEW, 1002.0, lambda reason: None)
     assert hangs.hung == (3, 1001.0)

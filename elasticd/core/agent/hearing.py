@@ -15,7 +15,6 @@ from elasticd.core.agent_messages import (
     Event,
     Exhausted,
     GoOn,
-    KeeperLost,
     LeaseChanged,
     LeaveJob,
     PortReserved,
@@ -27,6 +26,7 @@ from elasticd.core.agent_messages import (
     StoreFilled,
     Tag,
     Tick,
+    WardenLost,
     WorkerExited,
 )
 from elasticd.core.facts import Node, Report
@@ -113,7 +113,7 @@ def absorb(do: Decisions, event: Event) -> None:
                 succeed(do, key, key.fact)
         case Exhausted(why):
             do.set(exiting=state.exiting or LeaveJob(3, why))
-        case KeeperLost():
+        case WardenLost():
             if state.crew:
                 workers = state.crew.workers
                 fenced = {slot: become(workers[slot], Life.FENCED) for slot in state.crew.alive}

@@ -47,20 +47,20 @@ class EvidenceKept:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenBack:
-    """``Untell`` is written. ``number``: of the ``Untell``."""
+class StallWithdrawn:
+    """The withdrawal of the report ``number`` is written. Answers ``WithdrawStall``."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class HangSaid:
+class HangChanged:
     """The leader has written its record of a hang, or the record was deleted (None)."""
 
     hang: Hang | None
 
 
-Event = Woke | StepsRead | VitalsSampled | Looked | EvidenceKept | TakenBack | HangSaid
+Event = Woke | StepsRead | VitalsSampled | Looked | EvidenceKept | StallWithdrawn | HangChanged
 
 # ---------------------------------------------------------------- actions
 
@@ -100,16 +100,16 @@ class KeepEvidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class ReportStall:
     """Report workers that stand still to the leader."""
 
     stall: Stall
 
 
 @dataclass(frozen=True, slots=True)
-class Untell:
-    """Withdraw the report of the look ``number``: the workers make steps again. ``TakenBack`` follows later,
-    or never."""
+class WithdrawStall:
+    """Withdraw the report of the look ``number``: the workers make steps again. ``StallWithdrawn`` follows
+    later, or never."""
 
     number: int
 
@@ -124,4 +124,4 @@ class Condemn:
     evidence: str
 
 
-Action = ReadSteps | Sample | LookAt | KeepEvidence | Tell | Untell | Condemn
+Action = ReadSteps | Sample | LookAt | KeepEvidence | ReportStall | WithdrawStall | Condemn

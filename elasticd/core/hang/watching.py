@@ -32,17 +32,17 @@ from elasticd.core.hang.hang_messages import (
     Condemn,
     Event,
     EvidenceKept,
-    HangSaid,
+    HangChanged,
     KeepEvidence,
     LookAt,
     Looked,
     ReadSteps,
+    ReportStall,
     Sample,
+    StallWithdrawn,
     StepsRead,
-    TakenBack,
-    Tell,
-    Untell,
     VitalsSampled,
+    WithdrawStall,
     Woke,
 )
 from elasticd.core.hang.judging import (
@@ -192,11 +192,11 @@ def step(watching: Watching, event: Event, state: AgentState, at: float) -> Hang
                 return HangStep(watching, wake_at=watching.due)
             do.set(keeping=replace(keeping, over=True, place=place))
             delay_s = do.attend()
-        case TakenBack(number):
+        case StallWithdrawn(number):
             if watching.reported_look == number:
                 do.set(reported_look=0)
             return HangStep(do.w, wake_at=watching.due)
-        case HangSaid(hang):
+        case HangChanged(hang):
             do.set(hang=hang, hang_after_look=watching.number)
             delay_s = do.attend()
     if delay_s is None:
@@ -338,7 +338,7 @@ class _Decisions:
             return self.decide(verdict)
         if alone or not (in_step or self.is_late_to_begin(allowed)):
             return STALLED_S
-        self.actions.append(Tell(Stall(me.node, me.incarnation, crew.round.number, looks, allowed)))
+        self.actions.append(ReportStall(Stall(me.node, me.incarnation, crew.round.number, looks, allowed)))
         self.set(reported_look=self.w.number)
         if verdict is None:
             return STALLED_S
@@ -460,7 +460,7 @@ class _Decisions:
         self.set(look_at_s=None, again_at=None, looking=None, certain=None)
         self.set(sights=(), seen=0, still=still, hang=hang)
         if self.w.reported_look:  # repeated until it is written: else the leader would judge by the report
-            self.actions.append(Untell(self.w.reported_look))
+            self.actions.append(WithdrawStall(self.w.reported_look))
 
 
 def _at_work(crew: Crew) -> bool:
