@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from elasticd.core.agent.agent_state import Crew
-from elasticd.core.page_layout import Told, Use
+from elasticd.core.page_layout import PageContents, Use
 from elasticd.core.reasons import BatchesChanged, BeganAgain, Reason, WithoutEffect
 
 SEEN_AFTER = 5  # steps: by then a script has used all parts of the library that it trains with
@@ -32,17 +32,17 @@ class Advice:
     pids: frozenset[int] = frozenset()
 
 
-def advise(known: Advice, crew: Crew, told: Iterable[Told]) -> tuple[Advice, tuple[Reason, ...]]:
+def advise(known: Advice, crew: Crew, pages: Iterable[PageContents]) -> tuple[Advice, tuple[Reason, ...]]:
     """Return what is known after the pages of the crew were read, and the warnings. In a world of several
     nodes, only the agent with rank 0 warns."""
-    told = [t for t in told if t.steps]
-    if not told:
+    pages = [t for t in pages if t.steps]
+    if not pages:
         return known, ()
     uses = Use(0)
-    for each in told:
+    for each in pages:
         uses |= each.uses
     reasons: list[Reason] = []
-    if max(t.steps for t in told) >= SEEN_AFTER:
+    if max(t.steps for t in pages) >= SEEN_AFTER:
         reasons += [WithoutEffect(option, parts) for option, parts in known.asked if not uses & parts]
         known = replace(known, asked=())
     (last, before), size = known.trained, crew.round.world_size
@@ -51,11 +51,11 @@ def advise(known: Advice, crew: Crew, told: Iterable[Told]) -> tuple[Advice, tup
     if resized and not known.resized and not uses & _BY_ITSELF:
         reasons.append(BatchesChanged(before, size))
         known = replace(known, resized=True)
-    fresh = [t for t in told if t.pid not in known.pids]
+    fresh = [t for t in pages if t.pid not in known.pids]
     anew = bool(fresh) and all(t.made == 0 for t in fresh) and not uses & Use.STATE
     if anew and known.furthest >= FAR and not known.again:
         reasons.append(BeganAgain(known.furthest))
         known = replace(known, again=True)
-    furthest = max([known.furthest, *((t.made or 0) + t.steps for t in told)])
+    furthest = max([known.furthest, *((t.made or 0) + t.steps for t in pages)])
     known = replace(known, furthest=furthest, pids=known.pids | {t.pid for t in fresh})
     return known, tuple(reasons) if crew.member.base_rank == 0 else ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticd.core.agent.agent_state import AgentState, Crew
 from elasticd.core.facts import BadSlot, Paces, SlotPace, Stragglers
-from elasticd.core.page_layout import Told
+from elasticd.core.page_layout import PageContents
 from elasticd.core.straggler import PERIODS, Strides, own_times
 
 PERIOD_S_MIN = 0.5
@@ -42,7 +42,7 @@ class SlotLag:
 def measure(
     known: Measuring,
     state: AgentState,
-    told: Mapping[int, Told],
+    pages: Mapping[int, PageContents],
     throttled_s: float,
     bad: Mapping[int, str],
     now: float,
@@ -60,7 +60,7 @@ def measure(
         known = Measuring(known.due, known.number, crew.round.number if crew is not None else 0)
         if crew is None or not crew.alive or crew.order or crew.fenced:
             return known, None
-    here = {slot: t for slot, t in told.items() if slot in crew.alive}
+    here = {slot: t for slot, t in pages.items() if slot in crew.alive}
     strides = {s: Strides(t.steps, t.stepped_at, t.wait_s, t.waits, t.delay_s) for s, t in here.items()}
     known, fresh = _period(known, strides, throttled_s)
     paces = tuple(_pace(crew, s, own) for s, own in sorted(known.own.items())) if fresh else ()

@@ -67,8 +67,8 @@ FATALS: Final = (None, Fatal.NOT_FINITE, Fatal.NO_CHECKPOINT, Fatal.BAD_DATA)  #
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The words of the page as the agent reads them. Times are in seconds; None means not told."""
+class PageContents:
+    """The contents of the page, as the agent reads them. Times are in seconds; None: not reported."""
 
     pid: int = 0
     steps: int = 0

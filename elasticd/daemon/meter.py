@@ -12,7 +12,7 @@ from elasticd.core.agent import AgentState
 from elasticd.core.facts import Cause, Checkpoint, Phase, SlotProgress
 from elasticd.core.ledger import Ledger
 from elasticd.core.measuring import SlotLag
-from elasticd.core.page_layout import Told
+from elasticd.core.page_layout import PageContents
 from elasticd.core.ports import Seen
 from elasticd.core.reasons import (
     CheckpointTold,
@@ -39,8 +39,8 @@ from elasticd.telemetry.status import JobStatus, SlotState, SlotStatus
 # Returns the times of a slot's steps after a given step, in seconds since the epoch; some may be missing.
 StepTimes = Callable[[int, int], tuple[float, ...]]
 
-# Returns what this round's workers tell of their training, by slot.
-Hear = Callable[[], Mapping[int, Told]]
+# Returns the contents of the pages of this round's workers, by slot.
+ReadPages = Callable[[], Mapping[int, PageContents]]
 
 _HAS_WORKER = (SlotState.STARTING, SlotState.RUNNING, SlotState.STOPPING)
 _COUNTED_BY_SLOT = (
@@ -87,16 +87,16 @@ class Meter:
         step_times: StepTimes,
         began_at: float,
         saves: deque[SaveReport] | None = None,
-        hear: Hear = dict,
+        page_contents: ReadPages = dict,
         footprint: Callable[[], Footprint] = Footprint,
     ) -> None:
         self._saves: deque[SaveReport] = deque() if saves is None else saves
         # Called with each report once it is counted.
         self.on_save: Callable[[SaveReport, float], None] = lambda report, now: None
         self._step_times = step_times
-        self._hear = hear
+        self._page_contents = page_contents
         self._footprint = footprint
-        self._told: dict[int, Told] = {}
+        self._pages_before: dict[int, PageContents] = {}
         self._driver = driver
         self._store = store
         self._workers: dict[int, _Worker] = {}
@@ -245,35 +245,35 @@ class Meter:
             else:
                 for name in _BY_SLOT:
                     self.metrics.forget(f"elasticd_{name}", slot)
-                if not has_worker and slot in self._told:
+                if not has_worker and slot in self._pages_before:
                     self._fall_silent(slot)
 
     def _fall_silent(self, slot: int) -> None:
         """Forget the slot's last values, but not its counts: the process may go on in the next round."""
-        told = self._told[slot]
-        for name, _ in told.values:
+        page = self._pages_before[slot]
+        for name, _ in page.values:
             self.metrics.forget("elasticd_user_value", slot, name)
-        self._told[slot] = replace(told, committed=None, loss=None, values=())
+        self._pages_before[slot] = replace(page, committed=None, loss=None, values=())
 
     def _listen(self) -> None:
         """Add to the workers' counts, and set their last values."""
         metrics = self.metrics
-        for slot, told in self._hear().items():
-            before = self._told.get(slot, Told())
-            if before.pid != told.pid:
+        for slot, page in self._page_contents().items():
+            before = self._pages_before.get(slot, PageContents())
+            if before.pid != page.pid:
                 for name, _ in before.values:
                     metrics.forget("elasticd_user_value", slot, name)
-                before = Told()
-            if told.pid == 0 or told == before:
+                before = PageContents()
+            if page.pid == 0 or page == before:
                 continue
-            self._told[slot] = told
-            metrics.add("elasticd_samples_total", max(0, told.samples - before.samples), slot)
-            metrics.add("elasticd_nonfinite_steps_total", max(0, told.nonfinite - before.nonfinite), slot)
-            if told.committed is not None:
-                metrics.set("elasticd_committed_step", told.committed, slot)
-            if told.loss is not None:
-                metrics.set("elasticd_loss", told.loss, slot)
-            for name, value in told.values:
+            self._pages_before[slot] = page
+            metrics.add("elasticd_samples_total", max(0, page.samples - before.samples), slot)
+            metrics.add("elasticd_nonfinite_steps_total", max(0, page.nonfinite - before.nonfinite), slot)
+            if page.committed is not None:
+                metrics.set("elasticd_committed_step", page.committed, slot)
+            if page.loss is not None:
+                metrics.set("elasticd_loss", page.loss, slot)
+            for name, value in page.values:
                 metrics.set("elasticd_user_value", value, slot, name)
 
     def _look(self, beats: Sequence[SlotProgress], now: float) -> None:

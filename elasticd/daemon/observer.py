@@ -9,7 +9,7 @@ from elasticd.core.advice import Advice, advise
 from elasticd.core.agent import AgentState
 from elasticd.core.facts import Stragglers
 from elasticd.core.measuring import Measuring, SlotLag, lags, measure
-from elasticd.core.page_layout import Told, Use
+from elasticd.core.page_layout import PageContents, Use
 from elasticd.core.ports import Put, Seen, Store
 from elasticd.core.reasons import Reason
 from elasticd.telemetry.gpus import GpuReading, trouble
@@ -20,20 +20,20 @@ LOOK_S = 1.0
 class Observer:
     """Call ``begin``, then ``attend`` at ``wake_at``.
 
-    ``hear`` returns the reports of a round's workers, by slot. ``throttled_s`` returns how long a CPU quota
-    has delayed this node's processes so far. ``asked``: see ``Advice``. ``bad``: the slots with a bad GPU,
-    and why. ``found``: the leader's last record of stragglers.
+    ``page_contents`` returns the contents of a round's workers' pages, by slot. ``throttled_s`` returns how
+    long a CPU quota has delayed this node's processes so far. ``asked``: see ``Advice``. ``bad``: the slots
+    with a bad GPU, and why. ``found``: the leader's last record of stragglers.
     """
 
     def __init__(
         self,
-        hear: Callable[[int], Mapping[int, Told]],
+        page_contents: Callable[[int], Mapping[int, PageContents]],
         throttled_s: Callable[[], float],
         asked: tuple[tuple[str, Use], ...] = (),
     ) -> None:
         self.wake_at = 0.0
         self.bad: Mapping[int, str] = {}
-        self._hear = hear
+        self._page_contents = page_contents
         self._throttled_s = throttled_s
         self._advice = Advice(asked)
         self._measuring = Measuring()
@@ -61,15 +61,15 @@ class Observer:
         if now < self.wake_at:
             return None
         crew = state.crew
-        told = self._hear(crew.round.number) if crew is not None else {}
+        pages = self._page_contents(crew.round.number) if crew is not None else {}
         if crew is not None:
-            self._advice, reasons = advise(self._advice, crew, told.values())
+            self._advice, reasons = advise(self._advice, crew, pages.values())
             for reason in reasons:
                 say(reason)
         paces = None
         if now >= self._measuring.due:
             throttled_s = self._throttled_s()
-            self._measuring, paces = measure(self._measuring, state, told, throttled_s, self.bad, now)
+            self._measuring, paces = measure(self._measuring, state, pages, throttled_s, self.bad, now)
         self.wake_at = min(now + LOOK_S, self._measuring.due)
         return Put(f"paces/{paces.node}", paces, leased=True) if paces is not None else None
 

@@ -125,7 +125,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         if config.patience is not None:
             inspector = LocalInspector(procs, destinations.run_folder)
             hangs = Hangs(config.patience, inspector, store)
-        observer = Observer(procs.told, throttled_s, config.for_the_library)
+        observer = Observer(procs.page_contents, throttled_s, config.for_the_library)
         state = identity.state_of(config, stores.port, access.url, began_at)
         timekeeper = Timekeeper(state, began_at, store, procs.progress, procs.step_times)
         driver = Driver(
@@ -160,7 +160,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             procs.step_times,
             began_at,
             saver.reports,
-            procs.told,
+            procs.page_contents,
             lambda: saver.footprint,
         )
         pages = Pages(clock)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.core import page_layout as at
-from elasticd.core.page_layout import Told, Use
+from elasticd.core.page_layout import PageContents, Use
 from elasticd.procs.cleanup import make_owned_dir
 
 PAGE_BYTES = 4096  # after the page, the file holds the worker's stacks if the agent has requested them
@@ -98,14 +98,14 @@ class Page:
         first = max(after, steps - 250, 0) + 1
         return steps, tuple(times[n & 255] / 1e9 for n in range(first, steps + 1))
 
-    def told(self) -> Told:
+    def contents(self) -> PageContents:
         """Return the worker's report of its training, including the times measured in the worker."""
         data = os.pread(self._fd, at.WORDS * 8, 0)
         if len(data) < at.WORDS * 8:
-            return Told()
+            return PageContents()
         with memoryview(data) as whole, whole.cast("Q") as words, whole.cast("d") as doubles:
             fatal = words[at.FATAL]
-            return Told(
+            return PageContents(
                 pid=words[at.PID],
                 steps=words[at.STEPS],
                 samples=words[at.SAMPLES],

@@ -12,7 +12,7 @@ from elasticd.channel.warden_messages import Ended
 from elasticd.channel.worker_messages import AgentToWorker
 from elasticd.core.facts import LAST_OUTPUT, Exit, SlotProgress
 from elasticd.core.lifecycle import Life, become
-from elasticd.core.page_layout import Told
+from elasticd.core.page_layout import PageContents
 from elasticd.core.ports import Assignment
 from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
 from elasticd.procs.link_protocol import LinkProtocol
@@ -81,11 +81,11 @@ class Worker:
     def steps(self) -> int:
         """The steps made in the round; if the script uses ``elasticd.worker``, the committed steps."""
         if self.protocol.linked:
-            return max(0, self.told().commits - self.commits_before)
+            return max(0, self.page_contents().commits - self.commits_before)
         return max(0, self.heartbeat().steps - self.steps_before)
 
     def progress(self) -> SlotProgress:
-        beat, told = self.heartbeat(), self.told()
+        beat, told = self.heartbeat(), self.page_contents()
         steps = max(0, beat.steps - self.steps_before)
         pid = self.pid if self.alive else beat.pid
         at = beat.at if steps else 0.0
@@ -94,9 +94,9 @@ class Worker:
         a = self.assignment
         return SlotProgress(a.slot, a.rank, pid, steps, at, base, told.held_s, told.committed)
 
-    def told(self) -> Told:
+    def page_contents(self) -> PageContents:
         """Return what the worker reports about its training."""
-        return self.page.told() if self.page is not None else Told()
+        return self.page.contents() if self.page is not None else PageContents()
 
     def finished(self, end: Ended) -> bool:
         """Return whether the script had ended well, even if Python crashed afterwards: finalisation may
@@ -125,7 +125,7 @@ class Worker:
             message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail(), end.code)
         place = self._log_place()
         # After a fatal error the worker may be killed before it exits, so any code but 0 is accepted.
-        told = self.told() if end.code else Told()
+        told = self.page_contents() if end.code else PageContents()
         if told.fatal:
             message = message.removeprefix(LAST_OUTPUT)  # the last line names the fatal error
         own_doing = end.code <= 0 or hung or end.fenced or end.error or told.fatal or told.astray is not None

@@ -16,7 +16,7 @@ from elasticd.channel import worker_messages as wire
 from elasticd.channel.warden_messages import Ended
 from elasticd.core.facts import Exit, SlotProgress
 from elasticd.core.lifecycle import Life, become
-from elasticd.core.page_layout import Told
+from elasticd.core.page_layout import PageContents
 from elasticd.core.ports import (
     Assignment,
     WorkerBroke,
@@ -207,13 +207,13 @@ class LocalProcs:
         offset_s = self._clock() - time.monotonic()
         return tuple(at + offset_s for at in times)
 
-    def told(self, round_number: int | None = None) -> Mapping[int, Told]:
+    def page_contents(self, round_number: int | None = None) -> Mapping[int, PageContents]:
         """Return what this round's workers report about their training, by slot; nothing if ``round_number``
         is another round."""
         with self._lock:
             if round_number not in (None, self._round):
                 return {}
-            return {slot: worker.told() for slot, worker in self._of_this_round()}
+            return {slot: worker.page_contents() for slot, worker in self._of_this_round()}
 
     def condemn(self, slot: int, pid: int, why: str) -> None:
         """Kill a worker that hangs. ``why`` becomes the message of its exit. A worker that has ended is
@@ -316,7 +316,7 @@ class LocalProcs:
         worker.assignment, worker.round = assignment, round_number
         if worker.life is not Life.STOPPING:  # a stopping worker exits soon; the exit counts for this round
             worker.become(Life.TRAINING)
-        worker.steps_before, worker.commits_before = worker.heartbeat().steps, worker.told().commits
+        worker.steps_before, worker.commits_before = worker.heartbeat().steps, worker.page_contents().commits
         self._standard_files.relabel(worker)
         if worker.protocol.last is wire.Waiting:
             self._let_enter(worker)

@@ -10,7 +10,7 @@ import pytest
 
 from elasticd.core.advice import FAR, SEEN_AFTER, Advice, advise
 from elasticd.core.facts import Limits, Policy, Resume
-from elasticd.core.page_layout import Told, Use
+from elasticd.core.page_layout import PageContents, Use
 from elasticd.core.reasons import BatchesChanged, BeganAgain, Reason, WithoutEffect
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 
@@ -27,7 +27,7 @@ class Life:
     def __post_init__(self) -> None:
         self.advice = Advice(self.config.for_the_library)
 
-    def sees(self, round: int, size: int, *told: Told) -> list[Reason]:
+    def sees(self, round: int, size: int, *told: PageContents) -> list[Reason]:
         """What is said now."""
         crew = SimpleNamespace(
             round=SimpleNamespace(number=round, world_size=size),
@@ -55,7 +55,7 @@ def test_an_option_that_the_script_does_not_use_is_named_once_it_has_made_steps(
     assert PLAIN.for_the_library == ()
     for used in Use:
         life = Life(config)
-        first = Told(pid=1, steps=SEEN_AFTER - 1, uses=used)
+        first = PageContents(pid=1, steps=SEEN_AFTER - 1, uses=used)
         assert life.sees(1, 1, first) == []
         expected = [] if used is wants else [WithoutEffect(option, wants)]
         assert life.sees(1, 1, replace(first, steps=SEEN_AFTER)) == expected
@@ -64,7 +64,7 @@ def test_an_option_that_the_script_does_not_use_is_named_once_it_has_made_steps(
 
 def test_one_worker_that_uses_it_is_enough() -> None:
     life = Life(replace(PLAIN, audit=1))
-    assert life.sees(1, 2, Told(pid=1, steps=9), Told(pid=2, steps=9, uses=Use.DATA)) == []
+    assert life.sees(1, 2, PageContents(pid=1, steps=9), PageContents(pid=2, steps=9, uses=Use.DATA)) == []
 
 
 @pytest.mark.parametrize(
@@ -72,20 +72,20 @@ def test_one_worker_that_uses_it_is_enough() -> None:
 )
 def test_the_first_resize_alone_is_told_and_not_to_scripts_that_bear_it(uses: Use, says: int) -> None:
     life = Life()
-    assert life.sees(1, 4, Told(pid=1, steps=9, uses=uses)) == []
-    assert life.sees(2, 4, Told(pid=2, steps=9, uses=uses)) == []
+    assert life.sees(1, 4, PageContents(pid=1, steps=9, uses=uses)) == []
+    assert life.sees(2, 4, PageContents(pid=2, steps=9, uses=uses)) == []
     assert (
-        life.sees(3, 3, Told(pid=3, steps=0, uses=uses)) == []
+        life.sees(3, 3, PageContents(pid=3, steps=0, uses=uses)) == []
     )  # not before the script has shown what it uses
-    assert life.sees(3, 3, Told(pid=3, steps=1, uses=uses)) == [BatchesChanged(4, 3)] * says
-    assert life.sees(4, 4, Told(pid=4, steps=9, uses=uses)) == []
+    assert life.sees(3, 3, PageContents(pid=3, steps=1, uses=uses)) == [BatchesChanged(4, 3)] * says
+    assert life.sees(4, 4, PageContents(pid=4, steps=9, uses=uses)) == []
 
 
 def test_a_restart_from_the_start_is_told_once() -> None:
     life = Life()
-    assert life.sees(1, 1, Told(pid=1, steps=FAR + 5, made=0)) == []
-    assert life.sees(2, 1, Told(pid=2, steps=1, made=0)) == [BeganAgain(FAR + 5)]
-    assert life.sees(3, 1, Told(pid=3, steps=1, made=0)) == []
+    assert life.sees(1, 1, PageContents(pid=1, steps=FAR + 5, made=0)) == []
+    assert life.sees(2, 1, PageContents(pid=2, steps=1, made=0)) == [BeganAgain(FAR + 5)]
+    assert life.sees(3, 1, PageContents(pid=3, steps=1, made=0)) == []
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_a_restart_from_the_start_is_told_once() -> None:
 )
 def test_a_restart_that_goes_on_is_not_told(far: int, made: int | None, uses: Use) -> None:
     life = Life()
-    assert life.sees(1, 1, Told(pid=1, steps=far, made=0)) == []
-    assert life.sees(2, 1, Told(pid=2, steps=1, made=made, uses=uses)) == []
+    assert life.sees(1, 1, PageContents(pid=1, steps=far, made=0)) == []
+    assert life.sees(2, 1, PageContents(pid=2, steps=1, made=made, uses=uses)) == []
 
 
 def test_of_several_agents_one_speaks() -> None:
     life = Life(replace(PLAIN, audit=1), base_rank=2)
-    assert life.sees(1, 4, Told(pid=1, steps=99, made=0)) == []
-    assert life.sees(2, 3, Told(pid=2, steps=99, made=0)) == []
+    assert life.sees(1, 4, PageContents(pid=1, steps=99, made=0)) == []
+    assert life.sees(2, 3, PageContents(pid=2, steps=99, made=0)) == []

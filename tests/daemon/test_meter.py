@@ -31,7 +31,7 @@ from elasticd.core.hang import Doing, Look, Verdict, Why
 from elasticd.core.ledger import Kind, Ledger
 from elasticd.core.lifecycle import Life
 from elasticd.core.measuring import SlotLag
-from elasticd.core.page_layout import Told
+from elasticd.core.page_layout import PageContents
 from elasticd.core.ports import Changes, Entry, Listing, Seen
 from elasticd.core.reasons import StandbysStarted, WorkersHung, WorkersStarted, WorkersStopping
 from elasticd.daemon.config import Command, CommandKind, RunConfig
@@ -195,7 +195,9 @@ def test_a_process_that_goes_on_in_the_next_round_has_used_no_cpu_time_twice() -
 
 def test_what_a_process_that_waits_between_two_rounds_had_told_is_counted_once_and_not_shown() -> None:
     made, _ = meter()
-    made._hear = lambda: {0: Told(pid=100, samples=800, nonfinite=1, loss=0.5, values=(("top5", 0.9),))}
+    made._page_contents = lambda: {
+        0: PageContents(pid=100, samples=800, nonfinite=1, loss=0.5, values=(("top5", 0.9),))
+    }
     shown = []
     for state in (SlotState.RUNNING, SlotState.READY, SlotState.READY, SlotState.RUNNING):
         made.note(WorkersStopping(1, Cause.GREW, 2.0), tuple, 60.0)
@@ -206,7 +208,7 @@ def test_what_a_process_that_waits_between_two_rounds_had_told_is_counted_once_a
         and value(made.metrics, "nonfinite_steps_total", 0) == 1
     )
     assert shown == [0.9, None, None, 0.9]
-    made._hear = lambda: {0: Told(pid=200, samples=8)}
+    made._page_contents = lambda: {0: PageContents(pid=200, samples=8)}
     made.update(told(SlotStatus(0, SlotState.RUNNING)), (), Ledger(), 62.0)
     assert value(made.metrics, "samples_total", 0) == 808, "another process begins at nothing"
 

@@ -20,7 +20,7 @@ from elasticd.core.facts import (
     Stragglers,
 )
 from elasticd.core.measuring import FIRST_STEPS, SlotLag
-from elasticd.core.page_layout import Told
+from elasticd.core.page_layout import PageContents
 from elasticd.core.ports import Changes, Entry, Put, Seen, StillThere
 from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
 from elasticd.core.straggler import PERIODS
@@ -92,12 +92,12 @@ class Agent:
         )
         self.store = store
         self.said: list[Reason] = []
-        self.of = Observer(self.hear, lambda: self.throttled_s)
+        self.of = Observer(self.page_contents, lambda: self.throttled_s)
         self.of.begin(cast(Any, store))
 
-    def hear(self, round_number: int) -> Mapping[int, Told]:
+    def page_contents(self, round_number: int) -> Mapping[int, PageContents]:
         return {
-            slot: Told(
+            slot: PageContents(
                 1,
                 self.steps,
                 stepped_at=self.at,

@@ -104,7 +104,7 @@ class SimAgent:
         self.stores = SimRoundStores(cluster, name)
         self.inspector = SimInspector(self.procs)
         self.hangs = Hangs(PATIENCE, self.inspector, self.store)
-        self.observer = Observer(self.procs.told, lambda: 0.0)
+        self.observer = Observer(self.procs.page_contents, lambda: 0.0)
         self.left: LeaveJob | None = None
         self.signalled = False
         slots += setup.job.spares  # which are beside those to train on, as on the command line

@@ -15,7 +15,7 @@ from typing import Any
 from elasticd.channel.worker_messages import HANDOVER
 from elasticd.core.age import Age
 from elasticd.core.facts import Exit, SlotProgress
-from elasticd.core.page_layout import Told, Use
+from elasticd.core.page_layout import PageContents, Use
 from elasticd.core.ports import (
     Assignment,
     WorkerBroke,
@@ -678,9 +678,9 @@ class SimProcs:
         times = worker.times[worker.steps_before + after :][-250:] if worker is not None else ()
         return tuple(at + self.host.skew_s for at in times)
 
-    def told(self, round_number: int) -> Mapping[int, Told]:
+    def page_contents(self, round_number: int) -> Mapping[int, PageContents]:
         return {
-            slot: Told(
+            slot: PageContents(
                 worker.pid,
                 len(worker.times),
                 stepped_at=worker.times[-1] if worker.times else 0.0,

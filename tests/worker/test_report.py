@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elasticd import worker
-from elasticd.core.page_layout import VALUES_MAX, Fatal, Told
+from elasticd.core.page_layout import VALUES_MAX, Fatal, PageContents
 from elasticd.procs.page import VARIABLE, Page
 from elasticd.worker.agent import agentpage
 from elasticd.worker.report import all_finite, any_nan
@@ -34,13 +34,13 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
 def test_loss_samples_and_values_by_their_names_reach_the_agent(page: Page) -> None:
     worker.report(loss=torch.tensor(0.5, requires_grad=True), samples=32, accuracy=0.25)
     worker.report(loss=0.25, samples=32, accuracy=torch.tensor(0.75))
-    seen = page.told()
+    seen = page.contents()
     assert (seen.loss, seen.samples, seen.values) == (0.25, 64, (("accuracy", 0.75),))
     assert seen.pid == os.getpid() and seen.nonfinite == 0
 
 
 def test_nothing_was_said_where_nothing_was_said(page: Page) -> None:
-    assert page.told() == Told(pid=os.getpid())
+    assert page.contents() == PageContents(pid=os.getpid())
 
 
 def test_the_heartbeat_beside_it_is_left_alone(page: Page) -> None:
@@ -50,8 +50,8 @@ def test_the_heartbeat_beside_it_is_left_alone(page: Page) -> None:
     agentpage.begins_after(7)
     agentpage.committed(8)
     assert page.read() == before and page.step_times(0) == (0, ())
-    assert [v for _, v in page.told().values] == list(range(VALUES_MAX))
-    assert (page.told().base, page.told().committed, page.told().commits) == (7, 8, 1)
+    assert [v for _, v in page.contents().values] == list(range(VALUES_MAX))
+    assert (page.contents().base, page.contents().committed, page.contents().commits) == (7, 8, 1)
 
 
 def test_a_name_too_many_or_too_long_is_refused(page: Page) -> None:
@@ -68,12 +68,12 @@ def test_a_step_that_is_not_finite_is_counted_and_no_more_unless_asked(
 ) -> None:
     worker.report(loss=math.nan)
     worker.report(loss=1.0, norm=math.inf)
-    assert page.told().nonfinite == 2 and page.told().fatal is None
+    assert page.contents().nonfinite == 2 and page.contents().fatal is None
     monkeypatch.setenv("ELASTICD_ON_NONFINITE", "stop")
     agentpage.committed(4)
     with pytest.raises(worker.NotFinite, match="after step 4: loss is nan; the job stops"):
         worker.report(loss=math.nan)
-    assert page.told().fatal is Fatal.NOT_FINITE
+    assert page.contents().fatal is Fatal.NOT_FINITE
 
 
 def test_going_back_needs_checkpoints_to_go_back_to(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,11 +81,11 @@ def test_going_back_needs_checkpoints_to_go_back_to(page: Page, monkeypatch: pyt
     agentpage.goes_on(lambda: 30)()
     with pytest.raises(worker.NotFinite, match="going back to the last checkpoint"):
         worker.report(loss=math.nan)
-    assert page.told().fatal is None and page.told().base == 30 and page.told().astray == 30
+    assert page.contents().fatal is None and page.contents().base == 30 and page.contents().astray == 30
     monkeypatch.setattr(agentpage.own_page(), "has_checkpoints", False)
     with pytest.raises(worker.NotFinite, match="needs a script that loads worker.Checkpoints"):
         worker.report(loss=math.nan)
-    assert page.told().fatal is Fatal.NOT_FINITE
+    assert page.contents().fatal is Fatal.NOT_FINITE
 
 
 def test_gradients_are_looked_at_before_they_change_anything(
@@ -99,7 +99,7 @@ def test_gradients_are_looked_at_before_they_change_anything(
     model(torch.tensor([[math.inf, 1.0]])).sum().backward()
     with pytest.raises(worker.NotFinite, match="a gradient is NaN or infinite"):
         optimizer.step()
-    assert torch.equal(model.weight, before) and page.told().nonfinite == 1
+    assert torch.equal(model.weight, before) and page.contents().nonfinite == 1
 
 
 def test_the_time_that_a_checkpoint_takes_of_the_training_is_counted(page: Page) -> None:
@@ -107,7 +107,7 @@ def test_the_time_that_a_checkpoint_takes_of_the_training_is_counted(page: Page)
         until = time.monotonic() + 0.01
         while time.monotonic() < until:
             pass
-    assert page.told().held == 1 and page.told().held_s >= 0.01
+    assert page.contents().held == 1 and page.contents().held_s >= 0.01
 
 
 def test_a_child_of_the_worker_does_not_speak_for_it(page: Page) -> None:
@@ -118,7 +118,7 @@ def test_a_child_of_the_worker_does_not_speak_for_it(page: Page) -> None:
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    assert page.told().loss is None
+    assert page.contents().loss is None
 
 
 def test_without_an_agent_it_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
