@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elasticd.core.hang import ProcessState
 from elasticd.core.hang.standstill import Vitals
-from elasticd.core.whereabouts import Whereabouts, whereabouts
+from elasticd.core.thread_activity import ThreadActivity, activity_of
 from elasticd.procs import flight_recorder, stacks
 from elasticd.procs.vitals import thread_report, vitals
 
@@ -31,7 +31,7 @@ class Evidence:
 
     subject: Subject
     vitals: Vitals
-    where: Whereabouts | None
+    where: ThreadActivity | None
     stacks: str
     threads: str
     recorded: bytes = b""
@@ -51,10 +51,10 @@ def _look(subject: Subject) -> Evidence:
     answers = seen.state not in (ProcessState.STOPPED, ProcessState.GONE)
     text = stacks.ask(subject.page) if answers else ""
     recorded = flight_recorder.ask(subject.page) if answers else b""
-    where = whereabouts(stacks.main_thread(text))
+    where = activity_of(stacks.main_thread(text))
     if not text:
         text = stacks.py_spy_dump(subject.pid)
-        where = whereabouts(stacks.py_spy_main_thread(text, subject.pid))
+        where = activity_of(stacks.py_spy_main_thread(text, subject.pid))
     return Evidence(subject, seen, where, text, thread_report(subject.pid), recorded)
 
 

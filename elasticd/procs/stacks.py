@@ -19,7 +19,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from elasticd.core.whereabouts import Frame
+from elasticd.core.thread_activity import Frame
 from elasticd.procs.page import Page
 
 SIGNAL = 47  # a real-time signal that neither glibc nor any known program uses

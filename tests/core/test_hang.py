@@ -23,7 +23,7 @@ from elasticd.core.hang import (
     judge_first,
     judge_leaving,
 )
-from elasticd.core.whereabouts import At, Whereabouts
+from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 
 STEPS_OF_75_MS = [0.075] * 100
 AUTO = Patience()
@@ -101,10 +101,10 @@ def test_none_but_the_stopped_is_given_less_than_twice_the_longest_step_so_far(k
 
 # ---------------------------------------------------------------- what one does
 
-COLLECTIVE = Whereabouts(At.COLLECTIVE, "job.py:7", "all_reduce")
-BACKWARD = Whereabouts(At.COLLECTIVE, "job.py:7", "backward")
-OWN = Whereabouts(At.OWN, "job.py:7")
-PROGRAM = Whereabouts(At.PROGRAM, "job.py:7")
+COLLECTIVE = ThreadActivity(ActivityKind.COLLECTIVE, "job.py:7", "all_reduce")
+BACKWARD = ThreadActivity(ActivityKind.COLLECTIVE, "job.py:7", "backward")
+OWN = ThreadActivity(ActivityKind.OWN, "job.py:7")
+PROGRAM = ThreadActivity(ActivityKind.PROGRAM, "job.py:7")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ PROGRAM = Whereabouts(At.PROGRAM, "job.py:7")
         ("R", 1.0, None, Doing.BUSY),
     ],
 )
-def test_what_a_worker_does(state: str, cpu: float, where: Whereabouts | None, expected: Doing) -> None:
+def test_what_a_worker_does(state: str, cpu: float, where: ThreadActivity | None, expected: Doing) -> None:
     assert doing(ProcessState(state), Pulse(cpu), where) is expected
 
 

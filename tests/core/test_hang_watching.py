@@ -34,7 +34,7 @@ from elasticd.core.hang.watching import ANSWERS_S, LOOK_PATIENCE_S, WRITE_PATIEN
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Entry
 from elasticd.core.reasons import VerdictDropped, WorkersHung
-from elasticd.core.whereabouts import At, Whereabouts
+from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 from tests.core.build import crew
 
 STEP_S = 0.1
@@ -51,7 +51,7 @@ class Worker:
     times: list[float] = field(default_factory=list)
     steps_before: int = 0
     state: ProcessState = ProcessState.SLEEPING
-    where: Whereabouts | None = None
+    where: ThreadActivity | None = None
 
     @property
     def vitals(self) -> Vitals:
@@ -492,7 +492,7 @@ def test_a_newcomer_that_waits_with_the_survivors_is_not_in_another_place_than_t
     node.workers.append(Worker(2))
     node.crew(workers=dict.fromkeys(range(3), Life.TRAINING))
     node.train(10.0)
-    all_reduce = Whereabouts(At.COLLECTIVE, "job.py:7", "all_reduce")
+    all_reduce = ThreadActivity(ActivityKind.COLLECTIVE, "job.py:7", "all_reduce")
     for worker in node.workers:
         worker.where = all_reduce
     node.stand_still(1000.0)
@@ -502,8 +502,8 @@ def test_a_newcomer_that_waits_with_the_survivors_is_not_in_another_place_than_t
 def test_all_that_wait_are_let_live_if_the_last_of_them_came_a_moment_ago() -> None:
     node = Node()
     node.train(10.0)
-    node.workers[0].where = Whereabouts(At.COLLECTIVE, "job.py:7", "all_reduce")
-    node.workers[1].where = Whereabouts(At.PROGRAM, "job.py:8")
+    node.workers[0].where = ThreadActivity(ActivityKind.COLLECTIVE, "job.py:7", "all_reduce")
+    node.workers[1].where = ThreadActivity(ActivityKind.PROGRAM, "job.py:8")
     node.stand_still(1000.0)
     assert not node.condemned
     node.workers[1].where = node.workers[0].where
@@ -522,7 +522,10 @@ def test_all_that_wait_are_let_live_if_the_last_of_them_came_a_moment_ago() -> N
 def test_a_verdict_on_an_old_look_spares_a_worker_that_is_elsewhere_by_now() -> None:
     node = Node(others=1)
     node.train(10.0)
-    asleep, awake = Whereabouts(At.OWN, "job.py:7"), Whereabouts(At.COLLECTIVE, "job.py:9", "all_reduce")
+    asleep, awake = (
+        ThreadActivity(ActivityKind.OWN, "job.py:7"),
+        ThreadActivity(ActivityKind.COLLECTIVE, "job.py:9", "all_reduce"),
+    )
     node.workers[0].where = awake
     node.workers[1].where = asleep
     node.stand_still(70.0)
@@ -582,7 +585,7 @@ def test_a_look_in_between_does_not_put_off_the_second_look_at_workers_that_wait
     node = Node(Patience(fixed_s=60.0))
     node.train(200.0, step_s=8.0)
     for worker in node.workers:
-        worker.where = Whereabouts(At.COLLECTIVE, "job.py:1", "all_reduce")
+        worker.where = ThreadActivity(ActivityKind.COLLECTIVE, "job.py:1", "all_reduce")
     began = node.now
     node.stand_still(300.0)
     ((_, at),) = node.condemned[:1]
@@ -599,7 +602,7 @@ def test_workers_that_all_wait_are_found_at_their_limit(
     node = Node(patience, others)
     node.train(30 * step_s, step_s)
     for worker in node.workers:
-        worker.where = Whereabouts(At.COLLECTIVE, "job.py:1", "all_reduce")
+        worker.where = ThreadActivity(ActivityKind.COLLECTIVE, "job.py:1", "all_reduce")
     last, began = node.workers[0].times[-1], node.now  # a test's node does not wake up within a step
     node.stand_still(61.0)
     if others:
@@ -624,7 +627,7 @@ def test_workers_that_wait_at_changing_places_are_found_at_the_limit_of_a_busy_o
     while not node.condemned and node.now - began < 2 * limit_s:
         for worker in node.workers:
             line = len(node.looked) % 2
-            worker.where = Whereabouts(At.COLLECTIVE, f"job.py:{line}", "barrier")
+            worker.where = ThreadActivity(ActivityKind.COLLECTIVE, f"job.py:{line}", "barrier")
         node.stand_still(0.25)
     assert [slot for slot, _ in node.condemned] == [0, 1]
     assert limit_s <= node.condemned[0][1] - began < limit_s + 0.5
@@ -634,13 +637,13 @@ def test_workers_that_wait_at_changing_places_are_found_at_the_limit_of_a_busy_o
 def test_a_worker_that_polls_from_another_place_is_still_in_the_state_that_was_judged() -> None:
     node = Node(Patience(ceiling_s=300.0), others=1)
     node.train(10.0)
-    there = Whereabouts(At.COLLECTIVE, "job.py:8", "barrier")
+    there = ThreadActivity(ActivityKind.COLLECTIVE, "job.py:8", "barrier")
     for kind, now, still_s, is_condemned in (
-        (Doing.ASLEEP, Whereabouts(At.OWN, "job.py:9"), 60.0, True),
+        (Doing.ASLEEP, ThreadActivity(ActivityKind.OWN, "job.py:9"), 60.0, True),
         (Doing.ASLEEP, there, 60.0, False),
         (Doing.WAITING, there, 120.0, False),
         (Doing.WAITING, there, 300.0, True),
-        (Doing.WAITING, Whereabouts(At.OWN, "job.py:9"), 300.0, False),
+        (Doing.WAITING, ThreadActivity(ActivityKind.OWN, "job.py:9"), 300.0, False),
     ):
         one = Node(others=1)
         one.state, one.workers, one.watching = node.state, node.workers, node.watching

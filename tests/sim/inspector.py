@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from elasticd.core.hang.hang_messages import EvidenceKept, Looked
 from elasticd.core.hang.judging import ProcessState, Verdict
 from elasticd.core.hang.standstill import Beat, Inspected, Vitals
-from elasticd.core.whereabouts import At, Whereabouts
+from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 
 if TYPE_CHECKING:
     from tests.sim.procs import SimProcs, SimWorker
@@ -112,23 +112,23 @@ class SimInspector:
         at = where(worker)
         if worker.ill is not None and worker.ill.illness is Illness.STOPPED:
             return Vitals(ProcessState.STOPPED, 0.0)
-        if at is not None and (at.at is At.OWN and worker.computes):
+        if at is not None and (at.kind is ActivityKind.OWN and worker.computes):
             return Vitals(ProcessState.RUNNING, self._host.clock.now())
         return Vitals(ProcessState.SLEEPING, 0.0)
 
 
-def where(worker: SimWorker) -> Whereabouts | None:
+def where(worker: SimWorker) -> ThreadActivity | None:
     ill, world = worker.ill, worker.world
     if ill is not None and ill.illness is Illness.STOPPED:
         return None  # it answers no signal
     if ill is not None and ill.illness.waits:
         now = worker.procs.host.clock.now()
         line = ill.line if ill.illness is Illness.APART else f"{ill.line}.{int(1000 * now) % 2}"
-        return Whereabouts(At.COLLECTIVE, f"job.py:{line}", "all_gather")
+        return ThreadActivity(ActivityKind.COLLECTIVE, f"job.py:{line}", "all_gather")
     if ill is not None:
-        return Whereabouts(At.OWN, f"job.py:{ill.line}")
+        return ThreadActivity(ActivityKind.OWN, f"job.py:{ill.line}")
     if world is not None and world.held and worker.rank == 0:
-        return Whereabouts(At.PROGRAM, "job.py:3", "waiting for a program")
+        return ThreadActivity(ActivityKind.PROGRAM, "job.py:3", "waiting for a program")
     if worker.computes or world is None:
-        return Whereabouts(At.OWN, "job.py:1")
-    return Whereabouts(At.COLLECTIVE, "job.py:2", "all_reduce")
+        return ThreadActivity(ActivityKind.OWN, "job.py:1")
+    return ThreadActivity(ActivityKind.COLLECTIVE, "job.py:2", "all_reduce")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
-from elasticd.core.whereabouts import At, Whereabouts
+from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 
 FOREVER_S = 1e9  # JSON has no infinity
 REPEAT_S = 30.0  # the time after which a verdict without effect may be repeated
@@ -160,7 +160,7 @@ class Pulse:
         )
 
 
-def doing(state: ProcessState, pulse: Pulse, where: Whereabouts | None) -> Doing:
+def doing(state: ProcessState, pulse: Pulse, where: ThreadActivity | None) -> Doing:
     match state:
         case ProcessState.STOPPED:
             return Doing.STOPPED
@@ -168,11 +168,11 @@ def doing(state: ProcessState, pulse: Pulse, where: Whereabouts | None) -> Doing
             return Doing.GONE
         case ProcessState.TRACED | ProcessState.DISK:
             return Doing.BUSY
-    if where is not None and where.at is At.COLLECTIVE:
+    if where is not None and where.kind is ActivityKind.COLLECTIVE:
         # A worker that computes in backward is busy. One that polls for the GPU or other ranks is waiting.
         return Doing.BUSY if where.doing == "backward" and pulse.cpu_share >= BUSY_SHARE else Doing.WAITING
     runs = state is ProcessState.RUNNING or pulse.busy  # or would run, if the machine had a free core
-    if runs or (where is not None and where.at is At.PROGRAM):
+    if runs or (where is not None and where.kind is ActivityKind.PROGRAM):
         return Doing.BUSY
     return Doing.ASLEEP if where is not None else Doing.UNKNOWN
 
@@ -182,9 +182,9 @@ class Look:
     """One worker, as it was seen.
 
     ``step``: its steps in this round; its process may have made more. ``still_s``: the time since its last
-    step. ``place`` and ``what``: see ``Whereabouts``. ``there_s``: how long it has been seen to stay there.
-    ``waits_s``: how long it has been seen in collectives, at whatever place. ``new``: its process has made no
-    step yet, and may have something left to import or to compile.
+    step. ``place`` and ``what``: see ``ThreadActivity``. ``there_s``: how long it has been seen to stay
+    there. ``waits_s``: how long it has been seen in collectives, at whatever place. ``new``: its process has
+    made no step yet, and may have something left to import or to compile.
     """
 
     node: str

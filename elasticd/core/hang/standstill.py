@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from elasticd.core.hang.judging import Allowance, Doing, Look, ProcessState, Pulse, doing
-from elasticd.core.whereabouts import At, Whereabouts
+from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 
 PULSE_S = 0.25  # a shorter sample says nothing
 WINDOW_S = 10.0
@@ -49,7 +49,7 @@ class Inspected:
     slot: int
     rank: int
     vitals: Vitals
-    where: Whereabouts | None
+    where: ThreadActivity | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class WatchedWorker:
     steps: int
     last_at: float = 0.0
     sampled: tuple[tuple[float, Vitals], ...] = ()
-    where: Whereabouts | None = None
+    where: ThreadActivity | None = None
     there_since: float = 0.0
     there_s: float = 0.0
     waits_since: float = 0.0
@@ -76,7 +76,7 @@ class WatchedWorker:
     @property
     def waits(self) -> bool:
         """Whether it was last seen in a collective."""
-        return self.where is not None and self.where.at is At.COLLECTIVE
+        return self.where is not None and self.where.kind is ActivityKind.COLLECTIVE
 
     @property
     def made(self) -> int:

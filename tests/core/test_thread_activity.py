@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.core.whereabouts import At, Frame, whereabouts
+from elasticd.core.thread_activity import ActivityKind, Frame, activity_of
 
 SITE = "/venv/lib/python3.11/site-packages"
 LIB = "/usr/lib/python3.11"
@@ -15,12 +15,12 @@ FETCH = f"{SITE}/torch/utils/data/_utils/fetch.py"
 
 
 def at(*calls: tuple[object, ...]) -> object:
-    found = whereabouts([Frame(*call) for call in (*calls, MAIN)])  # type: ignore[arg-type]
-    return (found.at.value, found.place, found.doing) if found else None
+    found = activity_of([Frame(*call) for call in (*calls, MAIN)])  # type: ignore[arg-type]
+    return (found.kind.value, found.place, found.doing) if found else None
 
 
 def test_a_thread_without_python_is_nowhere() -> None:
-    assert whereabouts([]) is None
+    assert activity_of([]) is None
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ def test_a_stack_says_in_whose_code_it_is_at_which_line_and_for_what_it_waits(
 
 
 def test_a_script_that_is_itself_a_package_is_named_by_its_last_frame() -> None:
-    found = whereabouts(
+    found = activity_of(
         [Frame(f"{SITE}/trainer/loop.py", 3, "run"), Frame("<frozen runpy>", 88, "_run_code")]
     )
     assert found is not None
-    assert (found.at, found.place) == (At.OWN, "loop.py:3")
+    assert (found.kind, found.place) == (ActivityKind.OWN, "loop.py:3")
 
 
 def test_what_we_put_around_a_call_of_torchs_is_passed_over() -> None:

@@ -1,4 +1,4 @@
-"""Tell from its Python stack what a worker's main thread is doing."""
+"""Find out from the Python stack of a worker's main thread what the thread is doing."""
 
 from __future__ import annotations
 
@@ -21,20 +21,18 @@ class Frame:
 Stack = Sequence[Frame]  # innermost first
 
 
-class At(StrEnum):
-    """What the thread is doing."""
-
+class ActivityKind(StrEnum):
     COLLECTIVE = "collective"  # waits for other ranks
     PROGRAM = "program"  # waits for a program or a process that it started, or for the saver
     OWN = "own"  # runs code of its own
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """Where a thread is. ``place``: such as "job.py:88", in the script if a frame of the script is on the
-    stack. ``doing``: the collective, or a word for the work; empty if unknown."""
+class ThreadActivity:
+    """What a thread is doing, and where. ``place``: such as "job.py:88", in the script if a frame of the
+    script is on the stack. ``doing``: the collective, or a word for the work; empty if unknown."""
 
-    at: At
+    kind: ActivityKind
     place: str
     doing: str = ""
 
@@ -59,8 +57,8 @@ _HEARING = re.compile(r"elasticd[/\\]worker[/\\]world[/\\]group\.py$")
 _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
-def whereabouts(stack: Stack) -> Whereabouts | None:
-    """Return where the thread is; None for a thread without Python frames."""
+def activity_of(stack: Stack) -> ThreadActivity | None:
+    """Return what the thread is doing; None for a thread without Python frames."""
     waits = bool(stack) and (_name(stack[0].file), stack[0].function) == _AROUND_WAIT
     stack = tuple(f for f in stack if _name(f.file) not in _OURS)
     if not stack:
@@ -71,18 +69,18 @@ def whereabouts(stack: Stack) -> Whereabouts | None:
     in_torch = _TORCH.search(inner.file)
     module = in_torch[1] if in_torch else ""
     if _TALKING.match(module) and not _OWN_WORK.match(module):
-        return Whereabouts(At.COLLECTIVE, place, _collective(stack))
+        return ThreadActivity(ActivityKind.COLLECTIVE, place, _collective(stack))
     if _ENGINE.match(module):
-        return Whereabouts(At.COLLECTIVE, place, "backward")
+        return ThreadActivity(ActivityKind.COLLECTIVE, place, "backward")
     if module.startswith(("cuda/", "cuda\\")) and "synchronize" in inner.function:
-        return Whereabouts(At.COLLECTIVE, place, "synchronize")
+        return ThreadActivity(ActivityKind.COLLECTIVE, place, "synchronize")
     if waits or any(f.function == "hear" and _HEARING.search(f.file) for f in stack[:3]):
-        return Whereabouts(At.COLLECTIVE, place, "wait")
+        return ThreadActivity(ActivityKind.COLLECTIVE, place, "wait")
     if call := _FETCHED.search(inner.text) or (inner is own and _AWAITED.search(inner.text)):
-        return Whereabouts(At.COLLECTIVE, place, call[1])
+        return ThreadActivity(ActivityKind.COLLECTIVE, place, call[1])
     if any(_waits_for_a_program(f) for f in stack[:4]):
-        return Whereabouts(At.PROGRAM, place, "waiting for a program")
-    return Whereabouts(At.OWN, place, _work(stack))
+        return ThreadActivity(ActivityKind.PROGRAM, place, "waiting for a program")
+    return ThreadActivity(ActivityKind.OWN, place, _work(stack))
 
 
 def _collective(stack: Stack) -> str:
