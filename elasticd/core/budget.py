@@ -107,7 +107,7 @@ def charge(
     return replace(budget, charges=(*recent, new), total=budget.total + 1)
 
 
-def get_on(budget: Budget) -> Budget:
+def note_progress(budget: Budget) -> Budget:
     """Return the budget after a round that made progress and ended without a failure."""
     if not budget.charges or budget.charges[-1].progressed:
         return budget
@@ -123,7 +123,7 @@ def go_back(budget: Budget, step: int) -> Budget:
     return replace(budget, astray=replace(before, times=before.times + 1))
 
 
-def lost(budget: Budget) -> str | None:
+def why_no_rollback(budget: Budget) -> str | None:
     """Return why going back does not help any more, in a sentence; None while it may help."""
     astray = budget.astray
     if astray is None or astray.times < ASTRAY_MAX:
@@ -134,7 +134,7 @@ def lost(budget: Budget) -> str | None:
     )
 
 
-def come_apart(budget: Budget, step: int, now: float) -> Budget:
+def note_broken_world(budget: Budget, step: int, now: float) -> Budget:
     """Return the budget after the workers lost each other and continue from this step: nothing is charged."""
     before = budget.apart
     if before is None or step > before.step:

@@ -92,7 +92,7 @@ def test_going_back_helps_as_long_as_it_leads_further(steps: tuple[int, ...], lo
     been = Budget()
     for at, step in enumerate(steps):  # a day apart each
         been = budget.charge(budget.go_back(been, step), failure("a", 0), True, POLICY, NOW + 86400 * at)
-    assert (budget.lost(been) is not None) == lost
+    assert (budget.why_no_rollback(been) is not None) == lost
 
 
 def test_the_budget_bears_as_many_failures_as_allowed_and_not_one_more() -> None:
