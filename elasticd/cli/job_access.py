@@ -1,5 +1,5 @@
-"""How commands reach a job: through the etcd given by options, or those of standalone runs on this
-machine."""
+"""How commands reach a job: through the etcd that options give, or the etcds of this machine's standalone
+runs."""
 
 from __future__ import annotations
 

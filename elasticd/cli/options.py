@@ -319,7 +319,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _torchruns(
         "--duplicate-stdout-filters", help="Copy lines of stdout with these words to a file: apple,orange"
     ),
-    _torchruns("--duplicate-stderr-filters", help="The same for lines of stderr."),
+    _torchruns("--duplicate-stderr-filters", help="Copy lines of stderr with these words to a file."),
     _torchruns("--node-rank", type=int, help="Ignored.", hidden=True),
     _torchruns(
         "--master-addr",

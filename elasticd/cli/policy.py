@@ -97,7 +97,7 @@ def policy(
         for name, value in layer.items()
         if value is not None and hasattr(default, name)
     }
-    if "restarts_max" in given:  # a user who gives it expects no earlier end, for lack of progress
+    if "restarts_max" in given:  # the user wants that many restarts, even without progress
         given.setdefault("futile_max", given["restarts_max"] + 1)
     given.setdefault("quarantine_max_s", max(default.quarantine_max_s, given.get("quarantine_s", 0.0)))
     given.setdefault("quarantine_s", min(default.quarantine_s, given["quarantine_max_s"]))

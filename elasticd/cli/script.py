@@ -116,7 +116,7 @@ def _locate(name: str) -> ModuleSpec | None:
 def _find_spec(full_name: str, part: str, path: list[str] | None) -> ModuleSpec | None:
     for finder in sys.meta_path:
         if finder is PathFinder:
-            # By the last part of the name: with the full name, a namespace package needs its parent imported.
+            # Given the full name, PathFinder would need the imported parent of a namespace package.
             spec = PathFinder.find_spec(part, [os.getcwd(), *sys.path] if path is None else path)
         else:
             find = getattr(finder, "find_spec", None)

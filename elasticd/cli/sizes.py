@@ -68,7 +68,7 @@ def _sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
     by_nodes, by_workers = options.source("nnodes"), options.source("min", "max")
     if by_nodes and by_workers:
         loser = "the environment's --nnodes" if by_workers > by_nodes else "the environment's --min and --max"
-        notes.append(f"{loser} counts for nothing, because the command line gives other limits")
+        notes.append(f"ignored: {loser}, because the command line gives other limits")
     offered = _offered(options, machine)
     if by_workers > by_nodes:
         return _by_workers(options, machine, offered, standalone, tuple(notes))

@@ -35,7 +35,7 @@ class _Watch:
         self._news: queue.SimpleQueue[Seen | StoreError | KeyboardInterrupt] = queue.SimpleQueue()
         self._facts: dict[str, Fact] = {}
         self._rates = StepRates()
-        self._begun = place.shared  # a standalone run is registered before it writes facts
+        self._begun = place.shared  # a standalone run may not have written its facts yet
         self._changed = False  # since the last display
         self._shown: object = None  # the round and the phase of the last display
         self._shown_at = -EVERY_S  # on the monotonic clock

@@ -65,7 +65,7 @@ class Membership:
         self._round: RendezvousRound | None = None
         self._nodes: dict[str, Seen] = {}
         self._revision = 0  # the revision of the view
-        self._wrote = 0  # the view must include this revision of our own writes
+        self._wrote = 0  # the newest revision that this node wrote; an older view is not used
         self._responded_at = time.monotonic()
         self._problem: Exception | None = None
         self._silence: Silent | None = None
@@ -115,7 +115,7 @@ class Membership:
         return self._silence is not None and not self._silence.cut_off
 
     def seen(self, what: Range | Events) -> None:
-        """Take a result of the watch."""
+        """Update the view with a result of the watch."""
         with self.changed:
             self._responded_at = now = time.monotonic()
             if isinstance(what, Range):

@@ -30,7 +30,7 @@ _KEYS = {
     "ca_cert": "the same as cacert",
     "ssl_cert": "the same as cert",
     "ssl_cert_key": "the same as key",
-    # ours
+    # elasticd's names
     "ttl": "whole seconds after which a node that is silent counts as lost; 5",
     "settle_s": "seconds new nodes wait for more before a round below the maximum forms; 1",
     "closed_s": "seconds for which a finished job's id stays closed; 7200",

@@ -418,7 +418,7 @@ def test_the_command_line_beats_the_environment(job: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("PET_NPROC_PER_NODE", "8")
     got = planned("--min", "2", "--max", "3", "--slots", "2", job)
     assert (got.config.limits, got.config.slots) == (Limits(2, 3), 2)
-    assert any("--nnodes counts for nothing" in note for note in got.notes)
+    assert any("ignored: the environment's --nnodes" in note for note in got.notes)
     monkeypatch.delenv("PET_NNODES")
     assert planned("--nnodes", "1", "--nproc-per-node", "2", job).config.limits == Limits(2, 2)
 

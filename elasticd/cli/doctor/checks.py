@@ -281,7 +281,7 @@ def other_nodes(candidate: Candidate) -> Iterator[Finding]:
 def _nodes(candidate: Candidate) -> list[Node]:
     if candidate.access is None or candidate.job is None:
         return []
-    from elasticd.etcd.client import Client  # late, as above
+    from elasticd.etcd.client import Client  # late: grpc is slow to import
 
     try:
         with Client(candidate.access) as client:
@@ -350,7 +350,7 @@ def open_files(_: Candidate) -> Iterator[Finding]:
 
 def tasks(_: Candidate, cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[Finding]:
     """Whether this container may start enough processes and threads."""
-    for folder in (cgroup, cgroup / "pids"):  # version 2, and 1
+    for folder in (cgroup, cgroup / "pids"):  # cgroup version 2, then 1
         try:
             most = int((folder / "pids.max").read_text())
             left = most - int((folder / "pids.current").read_text())
