@@ -2,7 +2,7 @@
 
 It has the command line, environment and folder of a worker, and serves from within sitecustomize. In a forked
 worker ``serve`` returns, and the interpreter goes on to the script by itself. ``__main__``, ``sys.argv``,
-``sys.path[0]``, ``-m``, tracebacks, exit codes and finalisation are thus Python's own. elasticd_likeness.py
+``sys.path[0]``, ``-m``, tracebacks, exit codes and finalisation are thus Python's own. elasticd_afterfork.py
 replaces what the fork copied and a fresh process would not have. elasticd_importing.py imports what can be
 shared.
 
@@ -36,8 +36,7 @@ import time
 
 import elasticd_ending
 import elasticd_heartbeat  # imported here once for all workers
-from elasticd_importing import children, import_share, outside_in, suited, threads
-from elasticd_likeness import (
+from elasticd_afterfork import (
     PADDING,
     give_arguments,
     give_chance,
@@ -45,6 +44,7 @@ from elasticd_likeness import (
     give_identity,
     give_streams,
 )
+from elasticd_importing import children, import_share, outside_in, suited, threads
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ finally:
         "elasticd_gpuclock",
         "elasticd_ending",
         "elasticd_importing",
-        "elasticd_likeness",
+        "elasticd_afterfork",
         "elasticd_zygote",
         "sitecustomize",
     ):
