@@ -15,7 +15,6 @@ from elasticd.data.audit import (
     AuditVerdict,
     Damaged,
     Disagreed,
-    DivergedRuns,
     EpochCount,
     Finding,
     Interrupted,
@@ -24,6 +23,7 @@ from elasticd.data.audit import (
     Mistaken,
     Repeated,
     RunComparison,
+    UnequalRanks,
     Unrecorded,
     compare,
     judge,
@@ -155,7 +155,7 @@ def finding(found: Finding) -> str:
             return f"round {round} goes on after step {after}, but notes end with step {last}"
         case Disagreed(round, step, about):
             return f"workers of round {round} do not agree at step {step} {about}"
-        case DivergedRuns(step, digests):
+        case UnequalRanks(step, digests):
             return f"after step {step} weights differ between ranks: {_by_digest(digests)}"
         case Damaged(file, line, why):
             return f"{Path(file).name}, line {line}: {why}"

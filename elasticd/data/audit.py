@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticd.data.auditnotes import BadNote, CommitNote, EntryNote, Gap, Note, Took, Weights, unpack
+from elasticd.data.auditnotes import BadNote, BatchNote, CommitNote, EntryNote, Gap, Note, Weights, unpack
 from elasticd.data.order import Order, known
 
 NAMED_MAX = 20  # samples to name; for the others the positions are enough
@@ -44,7 +44,8 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class Mistaken:
-    """Samples that were fetched in place of others. Each count says how often too many or too few."""
+    """Samples that were fetched in place of others. ``too_often`` and ``too_rarely``: by sample, how many
+    times too many or too few."""
 
     epoch: int
     too_often: Mapping[int, int]
@@ -79,7 +80,7 @@ class Disagreed:
 
 
 @dataclass(frozen=True, slots=True)
-class DivergedRuns:
+class UnequalRanks:
     """Ranks whose weights differ after the same step."""
 
     step: int
@@ -106,7 +107,7 @@ class Interrupted:
 
 
 Finding = (
-    LostSamples | Repeated | Mistaken | Unrecorded | Jumped | Disagreed | DivergedRuns | Damaged | Interrupted
+    LostSamples | Repeated | Mistaken | Unrecorded | Jumped | Disagreed | UnequalRanks | Damaged | Interrupted
 )
 
 
@@ -114,8 +115,8 @@ Finding = (
 class EpochCount:
     """The use of one epoch.
 
-    ``used``: the number of samples used. ``begun_at``: the first position with notes. ``length``: None where
-    only the end of the data tells it. ``over``: no more samples of this epoch will follow. ``left_out``:
+    ``used``: the number of samples used. ``begun_at``: the first position with notes. ``length``: None if
+    it is unknown until the data ends. ``over``: no more samples of this epoch will follow. ``left_out``:
     samples at the end that were left out on request.
     """
 
@@ -154,7 +155,7 @@ class _Life:
     """The notes of one worker in one round."""
 
     entered: EntryNote
-    took: dict[int, list[Took]] = field(default_factory=lambda: defaultdict(list))
+    took: dict[int, list[BatchNote]] = field(default_factory=lambda: defaultdict(list))
     committed: dict[int, CommitNote] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
 
@@ -167,7 +168,7 @@ def judge(files: Mapping[str, Iterable[tuple[int, Note | BadNote]]]) -> AuditVer
         for life in _lives(name, notes, findings):
             rounds[life.entered.series, life.entered.round].append(life)
     made, again = _lineage(rounds, findings)
-    taken: dict[int, list[Took]] = {}
+    taken: dict[int, list[BatchNote]] = {}
     weights: dict[int, str] = {}
     for step, (number, commit) in sorted(made.items()):
         taken[step] = _of_commit(commit, rounds[number], findings)
@@ -210,7 +211,7 @@ def _lives(
             findings.append(Damaged(name, number, "it belongs to no round"))
         else:
             match note:
-                case Took(step, turn):
+                case BatchNote(step, turn):
                     if turn == 0:  # the step starts again and was never committed
                         life.took[step].clear()
                     life.took[step].append(note)
@@ -248,8 +249,8 @@ def _lineage(
     return made, again
 
 
-def _of_commit(commit: CommitNote, lives: Sequence[_Life], findings: list[Finding]) -> list[Took]:
-    """Return what all workers took for a commit: one Took for each worker and global batch."""
+def _of_commit(commit: CommitNote, lives: Sequence[_Life], findings: list[Finding]) -> list[BatchNote]:
+    """Return what all workers took for a commit: one BatchNote for each worker and global batch."""
     world = lives[0].entered.world
     if not commit.covers or all(life.entered.data is None for life in lives):
         return []
@@ -271,11 +272,11 @@ def _of_commit(commit: CommitNote, lives: Sequence[_Life], findings: list[Findin
 def _weights(step: int, lives: Sequence[_Life], findings: list[Finding]) -> str:
     digests = {life.entered.rank: life.weights[step] for life in lives if step in life.weights}
     if len(set(digests.values())) > 1:
-        findings.append(DivergedRuns(step, digests))
+        findings.append(UnequalRanks(step, digests))
     return digests[min(digests)] if digests else ""
 
 
-def _loss(batches: Sequence[Took]) -> float | None:
+def _loss(batches: Sequence[BatchNote]) -> float | None:
     """Return the mean loss over the global batch, summed so that the world size does not matter.
 
     Over several batches of one step it is their mean. None if a part of a batch is missing.
@@ -296,11 +297,14 @@ def _loss(batches: Sequence[Took]) -> float | None:
 
 
 def _epochs(
-    taken: Mapping[int, Sequence[Took]], first: EntryNote, data: Mapping[str, Any], findings: list[Finding]
+    taken: Mapping[int, Sequence[BatchNote]],
+    first: EntryNote,
+    data: Mapping[str, Any],
+    findings: list[Finding],
 ) -> Iterator[EpochCount]:
     order = known(data["order"])
     length = data["order"].get("length")
-    used: dict[int, list[Took]] = defaultdict(list)
+    used: dict[int, list[BatchNote]] = defaultdict(list)
     for batches in taken.values():
         for took in batches:
             used[took.epoch].append(took)
@@ -334,7 +338,7 @@ def _epochs(
         yield EpochCount(epoch, begun_at, count, length, over, left_out)
 
 
-def _spans(batches: Iterable[Took]) -> Iterator[tuple[int, int, list[int], int]]:
+def _spans(batches: Iterable[BatchNote]) -> Iterator[tuple[int, int, list[int], int]]:
     """Yield spans of positions, the samples fetched for each span, and the step."""
     for took in batches:
         ids = list(unpack(took.ids))

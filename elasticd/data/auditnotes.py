@@ -43,7 +43,7 @@ class EntryNote:
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class BatchNote:
     """The samples of one global batch that this worker fetched, and their losses.
 
     ``step``: the first uncommitted step at that time. ``turn``: the number of batches since the last commit.
@@ -91,7 +91,7 @@ class Gap:
     why: str
 
 
-Note = EntryNote | Took | CommitNote | Weights | Gap
+Note = EntryNote | BatchNote | CommitNote | Weights | Gap
 
 
 def encode(note: Note) -> bytes:
@@ -101,9 +101,13 @@ def encode(note: Note) -> bytes:
         case EntryNote():
             said = {name: getattr(note, name) for name in EntryNote.__slots__}
             said = {"is": "entered", "v": VERSION, **said, "data": note.data and dict(note.data)}
-        case Took():
+        case BatchNote():
             parts = [[start, count, loss.hex()] for start, count, loss in note.parts]
-            said = {"is": "took", **{name: getattr(note, name) for name in Took.__slots__}, "parts": parts}
+            said = {
+                "is": "took",
+                **{name: getattr(note, name) for name in BatchNote.__slots__},
+                "parts": parts,
+            }
         case CommitNote(step, covers):
             said = {"is": "committed", "step": step, "covers": covers}
         case Weights(step, digest):
@@ -124,7 +128,9 @@ def decode(line: bytes) -> Note:
                 return _checked(EntryNote(**{name: said[name] for name in EntryNote.__slots__}))
             case {"is": "took", "parts": list(parts)}:
                 exact = tuple((int(start), int(count), float.fromhex(loss)) for start, count, loss in parts)
-                return _checked(Took(**{**{name: said[name] for name in Took.__slots__}, "parts": exact}))
+                return _checked(
+                    BatchNote(**{**{name: said[name] for name in BatchNote.__slots__}, "parts": exact})
+                )
             case {"is": "committed", "step": int(step)}:
                 covers = said.get("covers", 1)
                 if type(covers) is not int or not 0 <= covers <= step:
@@ -140,7 +146,7 @@ def decode(line: bytes) -> Note:
     raise BadNote(f"not a note for an audit: {line[:80]!r}")
 
 
-def _checked(note: EntryNote | Took) -> EntryNote | Took:
+def _checked(note: EntryNote | BatchNote) -> EntryNote | BatchNote:
     texts = {"series", "ids"}
     for name in set(note.__slots__) - {"data", "parts"}:
         if type(getattr(note, name)) is not (str if name in texts else int):
@@ -186,7 +192,11 @@ def as_of(files: Mapping[str, tuple[bytes, int]]) -> dict[str, Numbered]:
         for i, (number, note) in enumerate(_by_round(notes, before)):
             if number > newest:
                 break
-            if number < newest or isinstance(note, BadNote | EntryNote | Took | Gap) or note.step <= last:
+            if (
+                number < newest
+                or isinstance(note, BadNote | EntryNote | BatchNote | Gap)
+                or note.step <= last
+            ):
                 seen[name].append(notes[i])
     return seen
 

@@ -55,7 +55,7 @@ def next_batch(epoch: int, position: int, *, length: int, size: int, drop_last: 
         if samples == size or (samples > 0 and not drop_last):
             return Batch(*begin, samples)
     raise ValueError(
-        f"an epoch of {length} samples has no whole batch of {size}, and drop_last leaves out what is left"
+        f"an epoch of {length} samples has no whole batch of {size}: give a smaller batch, or no drop_last"
     )
 
 

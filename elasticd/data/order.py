@@ -37,7 +37,7 @@ class Order(Protocol):
 
 
 class BadOrder(ValueError):
-    """The arguments make no order. The message says why, in a sentence."""
+    """The arguments define no order. The message says why, in a sentence."""
 
 
 class Sequential:
@@ -96,7 +96,7 @@ class Weighted:
             raise BadOrder(f"the weight of sample {wrong} is {given[wrong]}: give a number that is 0 or more")
         self._until = array("d", accumulate(given))
         if not self._until[-1] > 0 or not isfinite(self._until[-1]):
-            raise BadOrder(f"the weights add up to {self._until[-1]}, and nothing can be drawn by that")
+            raise BadOrder(f"the weights add up to {self._until[-1]}: give finite weights, and one above 0")
         self.length = _checked(len(given) if draws is None else draws)
         self._seed = seed
         self._last = max(i for i, w in enumerate(given) if w > 0)

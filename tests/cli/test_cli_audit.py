@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from elasticd.cli.audit_command import audit
 from elasticd.cli.complaint import Complaint
-from elasticd.data.auditnotes import FOLDER, CommitNote, EntryNote, Note, Took, Weights, encode, pack
+from elasticd.data.auditnotes import FOLDER, BatchNote, CommitNote, EntryNote, Note, Weights, encode, pack
 from elasticd.data.order import Shuffled
 from elasticd.telemetry import events, runs
 
@@ -28,7 +28,7 @@ def training(steps: int = 3) -> list[Note]:
     for step in range(1, steps + 1):
         first = 4 * step - 4
         ids = pack(Shuffled(12, 3).at(0, range(first, first + 4)))
-        notes += [Took(step, 0, 0, first, 4, ((0, 4, 1 / step),), ids), CommitNote(step)]
+        notes += [BatchNote(step, 0, 0, first, 4, ((0, 4, 1 / step),), ids), CommitNote(step)]
     return [*notes, Weights(steps, "ab" * 32)]
 
 
@@ -70,7 +70,7 @@ def test_a_run_is_found_by_its_folder_or_by_the_name_of_its_job(folder):
 def test_of_a_stream_no_more_is_claimed_than_positions_prove(folder):
     data = {**DATA, "order": {"kind": "stream"}}
     notes: list[Note] = [EntryNote(1, 0, 1, 0, data=data)]
-    notes += [Took(1, 0, 0, 0, 4, ((0, 4, 1.0),), pack(range(4))), CommitNote(1)]
+    notes += [BatchNote(1, 0, 0, 0, 4, ((0, 4, 1.0),), pack(range(4))), CommitNote(1)]
     code, said = say(write(folder, notes))
     assert code == 0 and said[-1].startswith(
         "proved: each position of the stream was used once; only the stream knows"
@@ -102,7 +102,7 @@ def test_two_runs_are_compared_step_by_step(folder):
     assert (code, said[-1]) == (0, "3 losses and 1 digest of weights are in both, and equal")
 
     worse = [
-        dataclasses.replace(n, parts=((0, 4, 0.25),)) if isinstance(n, Took) and n.step == 2 else n
+        dataclasses.replace(n, parts=((0, 4, 0.25),)) if isinstance(n, BatchNote) and n.step == 2 else n
         for n in training()
     ]
     other = write(folder / "other", worse)

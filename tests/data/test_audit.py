@@ -16,21 +16,21 @@ from elasticd.data.audit import (
     Damaged,
     Difference,
     Disagreed,
-    DivergedRuns,
     Jumped,
     LostSamples,
     Mistaken,
     Repeated,
+    UnequalRanks,
     Unrecorded,
     compare,
     judge,
 )
 from elasticd.data.auditnotes import (
     BadNote,
+    BatchNote,
     CommitNote,
     EntryNote,
     Note,
-    Took,
     Weights,
     as_of,
     decode,
@@ -103,7 +103,9 @@ def train(
                     )
                 ]
                 noted = tuple((p.samples.start, len(p.samples), loss(step, p.samples)) for p in parts)
-                files[name].append(Took(step, 0, taken.epoch, taken.first, taken.samples, noted, pack(ids)))
+                files[name].append(
+                    BatchNote(step, 0, taken.epoch, taken.first, taken.samples, noted, pack(ids))
+                )
             left_behind = (
                 set(workers) if early else {w for w in workers if chance.random() < 0.5} & (dead or set())
             )
@@ -133,7 +135,7 @@ def in_order(files: Files) -> Happened:
         happened += [(name, life.pop(0)) for name, life in lives.items()]
         while any(lives.values()):
             step = min(life[0].step for life in lives.values() if life)
-            for kind in (Took, CommitNote, Weights):
+            for kind in (BatchNote, CommitNote, Weights):
                 for name, life in lives.items():
                     while life and life[0].step == step and isinstance(life[0], kind):
                         happened.append((name, life.pop(0)))
@@ -185,12 +187,12 @@ def test_commits_of_several_steps_and_of_none_are_proved_like_others():
     dies before the third, and its two steps come again."""
     data = facts(23, 6)
 
-    def took(step: int, turn: int, first: int, samples: int, rank: int, world: int) -> Took:
+    def took(step: int, turn: int, first: int, samples: int, rank: int, world: int) -> BatchNote:
         parts = parts_of(rank, world, samples=samples, virtual_ranks=4)
         at = [first + i for p in parts for i in p.samples]
         ids = [Shuffled(23, 0).at(0, range(i, i + 1))[0] for i in at]
         noted = tuple((p.samples.start, len(p.samples), loss(step + turn, p.samples)) for p in parts)
-        return Took(step, turn, 0, first, samples, noted, pack(ids))
+        return BatchNote(step, turn, 0, first, samples, noted, pack(ids))
 
     files: Files = {
         f"worker{rank}": [
@@ -266,7 +268,7 @@ def change(files: Files, which: Callable[[Note], bool], to: Callable[[Note], Not
 
 
 def took(step: int) -> Callable[[Note], bool]:
-    return lambda note: isinstance(note, Took) and note.step == step and bool(note.parts)
+    return lambda note: isinstance(note, BatchNote) and note.step == step and bool(note.parts)
 
 
 def test_a_sample_that_was_fetched_in_place_of_another_is_named():
@@ -345,7 +347,7 @@ def test_workers_that_disagree_about_a_batch_are_named():
 def test_weights_that_differ_between_ranks_are_named():
     files = change(undisturbed(), lambda n: isinstance(n, Weights), lambda n: Weights(n.step, "another"))
     [diverged] = verdict_of(files).findings
-    assert isinstance(diverged, DivergedRuns) and set(diverged.digests.values()) == {"digest 2", "another"}
+    assert isinstance(diverged, UnequalRanks) and set(diverged.digests.values()) == {"digest 2", "another"}
 
 
 def test_the_first_difference_of_two_runs_is_named():
@@ -366,7 +368,7 @@ def test_a_stream_is_proved_by_its_positions_and_ends_where_it_ends():
     def streamed(note: Note) -> Note:
         if isinstance(note, EntryNote):
             return dataclasses.replace(note, data={**note.data, "order": {"kind": "stream"}})
-        if isinstance(note, Took):
+        if isinstance(note, BatchNote):
             ids = [note.first + start + i for start, count, _ in note.parts for i in range(count)]
             return dataclasses.replace(note, ids=pack(ids))
         return note
@@ -401,7 +403,7 @@ def test_rounds_are_counted_anew_by_another_etcd():
 NOTES: list[Note] = [
     EntryNote(3, 1, 4, 17, "5.5", 1, 96, facts(23, 6)),
     EntryNote(1, 0, 1, 0),
-    Took(18, 1, 1, 96, 32, ((8, 2, 0.1), (10, 3, float("inf"))), pack([5, 3, 10**12])),
+    BatchNote(18, 1, 1, 96, 32, ((8, 2, 0.1), (10, 3, float("inf"))), pack([5, 3, 10**12])),
     CommitNote(18),
     CommitNote(18, 4),
     Weights(100, "abc"),

@@ -20,11 +20,11 @@ from elasticd.data.audit import judge
 from elasticd.data.auditnotes import (
     FOLDER,
     VARIABLE,
+    BatchNote,
     CommitNote,
     EntryNote,
     Gap,
     Note,
-    Took,
     Weights,
     decode,
     lines,
@@ -85,8 +85,8 @@ def test_what_is_taken_is_noted_before_it_is_committed_and_weights_now_and_then(
     entered, *rest = noted(folder)
     assert entered == EntryNote(1, 0, 1, 0, "", 0, 0, data.facts)
     kinds = [type(note) for note in rest]
-    assert kinds == [Took, CommitNote, Took, CommitNote, Weights, Took, CommitNote, Weights]
-    took = [note for note in rest if isinstance(note, Took)]
+    assert kinds == [BatchNote, CommitNote, BatchNote, CommitNote, Weights, BatchNote, CommitNote, Weights]
+    took = [note for note in rest if isinstance(note, BatchNote)]
     assert [list(unpack(t.ids)) for t in took] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [(start, count) for start, count, _ in took[0].parts] == [(0, 1), (1, 1), (2, 1), (3, 1)]
     assert rest[-1] == Weights(3, digest(learned(state)))
@@ -140,8 +140,8 @@ def test_a_full_disk_leaves_a_gap_that_is_told_and_no_torn_line(tmp_path, monkey
     ]
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        f"nothing is noted for an audit until it can be written again: {full}",
-        "notes for an audit go on: 3 of them are missing",
+        f"notes for an audit cannot be written, and are lost for now: {full}",
+        "notes for an audit are written again: 3 of them are missing",
     ]
     files = {str(path): lines(path.read_bytes()) for path in tmp_path.iterdir()}
     assert any("3 notes before step 3 could not be written" in finding(f) for f in judge(files).findings)

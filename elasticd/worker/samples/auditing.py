@@ -24,11 +24,11 @@ from elasticd.data.auditnotes import (
     SERIES,
     SUFFIX,
     VARIABLE,
+    BatchNote,
     CommitNote,
     EntryNote,
     Gap,
     Note,
-    Took,
     Weights,
     encode,
     pack,
@@ -72,7 +72,9 @@ class Recorder:
             parts.append((fetched.part.samples.start, len(fetched.part.samples), float(loss)))
             ids += fetched.ids
         batch = share.batch
-        self._note(Took(step, turn, batch.epoch, batch.first, batch.samples, tuple(parts), pack(ids)), step)
+        self._note(
+            BatchNote(step, turn, batch.epoch, batch.first, batch.samples, tuple(parts), pack(ids)), step
+        )
 
     def committed(self, step: int, learned: Iterable[torch.Tensor], covers: int = 1) -> None:
         """Note a commit. ``step``: the committed steps after it; ``covers``: the steps that it adds."""
@@ -101,7 +103,7 @@ class Recorder:
             self._miss(error, 1)
             return
         if self._lost:
-            _log.warning("notes for an audit go on: %d of them are missing", self._lost)
+            _log.warning("notes for an audit are written again: %d of them are missing", self._lost)
         self._round, self._lost, self._why = None, 0, ""
 
     def _open(self) -> None:
@@ -124,7 +126,7 @@ class Recorder:
         """Count lost notes. Training goes on, and the audit reports the gap."""
         if not self._why:
             self._why = error.strerror or str(error)
-            _log.warning("nothing is noted for an audit until it can be written again: %s", self._why)
+            _log.warning("notes for an audit cannot be written, and are lost for now: %s", self._why)
         self._lost += notes
 
 
