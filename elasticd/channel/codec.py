@@ -12,16 +12,16 @@ from types import NoneType, UnionType
 from typing import Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
 
 _M = TypeVar("_M")
-_INT_MAX = 1 << 63  # what a number of C, such as a size or an offset, can hold
+_INT_MAX = 1 << 63  # the range of C's 64-bit integers, for example sizes and offsets
 _QUOTED_MAX = 80
 
 
 class ChannelClosed(ConnectionError):
-    """The channel is of no more use: the other end is gone, does not read, or sends what is no message."""
+    """The channel has failed: the other process has closed it, does not read, or sent no valid message."""
 
 
 class BadMessage(ChannelClosed):
-    """The other end has sent what is no message of this channel. The text is one sentence."""
+    """The other process has sent a packet that is no message of this channel. The text is one sentence."""
 
 
 class Codec(Generic[_M]):

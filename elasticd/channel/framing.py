@@ -45,15 +45,15 @@ class Channel(Generic[_Said, _Heard]):
         return self.socket.fileno()
 
     def send(self, message: _Said, files: Sequence[int] = (), *, wait: bool = True) -> None:
-        """Send a message. Raises ChannelClosed; with ``wait=False`` also if the other end has not read for
-        long."""
+        """Send a message. Raises ChannelClosed; with ``wait=False`` also if the socket has no room for
+        it."""
         try:
             self._send(self._says.encode(message), files, wait=wait)
         except OSError as error:
-            raise ChannelClosed(f"the other end does not listen: {error.strerror or error}") from error
+            raise ChannelClosed(f"the other process does not read: {error.strerror or error}") from error
 
     def try_send(self, message: _Said, files: Sequence[int] = ()) -> None:
-        """Send a message without waiting. A message that the other end has no room for is lost."""
+        """Send a message without waiting. A message that the socket has no room for is lost."""
         with suppress(ChannelClosed):
             self.send(message, files, wait=False)
 
@@ -84,13 +84,13 @@ class Channel(Generic[_Said, _Heard]):
         except BlockingIOError:
             raise
         except OSError as error:
-            raise ChannelClosed(f"the other end is gone: {error.strerror or error}") from error
+            raise ChannelClosed(f"the connection is lost: {error.strerror or error}") from error
         files = _files_in(attached)
         try:
             if came & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise BadMessage(f"a packet has more than {_PACKET_BYTES_MAX} bytes or {_FILES_MAX} files")
             if not raw:
-                raise ChannelClosed("the other end has closed")
+                raise ChannelClosed("the other process has closed the channel")
             if raw == _IN_A_FILE and files:
                 raw = _content(files.pop(0), self._hears.bytes_max)
             return self._hears.decode(raw), files
@@ -134,7 +134,7 @@ class QueuedChannel(Channel[_Said, _Heard]):
             self._unsent.append((raw, duplicates(files)))
 
     def try_send(self, message: _Said, files: Sequence[int] = ()) -> None:
-        """As ``post``. A message for an end that is gone is lost."""
+        """As ``post``. The message is lost if the other process has closed the channel."""
         with suppress(ChannelClosed):
             self.post(message, files)
 
@@ -152,7 +152,7 @@ class QueuedChannel(Channel[_Said, _Heard]):
             if error.errno in _SCARCE:
                 time.sleep(_SCARCE_PAUSE_S)  # the socket is writable, so ``flush`` is called again at once
                 return False
-            raise ChannelClosed(f"the other end is gone: {error.strerror or error}") from error
+            raise ChannelClosed(f"the connection is lost: {error.strerror or error}") from error
         return True
 
     def close(self) -> None:

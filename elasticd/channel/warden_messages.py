@@ -1,6 +1,6 @@
 """The messages between agent, warden and zygote. Standard library only, and loaded by path: see the package.
 
-The agent asks the warden to start and stop processes, and the warden tells what became of them. The warden
+The agent asks the warden to start and stop processes, and the warden reports their starts and ends. It
 asks the zygote to import modules and to fork workers. ``id`` is the agent's number of a process, before the
 process has a pid and after it has ended.
 """
@@ -26,8 +26,8 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
-    """Start a process whose first files are those of the message; ``Warden.spawn_worker`` explains the
-    fields. A service outlives no agent, and neither the fence nor ``StopProcesses`` reaches it."""
+    """Start a process whose first descriptors are the message's files; ``Warden.spawn_worker`` explains the
+    fields. A service ends with its agent, but neither the fence nor ``StopProcesses`` ends it."""
 
     id: int
     program: Program
@@ -96,7 +96,7 @@ class MoveFence:
 
 @dataclass(frozen=True, slots=True)
 class RemoveAtEnd:
-    """Remove the file or folder when the agent is gone."""
+    """Remove the file or folder when the agent has exited."""
 
     path: str
 
@@ -168,7 +168,7 @@ WardenToAgent = Spawned | Ended | ZygoteNews
 
 @dataclass(frozen=True, slots=True)
 class ForkWorker:
-    """Fork a worker with the files of the message, and after them the end where it waits to be taken."""
+    """Fork a worker with the files of the message. On the last one it waits until the warden lets it run."""
 
     id: int
     program: Program

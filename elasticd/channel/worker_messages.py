@@ -21,7 +21,7 @@ checkpoint. The worker then waits until the agent closes the stream, or sends Le
 to end; then the script may run to its end. A worker that has sent Hello gets no answer to Checkpointed.
 
 When a group breaks, the agent usually knows, since another worker has ended, and sends Leave. If the agent
-does not know, the worker sends Broken. The end of the stream means that the other end is gone.
+does not know, the worker sends Broken. The end of the stream means that the other process has exited.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class Waiting:
 @dataclass(frozen=True, slots=True)
 class Entered:
     """The worker has joined the group, has the state, and calls the user's function. ``group_s`` and
-    ``state_s``: how long the first two took. ``batch`` and ``rates``: the samples of a batch that grows with
-    the world, and the factor of its learning rates; ``batch`` is 0 where it does not grow."""
+    ``state_s``: how long it took to join and to get the state. ``batch`` and ``rates``: the samples of a
+    batch that grows with the world, and the factor of its learning rates; ``batch`` is 0 where it does not
+    grow."""
 
     round: int
     step: int

@@ -97,7 +97,7 @@ def test_what_the_other_end_said_before_it_went_is_heard(ends: tuple[Agent, Ward
     assert warden.receive() == (SpareWorker(1), [])
     with pytest.raises(ChannelClosed, match="has closed"):
         warden.receive()
-    with pytest.raises(ChannelClosed, match="does not listen"):
+    with pytest.raises(ChannelClosed, match="does not read"):
         warden.send(Spawned(1, 2))
 
 
