@@ -1,4 +1,4 @@
-"""A small GPT, the text it learns from, and how it learns: what the scripts beside this one train.
+"""A small GPT, its training text and its training step, for the scripts in this folder.
 
 The text is bytes: by default the Python standard library's own sources, or any file or folder given
 with --data.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """``context``: how many bytes the model sees at once."""
+    """The sizes of a GPT. ``context``: how many bytes the model sees at once."""
 
     layers: int
     heads: int
@@ -95,7 +95,7 @@ class GPT(nn.Module):
 def continue_text(
     model: GPT, prompt: bytes, shape: Shape, count: int, device: torch.device, seed: int
 ) -> str:
-    """What the model writes after the prompt: ``count`` bytes at temperature 0.8, as text."""
+    """Return the prompt and ``count`` bytes that the model writes after it at temperature 0.8, as text."""
     random = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([list(prompt)], device=device)
     for _ in range(count):
@@ -116,16 +116,16 @@ class Text:
 
 
 def standard_library() -> list[Path]:
-    """The sources of the Python that runs this, without its tests and what was installed into it."""
+    """Return the sources of this Python, without its tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     return [p for p in sorted(root.rglob("*.py")) if skipped.isdisjoint(p.relative_to(root).parts)]
 
 
 def read_text(data: Path | None) -> Text:
-    """Every twentieth file is held out; of fewer than twenty files, the last twentieth of their text.
+    """Read the files, and hold out every twentieth, or the last twentieth of the text of fewer than twenty.
 
-    Raises ValueError, in one sentence, where there is no text to train on.
+    Raises ValueError, with one sentence, if there is too little text to train on.
     """
     if data is None:
         files = standard_library()
@@ -155,7 +155,7 @@ def as_tensor(data: bytes) -> Tensor:
 
 
 def windows(text: Tensor, numbers: list[int], shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and targets; window n starts at n times the context, and its targets one byte later."""
+    """Return inputs and targets. Window n starts at n times the context, and its targets one byte later."""
     length = shape.context
     rows = [text[n * length : n * length + length + 1] for n in numbers]
     batch = torch.stack(rows) if rows else torch.empty((0, length + 1), dtype=torch.uint8)
@@ -169,9 +169,9 @@ def epoch_order(seed: int, epoch: int, total: int) -> Tensor:
 
 
 def share(seed: int, position: int, batch: int, total: int, rank: int, world: int) -> list[int]:
-    """This worker's windows of the global batch at ``position`` (in windows since training began).
+    """Return this worker's windows of the global batch at ``position`` (in windows since training began).
 
-    The workers' shares differ by at most one window and together are the batch, whatever the world.
+    The workers' shares differ by at most one window, and together are the batch in a world of any size.
     """
     places = range(position + rank, position + batch, world)
     return [int(epoch_order(seed, place // total, total)[place % total]) for place in places]
@@ -181,7 +181,8 @@ def share(seed: int, position: int, batch: int, total: int, rank: int, world: in
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Up in a line over the first twentieth, then down a cosine to a tenth of the peak."""
+    """Return the rate: it rises linearly in the first twentieth of the steps, then falls along a cosine to a
+    tenth of the peak."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -191,12 +192,12 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 @torch.no_grad()
 def held_out_loss(model: GPT, text: Tensor, shape: Shape, device: torch.device) -> float:
-    """Mean nats per byte over up to 256 windows, spread over the held-out text; all workers share them."""
+    """Return the mean nats per byte over up to 256 windows of the held-out text, dealt to all workers."""
     rank, world = dist.get_rank(), dist.get_world_size()
     total = (len(text) - 1) // shape.context
     chosen = sorted({i * total // 256 for i in range(256)})
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for start in range(0, len(chosen), 16 * world):  # as often on each: sharded models compute together
+    for start in range(0, len(chosen), 16 * world):  # as often in each worker, as FSDP needs
         mine = chosen[start + rank : start + 16 * world : world]
         inputs, targets = windows(text, mine, shape, device)
         sums[0] += F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
@@ -208,8 +209,8 @@ def held_out_loss(model: GPT, text: Tensor, shape: Shape, device: torch.device) 
 def learn(
     logits: Tensor, targets: Tensor, tokens: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Tensor:
-    """Take an optimizer step from this worker's share of a batch of ``tokens`` in all; returns its part of
-    the batch's mean loss."""
+    """Take an optimizer step on this worker's share of a global batch of ``tokens`` tokens. Return this
+    worker's part of the batch's mean loss."""
     summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
     # Shares may differ in size, and the gradient is averaged over workers: divide by the whole batch here.
     loss = summed / tokens
@@ -232,7 +233,7 @@ def positive(text: str) -> int:
 
 
 def options_parser(description: str) -> argparse.ArgumentParser:
-    """Of the options that all these scripts have."""
+    """Return a parser of the options that all scripts in this folder have."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--data", type=Path, help="a text file, or a folder of them (default: Python's standard library)")
@@ -249,7 +250,7 @@ def options_parser(description: str) -> argparse.ArgumentParser:
 
 
 def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Shape]:
-    """What was given on the command line, and the model it asks for. Ends the script where there is none."""
+    """Return the options and the model's shape. Exits with status 2 if there is no such model."""
     options = parser.parse_args()
     if options.width % (2 * options.heads):
         parser.error(f"--width {options.width} must be a multiple of twice --heads {options.heads}")

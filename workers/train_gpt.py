@@ -1,4 +1,4 @@
-"""Train a small GPT on text with DistributedDataParallel, and survive whatever the machines do.
+"""Train a small GPT on text with DistributedDataParallel, and survive failures of machines.
 
     elasticd run --min 2 --max 8 workers/train_gpt.py
     torchrun --standalone --nproc-per-node 4 --max-restarts 5 workers/train_gpt.py
@@ -8,13 +8,13 @@ It is a plain torchrun script to start your own from (the model and its text are
 what such a script needs so that it can be killed at any moment and started again in a world of another
 size:
 
-* Snapshots are whole or absent, and hold everything that training goes on from. One worker of each
-  node writes them, and a new world goes on from the newest that any of its nodes has, so the nodes
-  need no shared disk.
-* What is trained on is a function of the seed and the position in the data. The global batch is
-  constant and is dealt over the workers there are, so a resize neither skips nor repeats a sample,
-  nor changes what a step computes beyond the rounding of a sum.
-* SIGTERM means: finish the step together, save, leave.
+* Snapshots are whole or absent, and contain everything that training continues from. One worker of
+  each node writes them, and a new world continues from the newest snapshot of any of its nodes, so
+  the nodes need no shared disk.
+* The samples of a step are a function of the seed and the position in the data. The global batch is
+  constant and is dealt to the present workers, so a resize neither skips nor repeats a sample, and
+  changes the result of a step by rounding only.
+* On SIGTERM the workers finish the step together, save, and exit.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def save_snapshot(folder: Path, snapshot: dict[str, Any]) -> None:
 
 
 def load_snapshot(folder: Path | None, local_rank: int, device: torch.device) -> dict[str, Any] | None:
-    """The newest snapshot that any node of this world has, sent to all; None where there is none.
+    """Return the newest snapshot of any node of this world, in all workers; None if there is none.
 
-    Raises ValueError where the file cannot be read.
+    Raises ValueError if the file cannot be read.
     """
     path = folder / "snapshot.pt" if folder is not None and local_rank == 0 else None
     found = path.read_bytes() if path is not None and path.exists() else b""
@@ -103,7 +103,7 @@ def load_snapshot(folder: Path | None, local_rank: int, device: torch.device) ->
 
 
 def default_folder() -> Path | None:
-    """A folder of this job alone, kept over its restarts; None where no launcher names job or run."""
+    """Return a folder of this job alone, the same after restarts; None if no launcher names job or run."""
     run = os.environ.get("ELASTICD_JOB_NAME") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run == "none":
         return None
@@ -115,7 +115,7 @@ def default_folder() -> Path | None:
 
 
 class StopRequest:
-    """Remembers that this worker was asked to stop, by which signal; the step at hand goes on."""
+    """The signal that asked this worker to stop; 0: none. The present step continues."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -127,8 +127,8 @@ class StopRequest:
 
 
 def agree(loss: Tensor, stop: StopRequest) -> tuple[float, bool]:
-    """The whole batch's mean loss, and whether any worker was asked to stop: all must leave after the same
-    step, or some would wait for those that left."""
+    """Return the whole batch's mean loss, and whether any worker was asked to stop: all must leave after the
+    same step, or some would wait for workers that have left."""
     told = torch.tensor([float(loss), float(stop.received > 0)], device=loss.device)
     dist.all_reduce(told)
     return float(told[0]), bool(told[1])
@@ -140,12 +140,12 @@ def say(message: str) -> None:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another worker is gone, which is no fault of this one."""
+    """Whether a collective failed because another worker has exited."""
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "gloo" in str(error)
 
 
 class Trainer:
-    """What is trained and how far it is: ``step`` steps, ``position`` windows of the data."""
+    """The model and its training. ``step``: the steps taken. ``position``: the windows used of the data."""
 
     def __init__(
         self, options: argparse.Namespace, shape: Shape, text: Text, device: torch.device, local_rank: int
@@ -158,15 +158,15 @@ class Trainer:
         self.model = GPT(self.shape).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
         self.step, self.position, self.loss_before = 0, 0, math.nan
-        # What a run is: it does not go on from a snapshot of another one.
+        # A snapshot with other values is of another run, and is refused.
         self.identity = {"shape": asdict(self.shape), "seed": options.seed, "text": text.checksum}
         self.restore()
         self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
     def restore(self) -> None:
-        """Go on where the newest snapshot was made, or begin.
+        """Load the newest snapshot; if there is none, begin.
 
-        Raises ValueError where the snapshot is of another run.
+        Raises ValueError if the snapshot is of another run.
         """
         snapshot = load_snapshot(self.folder, self.local_rank, self.device)
         if snapshot is None:
@@ -196,10 +196,10 @@ class Trainer:
         save_snapshot(self.folder, self.identity | parts | place)
 
     def take_step(self) -> Tensor:
-        """Learn from one global batch; returns this worker's part of its mean loss."""
+        """Train on one global batch. Return this worker's part of the batch's mean loss."""
         options = self.options
-        # Whatever a step draws (dropout, if you add it) is a function of seed, step and rank, so
-        # there is no random state to bring back after a restart.
+        # The random numbers of a step (for dropout, if you add it) are a function of seed, step and
+        # rank, so there is no random state to restore after a restart.
         torch.manual_seed(zlib.crc32(f"{options.seed} {self.step} {self.rank}".encode()))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, options.steps, options.lr)
@@ -214,7 +214,7 @@ class Trainer:
         return loss
 
     def train(self) -> int:
-        """Take all steps that are left, unless asked to stop. Returns the signal that asked, else 0."""
+        """Take all remaining steps, unless a signal asks to stop. Return the signal, else 0."""
         options, stop = self.options, StopRequest()
         since, step_since = time.monotonic(), self.step
         while self.step < options.steps:
@@ -235,20 +235,20 @@ class Trainer:
         return 0
 
     def run(self) -> int:
-        """Train, and show what came of it. Returns the exit status."""
+        """Train, and print the held-out loss and a sample. Return the exit status."""
         try:
             asked_to_stop = self.train()
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
-            # No collective runs between the change of the weights and that of the step, so what is
-            # here is whole. On a GPU the broken collective may still be running, and block a copy.
+            # No collective runs between the change of the weights and of ``step``, so this worker's
+            # state is whole. On a GPU the broken collective may still run, and block a copy.
             if self.device.type == "cpu":
                 self.save()
             sys.stderr.write(f"rank {self.rank}: lost a peer after step {self.step}\n")
             return 1
         if asked_to_stop:
-            return 128 + asked_to_stop  # as a shell says it; 0 would say that training is done
+            return 128 + asked_to_stop  # as in a shell; 0 would mean that training is complete
 
         loss_after = held_out_loss(self.model, self.text.held_out, self.shape, self.device)
         say(f"held-out loss: {self.loss_before:.3f} -> {loss_after:.3f} nats/byte")
@@ -273,7 +273,7 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
 
 
 def join_world() -> tuple[torch.device, int]:
-    """This worker's device and local rank; a world of one where no launcher has set one up."""
+    """Join the process group, of one process without a launcher. Return the device and the local rank."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -302,12 +302,12 @@ def main() -> int:
         text = read_text(options.data)
         require_same_text(text, device)
         status = Trainer(options, shape, text, device, local_rank).run()
-    except ValueError as error:  # what was asked for cannot be done; trying again would not help
+    except ValueError as error:  # a restart would fail in the same way
         if local_rank == 0:
             print(f"train_gpt: {error}", file=sys.stderr)
         return 2
     if status == 0:
-        dist.destroy_process_group()  # otherwise it might wait for those that are gone
+        dist.destroy_process_group()  # else the exit might wait for lost workers
     return status
 
 

@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 4 --max-restarts 5 workers/train_gpt_fsdp.py --checkpoints ~/gpt
     python workers/train_gpt_fsdp.py --checkpoints ~/gpt          # one process, no launcher
 
-No worker has the whole model, so each hands its own part to the saver, which costs one copy. When one
-dies, all start again, in a world of any size, from the nearest place that has all parts: the memory of
-the nodes (with --replicate 1 also of those that are lost), else the disk. The rest is as in train_gpt.py.
+No worker has the whole model, so each hands its part to the saver, which costs one copy. When a worker
+dies, all start again, in a world of any size. They load the state from the nodes' memory if all parts are
+in it (with --replicate 1 also the parts of a lost node), else from disk. The rest is as in train_gpt.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from train_gpt import StopRequest, agree, is_lost_peer, join_world, require_same
 
 
 def spread(model: GPT, device: torch.device) -> GPT:
-    """Each worker keeps its part of each block, and has the others' only while it computes with them."""
+    """Shard the model: a worker keeps a part of each block, and gathers the rest only to compute with it."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = half if device.type == "cuda" else MixedPrecisionPolicy()
     for block in model.blocks:
@@ -70,7 +70,7 @@ class Trainer:
             say(f"{len(text.train):,} bytes of text, {self.world} workers")
 
     def take_step(self) -> Tensor:
-        """Learn from one global batch; returns this worker's part of its mean loss."""
+        """Train on one global batch. Return this worker's part of the batch's mean loss."""
         options, batch = self.options, self.options.global_batch
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, options.steps, options.lr)
@@ -83,7 +83,7 @@ class Trainer:
         return loss
 
     def train(self) -> int:
-        """Take all steps that are left, unless asked to stop. Returns the signal that asked, else 0."""
+        """Take all remaining steps, unless a signal asks to stop. Return the signal, else 0."""
         options, stop = self.options, StopRequest()
         since, step_since = time.monotonic(), self.step
         while self.step < options.steps:
@@ -95,7 +95,7 @@ class Trainer:
                 say(f"step {self.step:>5}  loss {mean_loss:.3f}  {rate:.1f} steps/s")
             if stopping or is_last:
                 taken = False
-                while not taken:  # once the one before is durable
+                while not taken:  # the save is skipped until the save before it is durable
                     self.checkpoints.wait()
                     taken = self.checkpoints.save(self.state, self.step)
             else:
@@ -107,7 +107,7 @@ class Trainer:
         return 0
 
     def run(self) -> int:
-        """Train, and say what came of it. Returns the exit status."""
+        """Train, and print the held-out loss. Return the exit status."""
         try:
             asked_to_stop = self.train()
         except RuntimeError as error:
@@ -128,7 +128,7 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
     )
     options, shape = parsed(parser)
     if not options.checkpoints and "ELASTICD_CHECKPOINTS" not in os.environ:
-        parser.error("say where checkpoints are to be: --checkpoints here, or among elasticd's own options")
+        parser.error("no folder for checkpoints: give --checkpoints to this script or to elasticd run")
     return options, shape
 
 
@@ -139,13 +139,13 @@ def main() -> int:
     try:
         text = read_text(options.data)
         require_same_text(text, device)
-    except ValueError as error:  # what was asked for cannot be done; trying again would not help
+    except ValueError as error:  # a restart would fail in the same way
         if local_rank == 0:
             print(f"train_gpt_fsdp: {error}", file=sys.stderr)
         return 2
     status = Trainer(options, shape, text, device).run()
     if status == 0:
-        dist.destroy_process_group()  # otherwise it might wait for those that are gone
+        dist.destroy_process_group()  # else the exit might wait for lost workers
     return status
 
 

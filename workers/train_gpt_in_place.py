@@ -1,13 +1,13 @@
-"""Train the small GPT of gpt.py so that nobody has to start again when a worker dies.
+"""Train the small GPT of gpt.py so that no other worker starts again when one dies.
 
     elasticd run --min 2 --max 8 --checkpoints ~/gpt workers/train_gpt_in_place.py
     torchrun --standalone --nproc-per-node 4 workers/train_gpt_in_place.py
     python workers/train_gpt_in_place.py           # one process, no launcher
 
-The same training with elasticd.worker: survivors keep their process and go on at once, and data, steps,
-random numbers and checkpoints are seen to. It is consistent: however many workers there were, and
-whatever befell them, it ends with the same digest, as long as --virtual-ranks is the same. With --ddp
-gradients are added up as DistributedDataParallel does it, and it ends with the same loss but for rounding.
+The training of train_gpt.py with elasticd.worker: survivors keep their process and continue at once. The
+library takes care of data, steps, random numbers and checkpoints. Training is consistent: with the same
+--virtual-ranks it ends with the same digest, whatever the number of workers and their failures. With --ddp
+DistributedDataParallel adds up the gradients, and the final loss is the same except for rounding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 @worker.run
 def train(state: worker.State, options: argparse.Namespace) -> None:
-    """Entered again, with the state of the last committed step, after each change of world."""
+    """Train. Called again after each change of world, with the state of the last committed step."""
     print_once(f"{worker.world_size()} workers, {state.step} steps done")
     since, step_since = time.monotonic(), state.step
     for step in state.steps(options.steps):
@@ -58,7 +58,7 @@ def train(state: worker.State, options: argparse.Namespace) -> None:
             mine += loss.detach() * (len(inputs) / step.samples)
         is_logged = (state.step + 1) % options.log_every == 0
         if is_logged and options.ddp:
-            dist.all_reduce(mine)  # before the optimizer's step: between that and the commit nothing may fail
+            dist.all_reduce(mine)  # before the optimizer's step: a failure after it cannot be undone
         nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
         state.optimizer.step()
         state.optimizer.zero_grad()
@@ -75,7 +75,7 @@ def print_once(line: str, to: TextIO = sys.stdout) -> None:
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of all that was learnt."""
+    """Return the SHA-256 of the weights and the optimizer's state."""
     found = hashlib.sha256()
     state = optimizer.state_dict()["state"]
     for tensor in (*model.state_dict().values(), *(t for values in state.values() for t in values.values())):
@@ -89,7 +89,7 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
         "--virtual-ranks",
         type=positive,
         default=8,
-        help="pieces of the batch, dealt onto the workers",
+        help="the parts of a batch, dealt to the workers",
     )
     parser.add_argument("--ddp", action="store_true", help="add gradients up as DistributedDataParallel does")
     return parsed(parser)
@@ -99,7 +99,7 @@ def main() -> int:
     options, shape = parse_options()
     try:
         text = read_text(options.data).train
-    except ValueError as error:  # what was asked for cannot be done; trying again would not help
+    except ValueError as error:  # a restart would fail in the same way
         print_once(f"train_gpt_in_place: {error}", sys.stderr)
         return 2
     torch.manual_seed(options.seed)
