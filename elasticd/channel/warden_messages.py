@@ -39,7 +39,7 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class StartZygote:
-    """Start the zygote, or replace it. It has the files of the message, and after them its channel."""
+    """Start the zygote, or replace it. Its descriptors are the message's files, and then its channel."""
 
     id: int
     program: Program

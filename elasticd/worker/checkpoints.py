@@ -56,7 +56,7 @@ __all__ = ["Checkpoints", "CommittedSave", "NoCheckpoint"]
 
 _log = logging.getLogger(__name__)
 _UNDER_WAY_MAX: Final = 4  # saves that are not committed yet: slow commits fill the disk
-_LANDS_S: Final = 10.0  # for a copy from a GPU, whose earlier work may hang
+_LANDS_S: Final = 10.0  # how long close() waits for a copy from a GPU, which may hang
 _NOTHING_WHOLE: Final = 5  # the exit code of a job that finds no whole checkpoint
 
 
@@ -95,10 +95,10 @@ class Checkpoints:
 
     ``path``: a folder, or an address of fsspec's such as ``s3://bucket/run1``; by default the agent's
     ``--checkpoints``. All ranks call ``save`` and ``load`` at the same steps, and again after each change of
-    world. ``last``: how many of the newest checkpoints to keep; ``every``: keep also the first checkpoint of
-    each so many steps. ``when``: the cadence of ``save_if_due``: ``100`` (steps), ``90s``, ``10m``, ``1h``,
-    or ``auto`` (from the cost of a save and the job's failures). By default it is the agent's
-    ``--checkpoint-every``, or each step.
+    world. ``last``: how many of the newest checkpoints to keep; ``every``: also keep one checkpoint
+    for each span of this many steps. ``when``: the cadence of ``save_if_due``: ``100`` (steps), ``90s``,
+    ``10m``, ``1h``, or ``auto`` (from the cost of a save and the job's failures). By default it is the
+    agent's ``--checkpoint-every``, or each step.
 
     ``skipped``: how many saves were skipped because the disk had not caught up. ``failed``: how many failed,
     and ``last_error`` says why. ``newest``: the newest checkpoint that this rank knows to be committed.
@@ -119,7 +119,7 @@ class Checkpoints:
         where = path or os.environ.get("ELASTICD_CHECKPOINTS")
         if not where:
             raise ValueError(
-                "nothing says where checkpoints are to be: give a path or run with --checkpoints"
+                "no folder for checkpoints is given: give a path, or run elasticd with --checkpoints"
             )
         agentpage.uses(Use.CHECKPOINTS)
         self._store = store_at(where)
@@ -162,7 +162,7 @@ class Checkpoints:
         began = time.monotonic()
         flat = flatten(state)
         if policy() == "rollback" and any_nan(flat.tensors.values()):
-            not_finite("what is to be saved holds NaN")  # no worker may go back to a state with NaN
+            not_finite("the state to save contains NaN")  # no worker may go back to a state with NaN
         self._line.listen()
         plan = self._plan
         shape = shape_of(flat)
@@ -175,15 +175,14 @@ class Checkpoints:
         agreed = answer()
         if agreed[3] != -agreed[4]:
             raise ValueError(
-                f"rank {together.rank} saves step {step}, but others of its world save "
-                f"steps {agreed[3]} to {-agreed[4]}: have all of them save the same step, or none, by what "
-                "they know alike, such as due(step)"
+                f"rank {together.rank} saves step {step}, and other ranks save steps {agreed[3]} to "
+                f"{-agreed[4]}: decide by a value that is the same on all ranks, such as due(step)"
             )
         if not agreed[0]:
             self._plan = None
             self._pending.clear()
             self._terms = self._line.open(together, self._store, self._keep)
-            self._seq = 0  # it makes names differ; newcomers count from the start
+            self._seq = 0  # part of the checkpoint's name; a new worker counts from 0
         if agreed[0] and not agreed[2]:
             self.skipped += 1
             self._line.mention(SkipSave(step))
@@ -240,8 +239,8 @@ class Checkpoints:
 
         Tensors are filled in place. A damaged checkpoint is reported by name, and the one before is taken.
         Raises NoCheckpoint if ``required`` and none is whole, or if there are checkpoints but none is whole.
-        Raises ValueError if the checkpoint is whole but does not fit ``state``. ``beyond``: ignore
-        checkpoints that are not newer than this age, which another worker has; none is then required.
+        Raises ValueError if the checkpoint is whole but does not fit ``state``. ``beyond``: take
+        only a checkpoint newer than this age, because a worker has a state of this age.
         """
         self.tier, self.overwrote = "", False
         resuming = Resuming(self._store, self._in_this_world(), state)
@@ -351,5 +350,5 @@ class Checkpoints:
     def _lost(self, error: ChannelClosed) -> None:
         if self._pending:
             self.failed += len(self._pending)
-            self.last_error = f"the saver is gone, and with it what it had not committed: {error}"
+            self.last_error = f"the saver has ended, and saves that it had not committed are lost: {error}"
             self._pending.clear()

@@ -93,13 +93,11 @@ class Data:
                 "samples of a step per worker"
             )
         if virtual_ranks is not None and global_batch is None:
-            raise TypeError(
-                "virtual_ranks are what a global_batch is cut into: with worker_batch there are none"
-            )
+            raise TypeError("virtual_ranks are the parts of a global_batch: leave them out with worker_batch")
         if consistent and global_batch is None:
             raise TypeError(
-                "a worker_batch makes another global batch in another world, which cannot be consistent: "
-                "give Data global_batch"
+                "with worker_batch the global batch changes with the world, so training cannot be "
+                "consistent: give Data global_batch"
             )
         if (rate is not None or rate_batch) and global_batch is not None:
             raise TypeError("rate and rate_batch are for a batch that grows: give Data worker_batch for them")
@@ -233,8 +231,8 @@ class Data:
 
     @property
     def read(self) -> int:
-        """A digest of the first samples read from a stream, once the first share is there. All workers must
-        have the same."""
+        """A digest of the first samples read from a stream; 0 before the first share. It must be the same in
+        all workers."""
         return self._read
 
     def portions(self, batch: Batch, world: int) -> tuple[int, ...]:
@@ -317,7 +315,7 @@ class Data:
             times = f" in {self._accumulate} pieces each" if self._accumulate > 1 else ""
             raise ValueError(
                 f"global_batch is {self._global_batch}, too few for {self._virtual_ranks} virtual ranks"
-                f"{times}: give a larger one, or fewer virtual_ranks (as many as --max unless you say so)"
+                f"{times}: give a larger one, or fewer virtual_ranks (by default as many as --max)"
             )
 
 
@@ -327,9 +325,9 @@ class Data:
 def _read_unlike(who: str) -> DataChanged:
     agentpage.fatal(Fatal.BAD_DATA)  # a restart would fail the same way
     return DataChanged(
-        f"{who} read different samples at the same position of the dataset, so that some would be used "
-        "twice and others never: an iterable dataset must give the same samples to whoever reads it, and "
-        "Data deals them out; leave out what shards it by rank or worker, and seed what it draws"
+        f"{who} read different samples at the same position of the dataset, so some samples would be used "
+        "twice and others never: an iterable dataset must give the same samples to each process that reads "
+        "it. Remove sharding by rank or worker, since Data deals samples out, and seed random numbers"
     )
 
 
@@ -352,7 +350,7 @@ def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     for name, meaning in _MEANINGS.items():
         if now.get(name) != then.get(name):
             return (
-                f"{meaning}: {now.get(name, 'none')} now, and {then.get(name, 'none')} when the training to "
-                "go on with was committed; go on with the data and the batches of before, or begin anew"
+                f"{meaning}: {now.get(name, 'none')} now, and {then.get(name, 'none')} when the training was "
+                "committed: give Data the same data and batches as then, or start a new training"
             )
-    return f"the data is {mine}, and was {theirs}, when the training that is to go on was committed"
+    return f"the data is {mine} now, and was {theirs} when the training was committed"

@@ -44,21 +44,21 @@ def report(*, loss: Any = None, samples: int = 0, **values: Any) -> None:
     once they have arrived. Raises ValueError for too many names. Raises NotFinite for a value that is NaN or
     infinite, if the job runs with ``--on-nonfinite=stop`` or ``rollback``.
     """
-    there = own_page()
+    page = own_page()
     if samples:
-        there.add(layout.SAMPLES, int(samples))
+        page.add(layout.SAMPLES, int(samples))
     given = {"loss": loss, **values} if loss is not None else values
     known = {name: value for name, value in given.items() if value is not None}
     if any(isinstance(value, torch.Tensor) and value.is_cuda for value in known.values()):
         known = _arrived(known)
-    _write(there, {name: _number(value) for name, value in known.items()})
+    _write(page, {name: _number(value) for name, value in known.items()})
 
 
 def checkpointed(path: str | os.PathLike[str] = "") -> None:
     """Tell the agent that the script has written a whole checkpoint.
 
-    Call ``torch.save(...)``, then ``worker.checkpointed(path)``, in the worker that wrote the checkpoint, or
-    in one of them once all have.
+    Call ``torch.save(...)``, then ``worker.checkpointed(path)``. If several workers write the checkpoint,
+    call it in one of them, once all have written.
 
     If the world is about to grow or shrink, or a node leaves, the change has waited for this call and happens
     now: no step is lost. The worker is then stopped in this call. The call returns only if the script handles
@@ -81,20 +81,20 @@ def checkpointed(path: str | os.PathLike[str] = "") -> None:
                 if isinstance(answer, Leave) and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
                     return
     except ChannelClosed:
-        return  # the agent is gone, or lets this worker go on
+        return  # the agent has exited, or lets this worker continue
 
 
 def _number(value: Any) -> float:
     return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
-def _write(there: AgentPage, known: dict[str, float]) -> None:
+def _write(page: AgentPage, known: dict[str, float]) -> None:
     for name, value in known.items():
         if name == "loss":
-            there.doubles[layout.LOSS] = value
-            there.add(layout.LOSSES, 1)
+            page.doubles[layout.LOSS] = value
+            page.add(layout.LOSSES, 1)
         else:
-            there.value(name, value)
+            page.value(name, value)
     wrong = [name for name, value in known.items() if not math.isfinite(value)]
     if wrong:
         not_finite(", ".join(f"{name} is {known[name]:g}" for name in wrong))
@@ -128,17 +128,15 @@ def policy() -> str:
 
 def not_finite(what: str) -> None:
     """Count a step that is not finite. Raises NotFinite unless the policy is "ignore"."""
-    there = own_page()
-    there.add(layout.NONFINITE, 1)
+    page = own_page()
+    page.add(layout.NONFINITE, 1)
     act = policy()
     if act == "ignore":
         return
-    said = (
-        f"after step {there.words[layout.COMMITTED] - 1}: {what}" if there.words[layout.COMMITTED] else what
-    )
-    if act == "rollback" and there.has_checkpoints:
-        base = there.words[layout.BASE] - there.words[layout.BASE_STEPS] if there.words[layout.BASE] else 1
-        there.words[layout.ASTRAY] = base + there.words[layout.STEPS]
+    said = f"after step {page.words[layout.COMMITTED] - 1}: {what}" if page.words[layout.COMMITTED] else what
+    if act == "rollback" and page.has_checkpoints:
+        base = page.words[layout.BASE] - page.words[layout.BASE_STEPS] if page.words[layout.BASE] else 1
+        page.words[layout.ASTRAY] = base + page.words[layout.STEPS]
         raise NotFinite(f"{said}; going back to the last checkpoint (--on-nonfinite=rollback)")
     fatal(Fatal.NOT_FINITE)
     if act == "rollback":

@@ -41,7 +41,7 @@ def run(
     result.
 
     ``timeout``: of the process group's collectives. An exception of the function's own ends the process as
-    usual. A failure because another worker died, left or joined never gets out. That holds even if the
+    usual. A failure because another worker died, left or joined is never raised to the caller, even if the
     function turns the failure into another error, such as ``sys.exit()`` in an ``except`` or an error in a
     ``finally``.
     """
@@ -57,8 +57,8 @@ def run(
             return _run_alone(state._loop, call, timeout)
         if own_link.cache_info().currsize:
             raise RuntimeError(
-                "a run function has returned already, and with it this worker's part in the job: have one "
-                "that trains it all"
+                "a run function has returned already, which ended this worker's part in the job: train "
+                "everything in one run function"
             )
         if dist.is_initialized():
             raise RuntimeError(
@@ -146,8 +146,8 @@ def _explain(error: BaseException) -> None:
     for led in what_led_to(error):
         if isinstance(led, ValueError) and "Expected more than 1 value per channel when training" in str(led):
             led.add_note(
-                "BatchNorm was given a single sample: an epoch's last batch may leave a virtual rank, or one "
-                "of its accumulate pieces, no more; give Data drop_last=True, or a larger global_batch"
+                "BatchNorm was given a single sample: an epoch's last batch may have only one for a virtual "
+                "rank or one of its accumulate pieces; give Data drop_last=True, or a larger global_batch"
             )
 
 
@@ -166,15 +166,15 @@ def _await_the_end(state: CommittedState, world: World, link: Link, failure: Bas
     Raises ``failure`` if the agent sends nothing and this worker has no state to lose: the error then tells
     what is wrong.
     """
-    told = link.closes(world.number, NEWS_S if state.agreed else NEWS_S_MAX)
-    if told and (failure is None or link.is_closed(world.number)):
+    asked = link.closes(world.number, NEWS_S if state.agreed else NEWS_S_MAX)
+    if asked and (failure is None or link.is_closed(world.number)):
         return
-    failure = failure or RuntimeError(f"round {world.number} ended without the agent's knowing")
-    if not told:
+    failure = failure or RuntimeError(f"round {world.number} has ended, and the agent has not closed it")
+    if not asked:
         if not state.agreed:
             raise failure
         _log.warning(
-            "worker %d lost the others of round %d (%s), and waits for its agent to say what comes next",
+            "worker %d lost its peers in round %d (%s), and waits for its agent to close the round",
             world.rank,
             world.number,
             _why(failure),

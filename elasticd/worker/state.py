@@ -54,9 +54,9 @@ class State:
     Parameters and optimizers' state are not copied by default. If a step is abandoned after an optimizer has
     begun to change them, the worker takes the state of another worker that has it whole, if there is one.
     Some scripts change parameters before the last sum of a step over the workers: with two optimizers, with
-    an optimizer that evaluates the model several times, or directly. Once such a change is seen, what it
-    changes is copied at each commit from then on; ``undo=False`` prevents that. Everything else, including
-    random numbers and buffers, is copied at each commit and restored when a step is abandoned.
+    an optimizer that evaluates the model several times, or directly. Once such a change is seen, the
+    changed values are copied at each commit from then on; ``undo=False`` prevents that. Everything else,
+    including random numbers and buffers, is copied at each commit and restored when a step is abandoned.
     """
 
     def __init__(
@@ -75,9 +75,7 @@ class State:
         agentpage.uses(Use.STATE)
         for name in others:
             if name.startswith("_") or hasattr(State, name):
-                raise TypeError(
-                    f"State cannot keep something under the name {name!r}: it has a meaning of its own"
-                )
+                raise TypeError(f"State uses the name {name!r} itself: give the value another name")
         named = {"model": model, "optimizer": optimizer, "data": data}
         given = {name: value for name, value in named.items() if value is not None}
         self._contents = contents = Contents({**given, **others})
@@ -161,9 +159,7 @@ class State:
         elif name in self._contents.plain:
             self._contents.plain[name] = value
         else:
-            raise AttributeError(
-                f"State keeps what it was given when it was made: add {name}=... there to set it here"
-            )
+            raise AttributeError(f"state.{name} cannot be set: only plain data given as State({name}=...)")
 
 
 def _saves_of(given: Checkpoints | str | os.PathLike[str] | None) -> CommitCheckpoints | None:

@@ -19,10 +19,10 @@ from elasticd.worker.samples.loading import Fetched, Share
 from elasticd.worker.world.group import WorldChanged, gathered, rank, world_size
 
 _log = logging.getLogger(__name__)
-LOOKS_DEEP = 3  # commits after which everything is checked for late changes, and then more and more rarely
+LOOKS_DEEP = 3  # the first commits, after which all values are checked for late changes
 _CHANGED_LATE = (
-    "%s was changed between state.commit() and the next step, which is lost whenever the world changes: "
-    "change it before the commit (as by scheduler.step())"
+    "%s was changed between state.commit() and the next step, and the change is lost whenever the world "
+    "changes: change it before the commit (for example by scheduler.step())"
 )
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun:
-            raise RuntimeError(f"the batches of step {self.number} can be gone through once only")
+            raise RuntimeError(f"the batches of step {self.number} can be iterated only once")
         self._begun = True
         self._reduction.begin(lambda: self._portions().count(0))
         for fetched in self._share.fetch():
@@ -126,9 +126,9 @@ class Step:
         assert fetched.part is not None
         if self._calls() != self._called and len(set(self._portions())) > 1:
             raise RuntimeError(
-                "the model or its loss talks to the other workers for each batch (SyncBatchNorm, a "
-                f"contrastive loss), and not all of them have as many in step {self.number}: give Data "
-                "virtual_ranks that any world divides (12), and drop_last=True, or leave out what talks"
+                "the model or its loss calls collectives for each batch (SyncBatchNorm, a contrastive loss), "
+                f"and not all workers have as many batches in step {self.number}: give Data virtual_ranks "
+                "that any world divides (12), and drop_last=True, or remove the collectives"
             )
         self._fetched = None
         if self._taken is not None:
@@ -164,7 +164,7 @@ class Epoch:
         try:
             yield from self._steps
             self.over = not self._was_left
-        except GeneratorExit:  # its steps cannot be gone on with
+        except GeneratorExit:  # the script has left the loop
             self._was_left = True
             raise
         finally:
@@ -198,7 +198,7 @@ class Ahead(Generic[T]):
 
 
 class StepLoop:
-    """The steps and epochs that a State yields, and those that no commit covers yet."""
+    """The steps and epochs that a State yields. Knows which steps are uncommitted."""
 
     def __init__(self, committed: CommittedState, data: Data | None) -> None:
         self.committed, self._data = committed, data
@@ -208,7 +208,7 @@ class StepLoop:
 
     def _clear(self) -> None:
         self._begun = 0  # steps yielded since the last commit
-        self._used = 0  # this worker's samples of those, without the open step's
+        self._used = 0  # this worker's samples of these steps, without the open step's
         self._open: Step | None = None
         self._numbered = False  # steps() is running, without data
         self._micro: Micro | None = None
@@ -234,7 +234,7 @@ class StepLoop:
         if accumulate < 1:
             raise ValueError(f"accumulate is {accumulate}: give a number that is 1 or more")
         if accumulate != 1 and self._data is not None:
-            raise TypeError("with data the batches are cut by Data: give accumulate= to it alone")
+            raise TypeError("Data cuts the batches of a step: give accumulate= to Data instead")
         self._begun = self._used = 0
 
     @property
@@ -266,7 +266,7 @@ class StepLoop:
             if share is None or (epoch is not None and share.batch.epoch != epoch):
                 return
             shares.take()
-            if self._begun and self._open is not None:  # which no commit has covered
+            if self._begun and self._open is not None:  # the step before, not committed yet
                 self._used += self._open.used
             taken = committed.recorder.took if committed.recorder is not None else None
             portions = partial(data.portions, share.batch, world_size())
@@ -356,12 +356,12 @@ class StepLoop:
                 self._epoch = None
 
     def _refuse_other_epochs(self, epoch: int) -> None:
-        """Raise ValueError where the epochs of the data come after more epochs of so many steps: none of them
-        would have a step."""
+        """Raise ValueError if the data is in an epoch that counts as over, as after epochs of ``steps=``
+        steps: the data's epoch would have no step."""
         if epoch < (ended := self.committed.progress.ended):
             raise ValueError(
                 f"{ended} epochs are over, and the data is in its epoch {epoch}: give state.epochs() the "
-                "steps= that those were of"
+                "same steps= as for those epochs"
             )
 
     def _of_epoch(self, shares: Ahead[Share] | None, until: int | None, accumulate: int) -> Iterator[Any]:
@@ -377,8 +377,8 @@ class StepLoop:
         """Commit the work after an epoch's steps. Raises WorldChanged."""
         if not epoch.over and not epoch.stops:
             raise RuntimeError(
-                f"epoch {epoch.number} was left before its end: go through all that `for step in epoch` "
-                "gives, or call epoch.stop() before leaving that loop for good"
+                f"epoch {epoch.number} was left before its end: iterate over all its steps, or call "
+                "epoch.stop() before leaving the loop"
             )
         if self._begun and self.committed.uncommitted.stepped:  # the script left the epoch after a step
             self.commit()
@@ -391,20 +391,20 @@ class StepLoop:
         self._close_step()
         if self._micro is not None and not self._micro.last:
             raise RuntimeError(
-                f"state.commit() was called before the last micro-batch of step {self._micro.step}, so that "
-                "gradients would be lost with the world: have the optimizer step, and commit, if micro.last"
+                f"state.commit() was called before the last micro-batch of step {self._micro.step}, so "
+                "gradients would be lost if the world changed: step the optimizer, and commit, if micro.last"
             )
         if self._numbered and not self._begun:
             raise RuntimeError(
-                f"state.commit() was called a second time in step {self._number - 1}: what steps() yields is "
-                "a step, so commit once in each or in every k-th of them, after all that belongs to it"
+                f"state.commit() was called a second time in step {self._number - 1}: commit once in each "
+                "step, or in every k-th step, at its end"
             )
         if values:
             report(**values)
         if self._epoch is not None and not self._epoch.under_way and not self._begun:
             self._warn_once(
-                "state.commit() outside of the steps of epoch %d commits nothing: what comes after its steps "
-                "is committed with its end, when the script asks for the next epoch",
+                "state.commit() outside of the steps of epoch %d commits nothing: work after its steps is "
+                "committed when the script asks for the next epoch",
                 self._epoch.number,
             )
             return
@@ -420,8 +420,8 @@ class StepLoop:
         WorldChanged."""
         if self.committed.uncommitted.stepped and (self._open is None or self._open.done):
             self._warn_once(
-                "what the script did after committed step %d is committed at its end: call state.commit() "
-                "after the last step, too",
+                "what the script did after committed step %d is committed at the end of the training: call "
+                "state.commit() after the last step, too",
                 self.committed.step,
             )
             self.commit()

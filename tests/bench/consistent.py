@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.data.dealing import parts_of
-from elasticd.worker.gradients.consistent import Consistent
-from elasticd.worker.gradients.reduction import Averaged, Reduction
+from elasticd.worker.gradients.consistent import ConsistentReduction
+from elasticd.worker.gradients.reduction import AveragedReduction, Reduction
 from elasticd.worker.gradients.wrapping import WrappedModels
 from workers.gpt import GPT, Shape
 
@@ -51,13 +51,13 @@ class _Contestant:
         self.optimizer = torch.optim.AdamW(bare.parameters())
         self.reduction: Reduction | None = None
         if name == CONSISTENT:
-            self.reduction = Consistent([bare], virtual_ranks, 0, lambda: [self.steps])
+            self.reduction = ConsistentReduction([bare], virtual_ranks, 0, lambda: [self.steps])
         else:
             wrap = partial(DistributedDataParallel, gradient_as_bucket_view=True)
             if name == AVERAGED:
                 models = WrappedModels({"model": bare}, ["model"], wrap)
                 models.enter(None)
-                self.model, self.reduction = models["model"], Averaged(models)
+                self.model, self.reduction = models["model"], AveragedReduction(models)
             else:
                 self.model = wrap(bare)
 

@@ -25,7 +25,7 @@ def test_where_the_job_goes_back_what_holds_nan_is_not_saved(
     expected = tensors_of(good)
     with torch.no_grad():
         good["model"][0].weight[3, 4] = float("nan")
-    with pytest.raises(NotFinite, match="what is to be saved holds NaN; going back to the last checkpoint"):
+    with pytest.raises(NotFinite, match="the state to save contains NaN; going back to the last checkpoint"):
         checkpoints.save(good, 2)
     found = {**training(3), "mask": torch.zeros(4, 4)}
     assert opened().load(found) == 1

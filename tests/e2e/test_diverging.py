@@ -111,4 +111,4 @@ def test_a_job_whose_workers_train_apart_ends_and_says_which_parameter_differs(s
     standalone.limits = (2, 2)
     (a,) = standalone.start("a", slots=2, program=(APART,))
     assert a.end() == 2, a.said()
-    assert "head.weight (and 1 more) of worker 1 is not what the other workers have" in a.screen
+    assert "head.weight (and 1 more) of worker 1 differs from the other workers'" in a.screen

@@ -197,5 +197,5 @@ def test_a_job_whose_dataset_has_changed_is_refused_in_one_sentence_at_once(
     assert len(a.find("workers.started")) == 1, "another try would find the same"
     (said,) = a.find("job.ended")
     assert (said["outcome"], said["level"]) == ("refused", "error")
-    assert said["why"].startswith("samples in an epoch: 102 now, and 103 when the training to go on with was")
+    assert said["why"].startswith("samples in an epoch: 102 now, and 103 when the training was")
     assert a.text[-1] == f"elasticd: {said['why']}."

@@ -20,7 +20,7 @@ from elasticd.data.dealing import parts_of
 from elasticd.worker.commit import randomness
 from elasticd.worker.gradients import buckets
 from elasticd.worker.gradients.buckets import Bucket, Exchange
-from elasticd.worker.gradients.consistent import Arithmetic, Consistent
+from elasticd.worker.gradients.consistent import Arithmetic, ConsistentReduction
 from tests.worker.worlds import in_world
 
 SEED = 11
@@ -91,7 +91,7 @@ def trained(virtual_ranks: int, accumulate: int = 1) -> list[str]:
     model, optimizer = made()
     rank, world = dist.get_rank(), dist.get_world_size()
     place = [0]
-    reduction = Consistent([model], virtual_ranks, SEED, lambda: place)
+    reduction = ConsistentReduction([model], virtual_ranks, SEED, lambda: place)
     found = []
     for number, samples in enumerate(BATCHES):
         place[0] = number
@@ -206,7 +206,7 @@ def test_a_gradient_that_comes_in_two_pieces_is_an_error_and_not_half_a_sum(tmp_
 
 def torn_gradient() -> str:
     model = nn.Linear(3, 3)
-    reduction = Consistent([model], 1, SEED, lambda: [0])
+    reduction = ConsistentReduction([model], 1, SEED, lambda: [0])
 
     def twice(x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
@@ -236,7 +236,7 @@ def accumulated() -> list[list[list[float]]]:
     """The gradients of a step, of it made twice, and of it with one parameter frozen."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    reduction = Consistent([model], 4, SEED, lambda: [0])
+    reduction = ConsistentReduction([model], 4, SEED, lambda: [0])
     x = torch.randn(8, 3)
     found = []
 

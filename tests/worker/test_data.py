@@ -255,7 +255,7 @@ def test_a_loss_that_asks_the_others_is_refused_where_they_have_more_batches_or_
     assert in_world(2, tmp_path, contrast, 4) == [""] * 2
     assert in_world(2, tmp_path, contrast, 3, False) == [""] * 2, "what DDP asks the others is no matter"
     for said in in_world(2, tmp_path, contrast, 3):
-        assert said.startswith("the model or its loss talks to the other workers for each batch")
+        assert said.startswith("the model or its loss calls collectives for each batch")
 
 
 def test_a_new_world_uses_the_same_processes_to_load():
@@ -361,7 +361,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "virtual ranks of nothing": (
         TypeError,
-        "with worker_batch there are none",
+        "leave them out with worker_batch",
         {"global_batch": None, "worker_batch": 4, "virtual_ranks": 2},
     ),
     "a rate that follows nothing": (TypeError, "are for a batch that grows", {"rate": "linear"}),
@@ -379,9 +379,9 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "not a dataset": (TypeError, "a int is no dataset", {"dataset": 3}),
     "empty": (ValueError, "the dataset is empty", {"dataset": Numbers(0)}),
     "never a whole batch": (ValueError, "no whole batch", {"global_batch": 10, "drop_last": True}),
-    "two orders": (TypeError, "shuffle and weights exclude", {"shuffle": True, "weights": [1] * 9}),
+    "two orders": (TypeError, "shuffle and weights both set", {"shuffle": True, "weights": [1] * 9}),
     "weights of others": (ValueError, "8 weights, and the dataset has 9", {"weights": [1] * 8}),
-    "draws without weights": (TypeError, "give them, too", {"draws": 3}),
+    "draws without weights": (TypeError, "give weights, too", {"draws": 3}),
     "a stream's order": (TypeError, "has an order of its own", {"dataset": Flow(9), "shuffle": True}),
     "a random sampler": (
         ValueError,
@@ -572,7 +572,7 @@ def test_batches_that_are_not_used_or_not_learned_from_are_not_committed():
         state.commit()
     with pytest.raises(RuntimeError, match=r"backward\(loss\) was not called for a batch of step 0"):
         list(next(state.steps()))
-    with pytest.raises(RuntimeError, match="can be gone through once"):
+    with pytest.raises(RuntimeError, match="can be iterated only once"):
         list(step)
     steps = state.steps()
     next(steps)

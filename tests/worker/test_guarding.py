@@ -81,7 +81,7 @@ def test_a_worker_without_a_batch_adds_up_with_the_models_that_the_others_call_i
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("Apart", "head.weight (and 1 more) of worker 1 is not what the other workers have"),
+        ("Apart", "head.weight (and 1 more) of worker 1 differs from the other workers'"),
         ("Stale", "0.weight was unfrozen after State had wrapped model"),
         ("Accumulated", "gradients were added up over several commits"),
     ],
@@ -95,7 +95,7 @@ def test_what_would_be_silently_wrong_is_refused_in_a_sentence(crew, tmp_path, k
     ("kind", "sentence"),
     [
         ("Lengths", "queue cannot be saved, as it is float32 [3] on rank 0 and float32 [4] on rank 1"),
-        ("Contrastive", "the model or its loss talks to the other workers for each batch"),
+        ("Contrastive", "the model or its loss calls collectives for each batch"),
         ("LoneSample", "BatchNorm was given a single sample"),
     ],
 )

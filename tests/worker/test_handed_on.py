@@ -97,7 +97,7 @@ def spoil(address: str, folder: str, name: str, at: int) -> None:
             2,
             "TypeError: State holds the key <Colour.RED: 1>, a Colour, which cannot be sent to another ",
         ),
-        (-1, "TypeError: State's optimizer.state holds what cannot be sent to another worker: "),
+        (-1, "TypeError: State's optimizer.state holds a value that cannot be sent to another worker: "),
     ],
 )
 def test_what_nobody_could_take_is_refused_by_the_first_commit_of_it(crew, tmp_path, at, sentence):

@@ -276,7 +276,7 @@ def test_a_worker_whose_agent_is_gone_ends_and_says_so(crew, tmp_path):
     hand.channel.socket.shutdown(socket.SHUT_RDWR)
     crew.all_ended()
     assert hand.status == 1
-    assert "the agent of this worker is gone" in (tmp_path / "0.err").read_text().splitlines()[-1]
+    assert "the agent of this worker has exited" in (tmp_path / "0.err").read_text().splitlines()[-1]
 
 
 def test_a_second_run_function_is_refused_in_one_sentence(crew, tmp_path):

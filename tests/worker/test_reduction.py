@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.channel.worker_messages import Enter
 from elasticd.data.dealing import Portion, parts_of
-from elasticd.worker.gradients.reduction import Averaged
+from elasticd.worker.gradients.reduction import AveragedReduction
 from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_parallel
 from elasticd.worker.world.group import World
 from tests.worker.worlds import in_world
@@ -59,7 +59,7 @@ def gradients(kind: dict[str, bool], wrapped: bool, accumulate: int) -> tuple[li
 
     models = wrapped_models({"model": net}, wrap if wrapped else None)
     model = models["model"]
-    reduction = Averaged(models)
+    reduction = AveragedReduction(models)
     found = []
     for number, samples in enumerate(BATCHES):
         x = torch.randn(samples, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
@@ -101,7 +101,7 @@ def gradients_of_several(turning: bool) -> list[float]:
     torch.manual_seed(3)
     nets = {name: nn.Linear(1, 1, bias=False).double() for name in "ab"}
     models = wrapped_models(nets, data_parallel)
-    reduction = Averaged(models, world=this_world())
+    reduction = AveragedReduction(models, world=this_world())
     models.before_forward = reduction.calls
     x = torch.arange(8, dtype=torch.float64).reshape(8, 1)
     reduction.begin(lambda: 1)
@@ -126,7 +126,7 @@ def steps_without_a_sum(steps: int) -> tuple[list[list[str]], bool]:
     and whether the store still has the last of them."""
     world = this_world()
     models = wrapped_models({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}, lambda model: model)
-    reduction = Averaged(models, world=world)
+    reduction = AveragedReduction(models, world=world)
     heard = []
     if parts := parts_of(world.rank, world.size, samples=2, virtual_ranks=1):
         for _ in range(steps):

@@ -114,7 +114,7 @@ def test_what_is_a_workers_own_stays_with_it_and_is_neither_sent_nor_lost(crew, 
 UNLIKE = {
     "a number that is its own": r"State's shard is not the same in worker 0 \(0\) and worker 1 \(1\), as",
     "a generator that is its own": "State's noise is not the same in worker 0 and worker 1, as they begin.",
-    "an object": "State's meter is not the same in worker 0 and worker 1. What a State keeps goes from",
+    "an object": "State's meter is not the same in worker 0 and worker 1. A State's values are sent from",
     "a rate": "State's optimizer.param_groups is not the same in worker 0 and worker 1.",
     "a number": r"State's total is not the same in worker 0 \((\d).0\) and worker 1 \(\1.5\).",
 }
@@ -171,7 +171,7 @@ def evaluate_apart() -> str:
 def test_an_evaluation_that_comes_to_something_else_on_each_rank_is_not_committed(tmp_path):
     said = in_world(2, tmp_path, evaluate_apart)
     expected = "1 State's best is not the same in worker 0 (1.0) and worker 1 (2.0)."
-    assert [each.partition(" What a State")[0] for each in said] == [expected] * 2
+    assert [each.partition(" A State's")[0] for each in said] == [expected] * 2
 
 
 def evaluate_by_rounding() -> list[str]:
@@ -252,7 +252,7 @@ def test_no_checkpoint_has_what_is_a_workers_own():
 def test_modules_optimizers_and_data_are_no_workers_own():
     model = nn.Linear(1, 1)
     for value in (model, torch.optim.SGD(model.parameters()), worker.Data([1], global_batch=1)):
-        with pytest.raises(TypeError, match="State keeps thing, a .*, alike in all workers"):
+        with pytest.raises(TypeError, match="thing is a .*, which State keeps the same in all workers"):
             worker.State(model, thing=worker.Local(value))
 
 

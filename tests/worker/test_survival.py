@@ -281,7 +281,7 @@ def test_a_script_that_talks_between_step_and_commit_is_told_so_and_lost_there_u
     begin(crew, tmp_path, 2, {1: Accident("stepped", 5)}, body=train_and_talk_before_the_commit, undo=undo)
     crew.all_ended()
     said = (tmp_path / "0.err").read_text()
-    assert said.count("talk to each other between the optimizer's step and state.commit()") == (not undo)
+    assert said.count("collectives are called between the optimizer's step and state.commit()") == (not undo)
     assert "talk to each other" not in (tmp_path / "1.err").read_text()
     if undo:
         assert_exact(crew, tmp_path, {1}, undisturbed)

@@ -100,16 +100,16 @@ def samples(number: int) -> None:
 
 
 def committed(step: int) -> None:
-    there = own_page()
-    there.words[layout.COMMITTED] = 1 + step
-    there.add(layout.COMMITS, 1)
+    page = own_page()
+    page.words[layout.COMMITTED] = 1 + step
+    page.add(layout.COMMITS, 1)
 
 
 def begins_after(step: int) -> None:
     """Tell the agent that this worker continues after this step of the job."""
-    there = own_page()
-    there.words[layout.BASE_STEPS] = there.words[layout.STEPS]
-    there.words[layout.BASE] = 1 + step
+    page = own_page()
+    page.words[layout.BASE_STEPS] = page.words[layout.STEPS]
+    page.words[layout.BASE] = 1 + step
 
 
 @contextlib.contextmanager
@@ -120,9 +120,9 @@ def held_up() -> Iterator[None]:
     try:
         yield
     finally:
-        there = own_page()
-        there.add(layout.HELD_NS, time.monotonic_ns() - began)
-        there.add(layout.HELD, 1)
+        page = own_page()
+        page.add(layout.HELD_NS, time.monotonic_ns() - began)
+        page.add(layout.HELD, 1)
 
 
 def has_checkpoints() -> None:

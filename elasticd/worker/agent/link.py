@@ -23,7 +23,7 @@ from elasticd.worker.world.group import World
 
 
 class AgentGone(RuntimeError):
-    """The agent is gone, so no further round can come."""
+    """The agent has exited, so no further round follows."""
 
 
 class Link:
@@ -38,15 +38,15 @@ class Link:
         self._news = threading.Condition()
         self._world: World | None = None
         self._enter: Enter | None = None
-        self._to_leave = 0  # the newest round that the agent wants left
-        self._to_leave_planned = 0  # the newest round that the agent wants left in a planned way
+        self._to_leave = 0  # the newest round that the agent asks this worker to leave
+        self._to_leave_planned = 0  # the newest round to leave at a commit
         self._going = False  # this worker will be in no later round
         self._closed = 0  # the newest round that is over
         self._gone = ""
         threading.Thread(target=self._listen, name="elasticd-link", daemon=True).start()
 
     def say(self, message: WorkerToAgent) -> None:
-        """Send a message. If the agent is gone, do nothing."""
+        """Send a message. If the agent has exited, do nothing."""
         with contextlib.suppress(ChannelClosed):
             self._channel.send(message)
 
@@ -56,7 +56,7 @@ class Link:
             self._world = None
             self._news.wait_for(lambda: self._gone or (self._enter and self._enter.round > after))
             if self._enter is None or self._enter.round <= after:
-                raise AgentGone(f"the agent of this worker is gone: {self._gone}")
+                raise AgentGone(f"the agent of this worker has exited: {self._gone}")
             return self._enter
 
     def attend(self, world: World) -> None:
@@ -71,7 +71,7 @@ class Link:
             world.ask_to_leave(self._going)
 
     def closes(self, round: int, within_s: float | None = None) -> bool:
-        """Wait until the agent wants the round left, or is gone. Return whether it wants the round left."""
+        """Wait until the agent asks this worker to leave the round, or exits. Return whether it has asked."""
         with self._news:
             self._news.wait_for(lambda: self._gone or self._to_leave >= round, within_s)
             return self._to_leave >= round

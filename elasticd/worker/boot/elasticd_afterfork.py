@@ -42,11 +42,11 @@ def _show_environment(env: dict[str, str]) -> None:
     start, end = int(fields[47]), int(fields[48])
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
         memory.seek(start)
-        there = memory.read(end - start)
-        at = there.find(PADDING.encode() + b"=")
+        content = memory.read(end - start)
+        at = content.find(PADDING.encode() + b"=")
         if at < 0:
             return
-        room = len(there) - at
+        room = len(content) - at
         data = b""
         for name, value in sorted(env.items(), key=lambda item: item[0] != "ELASTICD_PAGE"):
             entry = _bytes(name) + b"=" + _bytes(value) + b"\0"
@@ -57,7 +57,7 @@ def _show_environment(env: dict[str, str]) -> None:
 
 
 def give_arguments(argv: list[str]) -> None:
-    """Set the arguments. The script's own may differ between workers; those before them do not."""
+    """Set the arguments. Only the script's own arguments may differ between workers."""
     argv = [os.fsdecode(_bytes(argument)) for argument in argv]
     own = len(sys.argv) - 1
     sys.orig_argv[:] = [sys.orig_argv[0], *argv[1:]]
@@ -89,7 +89,7 @@ def give_streams() -> None:
         )
 
 
-def give_chance() -> None:
+def seed_random_numbers() -> None:
     """Seed random numbers that no other worker draws. The module random does so by itself."""
     generator = getattr(sys.modules.get("torch"), "default_generator", None)
     if generator is not None:

@@ -3,9 +3,9 @@ script's.
 
 Before Python 3.14 a torch thread that takes the interpreter's lock during finalisation aborts the process
 ("terminate called without an active exception", torch issue 190489). gloo's threads do so when they release
-what they have just reduced, on a busy machine perhaps after the script's end. So this module gives them a
-moment to come to rest. For threads that are later still, the agent is told first that the script ran to its
-end, and that nothing left can fail.
+what they have just reduced, on a busy machine perhaps after the script's end. So this module waits until
+they rest, for some seconds at most. For threads that are later still, it then tells the agent that the script
+ran to its end, and that nothing left can fail.
 
 Standard library only, and self-contained.
 """

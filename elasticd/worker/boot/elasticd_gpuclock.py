@@ -18,10 +18,10 @@ _UNDER_WAY_MAX = 256
 
 
 class GpuClock:
-    """The clock of one GPU's work in the current stream. ``cuda``: torch's module of that name, in use by
-    then.
+    """The clock of one GPU's work in the current stream. ``cuda``: ``torch.cuda``, which is
+    initialized.
 
-    After the first error the clock stops for good. No error gets out.
+    After the first error the clock stops for good. It raises no error.
     """
 
     def __init__(self, cuda: Any, device: Any) -> None:

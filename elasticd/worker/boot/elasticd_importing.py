@@ -1,4 +1,4 @@
-"""Import modules once for all workers, and find those that cannot be shared.
+"""Import modules once for all workers, and find the modules that workers cannot share.
 
 A module cannot be shared if its import starts threads or processes, holds files, memory or a GPU, or reads a
 value that differs between workers.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Jemalloc's thread, which pyarrow brings: it ends before a fork, and the child does without it.
 _KNOW_OF_FORKS = frozenset({"jemalloc_bg_thd"})
-_SHARE_S = 0.2  # the length of a share of imports, after which the caller looks back
+_SHARE_S = 0.2  # for the imports of one call: a bad module makes only the call's process unusable
 
 
 def outside_in(modules: Iterable[str]) -> list[str]:
@@ -96,8 +96,8 @@ def _read_by(readers: dict[str, str], name: str) -> dict[str, str]:
 
 
 def _held(name: str, files: set[str]) -> dict[str, str]:
-    """Return the last imported module, if it holds something that a fork would share with other workers or
-    lack."""
+    """Return the module just imported, with the reason, if it has something that forked workers would share,
+    or would lack."""
     if threads() > 1:
         _fork_for_nothing()  # thread pools that handle forks, such as OpenBLAS's, end with a fork
         if threads() > 1:

@@ -35,8 +35,8 @@ _now = time.monotonic_ns
 
 
 class Waits:
-    """The waits of the training thread: ``total_ns`` and ``count`` so far. Those of a GPU are as of the last
-    ``catch_up``."""
+    """The waits of the training thread: ``total_ns`` and ``count`` so far. ``catch_up`` adds
+    the waits on a GPU."""
 
     def __init__(self) -> None:
         self.total_ns = 0
@@ -149,7 +149,7 @@ class _Delay:
         try:
             path = f"/proc/self/task/{_thread.get_native_id()}/schedstat"
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # the kernel does not tell
+        except OSError:  # the kernel does not count the delay
             self._fd = -1
 
     def read(self) -> int:

@@ -39,10 +39,10 @@ import elasticd_heartbeat  # imported here once for all workers
 from elasticd_afterfork import (
     PADDING,
     give_arguments,
-    give_chance,
     give_environment,
     give_identity,
     give_streams,
+    seed_random_numbers,
 )
 from elasticd_importing import children, import_share, outside_in, suited, threads
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _CONTROL = 3  # the descriptor of the socket
-_SPOILT_MAX = 64  # unusable children; the modules not imported by then are left out
+_SPOILT_MAX = 64  # unusable children; the remaining modules are then left out
 _IMPORT_S_MAX = 300.0  # for one module
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -100,7 +100,7 @@ class Zygote:
         self._embryo_at = math.inf  # when to make an embryo
 
     def run(self) -> None:
-        """Serve. Return when the other end is gone, or in a worker."""
+        """Serve. Return when the warden has closed the socket, or in a worker."""
         watched = sys.gettrace() or sys.getprofile() or atexit._ncallbacks() or threads() > 1
         if watched:  # such as coverage from a .pth file: it needs one per process
             why = "something else starts with this Python (a .pth file)"
@@ -150,7 +150,7 @@ class Zygote:
 
     def _is_root(self) -> bool:
         """Fork the first zygote. Return True in the root, once no zygote is left."""
-        ended, lives = os.pipe()  # every zygote holds it, no worker does
+        ended, lives = os.pipe()  # every zygote keeps ``lives`` open, no worker does
         if self._fork_apart(1) == 0:
             os.close(ended)
             return False
@@ -213,7 +213,9 @@ class Zygote:
         zygote."""
         line.send(b"g")
         try:
-            end: list[Any] = [os.pidfd_open(pid)]  # even if another process still holds the child's end
+            end: list[Any] = [
+                os.pidfd_open(pid)
+            ]  # shows its exit even if another process has the child's end
         except OSError:
             end = []
         words = self._words
@@ -258,7 +260,7 @@ class Zygote:
             os._exit(0)
         del self._todo[:done]
         channel.send(words.Succeeded())
-        line.recv(1)  # the old zygote is gone
+        line.recv(1)  # the old zygote has exited
         line.close()
         self._libc.prctl(_PR_SET_NAME, b"elasticd-zygote", 0, 0, 0)
 
@@ -335,7 +337,7 @@ class Zygote:
             try:
                 request, fds = self._channel.receive()
                 self._channel.send(words.Accepted())
-            except Exception:  # noqa: BLE001  # the zygote is gone, or drops the embryo
+            except Exception:  # noqa: BLE001  # the zygote has exited, or drops the embryo
                 os._exit(0)
             self._become_worker(request, fds)
             return True
@@ -353,7 +355,7 @@ class Zygote:
         try:
             line.send(request, fds)
             line.receive()
-        except Exception:  # noqa: BLE001  # the channel's other end is gone
+        except Exception:  # noqa: BLE001  # the embryo has exited
             pid = 0
         self._drop_embryo()
         return pid
@@ -378,14 +380,14 @@ class Zygote:
             give_environment(request.program.env, self._changed_env, self._first_env)
             give_arguments(request.program.argv)
             give_streams()
-            give_chance()
+            seed_random_numbers()
             give_identity()
             failing = ""
         except BaseException as error:  # noqa: BLE001
             failing = f"cannot run {failing}: {getattr(error, 'strerror', None) or repr(error)}"
         finally:
             os.set_blocking(link, True)
-            if os.read(link, 1) != b"g":  # the worker is not wanted any more
+            if os.read(link, 1) != b"g":  # the warden has cancelled the worker
                 os._exit(0)
         if failing:
             os.write(link, failing.encode(errors="backslashreplace"))
@@ -400,8 +402,8 @@ class Zygote:
 
 
 def _channel_modules(here: str) -> tuple[Any, Any]:
-    """Return the modules ``framing`` and ``warden_messages`` of elasticd/channel. No name of theirs stays
-    among the imported modules."""
+    """Return the modules ``framing`` and ``warden_messages`` of elasticd/channel. They are not
+    left in ``sys.modules``."""
     folder = os.path.join(here, os.pardir, os.pardir, "channel")
     spec = importlib.util.spec_from_file_location(
         "elasticd_channel", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]

@@ -30,7 +30,7 @@ try:
     import elasticd_heartbeat
 
     elasticd_heartbeat.start()
-except Exception:  # noqa: BLE001, S110  # the script comes first
+except Exception:  # noqa: BLE001, S110  # the script must run in any case
     pass
 finally:
     _withdraw(os.path.dirname(os.path.abspath(__file__)))

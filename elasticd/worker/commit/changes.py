@@ -1,5 +1,5 @@
-"""Whether parameters have changed: by their version, their address, and a few of their elements. A change
-through ``.data`` leaves no other trace."""
+"""Detect changes of parameters by their version, their address, and a few of their elements. Only the
+elements show a change through ``.data``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from elasticd.checkpoint.client.tensors import is_plain
 
 FEW = 8  # elements of each tensor
-FEWEST = 2  # for a check at each commit: each element is a cache miss
+FEWEST = 2  # in a check at each commit, as each element costs a cache miss
 MOST = 64  # tensors of which elements are read at each commit
 
 
@@ -32,8 +32,8 @@ class Few:
         return [torch.cat([self._views[n] for n in numbers]) for numbers in self._kinds.values()]
 
     def differing(self, these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> dict[int, float]:
-        """Return the tensors that differ between two reads, and the difference in units in the last place of
-        the largest element."""
+        """Return the numbers of the tensors that differ between two reads, each with the difference in units
+        in the last place of the largest element."""
         found: dict[int, float] = {}
         for numbers, one, other in zip(self._kinds.values(), these, those, strict=True):
             if torch.equal(_bits(one), _bits(other)):
@@ -64,19 +64,19 @@ class Sampled:
 
 
 class Trace:
-    """The trace of changes to these parameters."""
+    """Detects changes of these parameters since ``note``."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if is_plain(p)]
         self._versions: list[int] = []
         self._places: list[int] = []
-        self._each = 1  # elements are read of each parameter, or of every second, and so on
+        self._each = 1  # elements are read of every so many parameters
         self._sampled = Sampled(self.parameters, FEWEST)
         self._few = Few(())
         self._noted: list[torch.Tensor] = []
 
     def note(self, *, all: bool) -> None:
-        """Note the present values. ``all``: elements of all parameters, and not of ``MOST`` at most."""
+        """Note the present values. ``all``: read elements of all parameters, not only of ``MOST``."""
         each = 1 if all else max(1, -(-len(self.parameters) // MOST))
         if each != self._each:
             self._each, self._sampled = each, Sampled(self.parameters[::each], FEWEST)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _OURS: Final = "elasticd"  # the checkpoint's entry for data that is not the script's
-_ABSENT: Final = object()  # in place of a value that a checkpoint may have
+_ABSENT: Final = object()  # stands for a value that the checkpoint does not have
 GOING_S_MAX: Final = 45.0  # for the last checkpoint when all workers leave; the agent kills them after 60 s
 
 
@@ -85,7 +85,7 @@ class CommitCheckpoints:
         if parts.step > 0:
             while not self._save(parts, world, must=True):
                 if dist.get_rank() == 0:
-                    _log.warning("step %d is saved once those before it are durable", parts.step)
+                    _log.warning("step %d is saved once the saves before it are durable", parts.step)
 
     def has_newer(self, age: Age, world: World) -> bool:
         """Whether a newer state than this age was kept. Raises WorldChanged if the world ends meanwhile."""
@@ -94,13 +94,14 @@ class CommitCheckpoints:
         return kept is not None and age.is_behind(kept.round, kept.step)
 
     def resume(
-        self, parts: Parts, world: World, *, else_asks: bool, beyond: Age | None = None
+        self, parts: Parts, world: World, *, has_restore: bool, beyond: Age | None = None
     ) -> Parts | None:
         """Fill ``parts.things`` from the newest state in memory or on disk, and return the other parts.
 
-        Return None if there is no checkpoint, or if none is whole and the script's restore can be asked
-        (``else_asks``). Raises NoCheckpoint if none is whole and it cannot be asked. Raises WorldChanged if
-        the world ends meanwhile. ``beyond``: only a state newer than this age, which a worker has.
+        Return None if there is no checkpoint, or if none is whole and the script has a ``restore`` function
+        (``has_restore``). Raises NoCheckpoint if none is whole and there is no ``restore``. Raises
+        WorldChanged if the world ends meanwhile. ``beyond``: only a state newer than this age, which a worker
+        has.
         """
         from elasticd.worker.checkpoints import NoCheckpoint
 
@@ -112,9 +113,9 @@ class CommitCheckpoints:
             except NoCheckpoint as error:
                 none_whole = error
         if none_whole is not None:
-            if not else_asks:
+            if not has_restore:
                 raise none_whole
-            _log.warning("%s; the script's restore() is asked instead", none_whole)
+            _log.warning("%s; the script's restore() is called instead", none_whole)
         if step is None:
             return None
         self._newest = (world.number, (step, parts.progress.marks))
@@ -147,8 +148,8 @@ class CommitCheckpoints:
 def _alike(
     seeds: Mapping[str, int], random: Mapping[str, Any], began: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Return the random states for this rank: its own from the checkpoint, if it has one. Otherwise rank 0's,
-    as far as both scripts began alike. The others stay as they are."""
+    """Return the random states for this rank: its own from the checkpoint, if it has one. Otherwise rank 0's
+    for each source of random numbers that began alike in both, and the present state for the others."""
     mine = random.get(str(dist.get_rank()))
     if mine is not None:
         return randomness.note() | dict(mine)

@@ -23,9 +23,9 @@ from elasticd.worker.commit.copies import LastCommit
 from elasticd.worker.commit.plaindata import copied, require_sendable, unchanged, with_tensors
 from elasticd.worker.commit.uncommitted import Uncommitted
 from elasticd.worker.data import Data, DataChanged
-from elasticd.worker.gradients.consistent import Consistent
-from elasticd.worker.gradients.rates import Following
-from elasticd.worker.gradients.reduction import Averaged, Reduction
+from elasticd.worker.gradients.consistent import ConsistentReduction
+from elasticd.worker.gradients.rates import ScaledRates
+from elasticd.worker.gradients.reduction import AveragedReduction, Reduction
 from elasticd.worker.gradients.wrapping import WrappedModels
 from elasticd.worker.samples.auditing import Recorder, recorder
 from elasticd.worker.world.group import World, WorldChanged, gathered, rank, world_size
@@ -40,8 +40,9 @@ class CommittedState:
     """The committed state of the training, and what a worker needs to go on from it in the present world.
 
     ``step``: the number of committed steps. ``agreed``: the last round in which all workers had this state; 0
-    if there was none. ``world``: None in no world, and in one that cannot change. ``reduction``: how
-    gradients become one there. ``place``: the epoch and position of the step under way in the data.
+    if there was none. ``world``: None outside any world, and in a world that cannot change.
+    ``reduction``: how gradients are reduced in this world. ``place``: the epoch and position of the step
+    under way in the data.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class CommittedState:
     ) -> None:
         self.step = self.agreed = 0
         self.world: World | None = None
-        self.reduction: Reduction = Averaged(models)
+        self.reduction: Reduction = AveragedReduction(models)
         self.recorder: Recorder | None = None
         self.place = 0, 0
         self.contents, self.models, self.data = contents, models, data
@@ -70,7 +71,7 @@ class CommittedState:
         self.comparison = Comparison(contents, compares=compares, exact=self._is_consistent)
         self._restore = restore
         rates = data is not None and data.grows
-        self._rates = Following(contents.optimizers.values()) if rates else None
+        self._rates = ScaledRates(contents.optimizers.values()) if rates else None
         self._seeds: dict[str, int] = {}
         self._sendable: list[int] = []  # for each optimizer, the number of parameters whose state was checked
         models.before_forward = self._before_forward
@@ -107,16 +108,16 @@ class CommittedState:
         """Enter a world with the present state, which all its workers have."""
         self.world = world
         agentpage.begins_after(self.step)
-        for scaler in self.contents.scalers:  # initialises it, also without a batch
+        for scaler in self.contents.scalers:  # initialises the scaler, also in a worker without a batch
             scaler.scale(torch.zeros((), device=self.last.device))
         self.models.enter(world)
         self.uncommitted.enter(world)
         self.comparison.enter(world, self.step)
         if self._is_consistent and self.data is not None:
             modules, ranks, seed = [*self.contents.modules.values()], self.data.virtual_ranks, self.data.seed
-            self.reduction = Consistent(modules, ranks, seed, lambda: self.place, world)
+            self.reduction = ConsistentReduction(modules, ranks, seed, lambda: self.place, world)
         else:
-            self.reduction = Averaged(self.models, world if len(self.models) > 1 else None)
+            self.reduction = AveragedReduction(self.models, world if len(self.models) > 1 else None)
         if self._rates is not None:
             _, self._rates.times = self.growth
         self.recorder = recorder()
@@ -131,11 +132,11 @@ class CommittedState:
         self.world = None
         self.comparison.leave()
         self.reduction.close()
-        self.reduction = Averaged(self.models)
+        self.reduction = AveragedReduction(self.models)
         self.models.leave()
         for parameter in self.contents.parameters():
             parameter.grad = None
-        for scaler in self.contents.scalers:  # it may expect update()
+        for scaler in self.contents.scalers:  # the scaler may expect update()
             vars(scaler)["_per_optimizer_states"].clear()
         if self.uncommitted.go_back():
             self.last.go_back()
@@ -147,7 +148,7 @@ class CommittedState:
 
     def _before_forward(self, name: str) -> None:
         self.uncommitted.before_forward()
-        if isinstance(self.reduction, Averaged):
+        if isinstance(self.reduction, AveragedReduction):
             self.reduction.calls(name)
 
     # ------------------------------------------------------------ commits
@@ -189,8 +190,8 @@ class CommittedState:
         if self.saves is not None:
             if not dist.is_initialized():
                 raise RuntimeError(
-                    "the run function has destroyed the process group, without which no checkpoint can be "
-                    "agreed on: leave out destroy_process_group(), as elasticd.worker sees to it"
+                    "the run function has destroyed the process group before the last checkpoint: remove "
+                    "destroy_process_group(), which elasticd.worker calls itself"
                 )
             self.saves.finished(self.parts(), self.world)
 
@@ -216,7 +217,8 @@ class CommittedState:
             raise WorldChanged
 
     def _learned(self) -> Iterator[torch.Tensor]:
-        """Yield what was learned. In consistent mode buffers are the same in all workers, too."""
+        """Yield parameters, optimizers' tensors, and in consistent mode, where they are the same in all
+        workers, buffers."""
         return self.contents.tensors(buffers=self._is_consistent)
 
     # ------------------------------------------------------------ from and to other workers
@@ -315,7 +317,9 @@ class CommittedState:
         mine = self._copied() if beyond is not None and self.holds is Holds.WHOLE else None
         found = None
         try:
-            found = self.saves.resume(self.parts(), world, else_asks=self._restore is not None, beyond=beyond)
+            found = self.saves.resume(
+                self.parts(), world, has_restore=self._restore is not None, beyond=beyond
+            )
         except DataChanged:
             agentpage.fatal(Fatal.BAD_DATA)  # a restart would fail the same way
             raise

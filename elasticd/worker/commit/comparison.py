@@ -100,14 +100,14 @@ class Comparison:
             self._shared.compare(world, ranks, exact=self._exact)
 
     def compare_beginnings(self, world: World, source: int, *, fresh: bool, joins: bool) -> None:
-        """Compare the scripts' initial values. A difference is refused if all workers begin now (``fresh``).
-        A worker that ``joins`` takes the values of ``source``, with a warning. Raises Unlike, and
+        """Compare the scripts' initial values. Raises Unlike if they differ and all workers begin now
+        (``fresh``). A worker that ``joins`` takes the values of rank ``source``, with a warning. Raises
         WorldChanged."""
         differs = self._shared.compare_beginning(world, source, fresh=fresh, exact=self._exact)
         if differs and joins:
             _log.warning(
-                "%s, as their scripts began: worker %d takes what the others have. Give State "
-                "worker.Local(...) for what each worker is to keep for itself",
+                "%s, as their scripts began: worker %d takes the others' values. Give State "
+                "worker.Local(...) for a value that each worker is to keep for itself",
                 differs,
                 world.rank,
             )
@@ -126,7 +126,7 @@ class Comparison:
         parts = [m.cpu().view(torch.uint8) for m in mine]
         packed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         if len({size for (size,) in gathered([len(packed)], world)}) > 1:
-            raise _diverged("not all workers train as many parameters")
+            raise _diverged("the workers train different numbers of parameters")
         with world.or_over():
             heard = [torch.empty_like(packed) for _ in range(world.size)]
             dist.all_gather(heard, packed)
@@ -144,7 +144,7 @@ class Comparison:
             name = [*self._parameters][first]
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
             who = ", ".join(map(str, wrong[first]))
-            raise _diverged(f"{name}{more} of worker {who} is not what the other workers have")
+            raise _diverged(f"{name}{more} of worker {who} differs from the other workers'")
         if slightly and world.rank == 0:
             _say_slightly()
 
@@ -165,9 +165,9 @@ def _to_compare(contents: Contents) -> dict[str, nn.Parameter]:
 def _diverged(what: str) -> Diverged:
     agentpage.fatal(Fatal.BAD_DATA)  # a restart would end the same way
     return Diverged(
-        f"the workers train apart: {what}. Call state.model, and what else of State's is trained by its name "
-        "(state.head), for each forward pass, and change parameters alike in all workers. Where they shall "
-        "differ, give State compare=False"
+        f"the workers have different parameters: {what}. Call state.model, and other trained modules as "
+        "state.NAME, for each forward pass, and change parameters in the same way in all workers. If the "
+        "parameters are meant to differ, give State compare=False"
     )
 
 

@@ -53,8 +53,8 @@ class Contents:
         for name, optimizer in self.optimizers.items():
             if any(id(p) not in kept for p in parameters_of(optimizer)):
                 raise TypeError(
-                    f"{name} changes parameters of no module that State was given, so one that comes later "
-                    "would not have them: give State that module as well, by a name of its own"
+                    f"{name} changes parameters of no module that State was given, so a worker that joins "
+                    "later would not get them: give State their module as well, under another name"
                 )
 
     def _add(self, name: str, value: Any) -> None:
@@ -62,8 +62,8 @@ class Contents:
             value = value.value
             if isinstance(value, nn.Module | Optimizer | Data):
                 raise TypeError(
-                    f"State keeps {name}, a {type(value).__name__}, alike in all workers: worker.Local is "
-                    "for plain data, generators, and other objects with state_dict()"
+                    f"{name} is a {type(value).__name__}, which State keeps the same in all workers: "
+                    "worker.Local is for plain data, generators, and other objects with state_dict()"
                 )
         if isinstance(value, DistributedDataParallel):
             raise TypeError(

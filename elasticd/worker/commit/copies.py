@@ -16,8 +16,8 @@ from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.plaindata import alike, copied, with_tensors
 from elasticd.worker.gradients.buffers import SMALL
 
-LOOKS = 8  # the first commits
-LOOK_EVERY = 64
+LOOKS = 8  # the first commits, in which large buffers are compared with their copies
+LOOK_EVERY = 64  # commits from one later comparison to the next
 
 
 class LastCommit:

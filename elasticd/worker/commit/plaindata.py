@@ -44,7 +44,7 @@ def copied(value: Any, name: str = "value") -> Any:
         if kind is defaultdict and value.default_factory not in (None, *FACTORIES.values()):
             raise TypeError(
                 f"{name} holds a defaultdict of {value.default_factory!r}, which cannot be sent to another "
-                "worker: have its values begin as int, float, str, bool, list, dict, set or tuple do"
+                "worker: use int, float, str, bool, list, dict, set or tuple as its default_factory"
             )
         made.clear()
         for key, item in value.items():
@@ -86,7 +86,7 @@ def require_sendable(value: Any, name: str) -> None:
     try:
         loaded(outlined(value)[0])
     except Exception as error:
-        raise TypeError(f"{name} holds what cannot be sent to another worker: {_KEEP}") from error
+        raise TypeError(f"{name} holds a value that cannot be sent to another worker: {_KEEP}") from error
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -137,6 +137,6 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     if not one.is_floating_point() and not one.is_complex():
         return False
-    if one.itemsize == 1:  # of which torch compares no elements
+    if one.itemsize == 1:  # torch does not compare elements of such types
         one, other = one.float(), other.float()
     return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -17,7 +17,7 @@ class _Numpy:
     """numpy's random state.
 
     ``get_state()`` takes as long as the rest of a commit, and most scripts never draw from numpy. So the
-    generator's memory is compared first. Only a leftover normal number is stored elsewhere.
+    generator's memory is compared first. Only a normal number drawn in advance is stored elsewhere.
     """
 
     def __init__(self) -> None:

@@ -22,16 +22,16 @@ from elasticd.worker.gradients.buffers import SMALL
 from elasticd.worker.world.group import World, or_over
 
 FEW = 4096  # elements of a large tensor that are compared
-NUMBERS_MAX = 2 * SMALL  # numbers of a value that may differ by rounding; all others count to the bit
-EXACT_MAX = 1 << 53  # a larger whole number may have no double of its own
+NUMBERS_MAX = 2 * SMALL  # numbers of a value that may differ by rounding; the rest must be equal
+EXACT_MAX = 1 << 53  # larger integers are not all exact as doubles
 SHOWN_MAX = 40  # characters of a shown value
-ROUNDING = 1e-4  # of a number: smaller differences come from rounding, as on machines of several kinds
+ROUNDING = 1e-4  # relative: smaller differences come from rounding, as on machines of several kinds
 
 
 class ValueSummary(NamedTuple):
     """A value in short. ``shown``: the value, if it is short. ``numbers``: its first ``NUMBERS_MAX``
-    numbers, as doubles. ``counts``: the positions of those that are whole by their type. ``coarse``: a digest
-    of all else. The last three are empty in a summary that is only made for its digest."""
+    numbers, as doubles. ``counts``: the positions of the integers among them. ``coarse``: a digest of the
+    rest. The last three are empty in a summary that is only made for its digest."""
 
     digest: int = 0
     shown: str = ""
@@ -40,8 +40,8 @@ class ValueSummary(NamedTuple):
     counts: tuple[int, ...] = ()
 
     def is_close(self, other: ValueSummary) -> bool:
-        """Whether only floating-point numbers differ, and those by rounding. A count is exact, also where it
-        is a floating-point number in one of the two."""
+        """Whether only floating-point numbers differ, and those by rounding. An integer must be equal, also
+        where it is a floating-point number in one of the two."""
         mine, its = array("d", self.numbers), array("d", other.numbers)
         counts = {*self.counts, *other.counts}
         alike = self.coarse == other.coarse and len(mine) == len(its) and len(mine) > 0
@@ -105,8 +105,8 @@ class Shared:
         heard = _heard(self._summary(numbers=True), world)
         if differs := difference(heard, ranks, exact=exact):
             raise _unlike(
-                f"{differs}. What a State keeps goes from worker to worker: make it the same in all, as by "
-                "dist.all_reduce, or give State worker.Local(...), which each worker keeps for itself"
+                f"{differs}. A State's values are sent from worker to worker: make them the same in all, as "
+                "by dist.all_reduce, or give State worker.Local(...), which each worker keeps for itself"
             )
         self._warn_of(difference(heard, ranks))
 
@@ -114,8 +114,8 @@ class Shared:
         if differs and not self._warned:
             self._warned = True
             _log.warning(
-                "%s, by rounding. What a State keeps goes from worker to worker: where a decision depends on "
-                "the last digits, make the value the same in all workers, as by dist.all_reduce",
+                "%s, by rounding. A State's values are sent from worker to worker: where a decision depends "
+                "on the last digits, make the value the same in all workers, as by dist.all_reduce",
                 differs,
             )
 
@@ -128,8 +128,8 @@ class Shared:
         heard = _heard(self._began, world)
         if fresh and (differs := difference(heard, range(world.size), exact=exact)):
             raise _unlike(
-                f"{differs}, as they begin. All would get what worker {source} has: have the script give the "
-                "same in each, or worker.Local(...), which each worker keeps for itself"
+                f"{differs}, as they begin. All would get the value of worker {source}: give State the same "
+                "value in each, or worker.Local(...), which each worker keeps for itself"
             )
         return difference(heard, [source, world.rank])
 
@@ -148,7 +148,7 @@ def _heard(mine: Summary, world: World | None) -> list[Summary]:
 
 def difference(heard: Sequence[Summary], ranks: Sequence[int], *, exact: bool = True) -> str:
     """Return the first difference between these ranks, in words; empty if there is none. ``exact``: to the
-    bit. Otherwise differences by rounding are none."""
+    bit. Otherwise differences by rounding do not count."""
     for name in sorted({name for rank in ranks for name in heard[rank]}):
         its = {rank: heard[rank].get(name, _NOTHING) for rank in ranks}
         digests = [seen.digest for seen in its.values()]
@@ -167,7 +167,7 @@ def difference(heard: Sequence[Summary], ranks: Sequence[int], *, exact: bool = 
 
 
 def _summary_of(value: Any, *, contents: bool = True, numbers: bool = False) -> ValueSummary:
-    """``numbers``: for ``ValueSummary.is_close`` as well."""
+    """Return the value in short. ``numbers``: for ``ValueSummary.is_close`` as well."""
     found = hashlib.blake2b(digest_size=8)
     _feed(found, value, contents)
     shown = repr(value) if isinstance(value, int | float | str | None) else ""
@@ -202,7 +202,7 @@ def _feed(summary: hashlib.blake2b, value: Any, contents: bool, numbers: _Number
     """Feed the value into the digest. Equal data gives equal digests, wherever it came from. Equal numbers do
     so whatever their type, numpy's included.
 
-    ``numbers``: takes numbers, and those of tensors of floating-point numbers, which then do not count in the
+    ``numbers``: collects numbers and the elements of floating-point tensors, which are then left out of the
     digest.
     """
     if type(value).__module__ == "numpy" and hasattr(value, "item") and value.shape == ():

@@ -19,12 +19,14 @@ from elasticd.worker.report import all_finite, not_finite, policy
 from elasticd.worker.world.group import World, rank
 
 _log = logging.getLogger(__name__)
-LOOKS_INTO = 3  # commits after which elements of parameters are compared: versions miss some changes
+LOOKS_INTO = (
+    3  # the first commits, after which elements of parameters are compared: versions miss some changes
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Who changes which parameters, by their numbers.
+    """Which optimizer trains which parameters. Sets hold the parameters' numbers.
 
     ``trained``: the parameters of each optimizer. ``followers``: for each module, its parameters that no
     optimizer trains.
@@ -38,8 +40,8 @@ class Owners:
         return set(changed).difference(*(self.trained[name] for name in stepped))
 
     def to_copy(self, outside: Set[int], stepped: Iterable[str]) -> set[int]:
-        """Return the parameters to copy at each commit, if these change before the last sum of a step: a
-        worker that dies in that sum would leave none whole.
+        """Return the parameters to copy at each commit, if these change before the last sum of a step: when a
+        worker died in that sum, no worker would have a whole state.
 
         Parameters of one module that no optimizer trains are copied together: averages of a frozen layer
         change only once the layer is trained.
@@ -95,7 +97,7 @@ class Uncommitted:
         return self._undo.wanted
 
     def want(self, wanted: tuple[list[int], list[str]]) -> None:
-        """Copy what another worker copies: values that change early there do so here, from the first step."""
+        """Copy what another worker copies. The same values change early here, from the first step."""
         if self._undoes is not False:
             self._undo.want(*wanted)
 
@@ -122,7 +124,7 @@ class Uncommitted:
         self._torn = False
 
     def tear(self) -> None:
-        """Note that something was read over the values, in part."""
+        """Note that some of the values were overwritten, as by a damaged checkpoint."""
         self._torn = True
 
     def go_back(self) -> bool:
@@ -142,7 +144,8 @@ class Uncommitted:
     def before_forward(self) -> None:
         """Look for weights that were swapped in for an evaluation, before a forward pass without gradients.
 
-        They may be gone again at the next step. The check runs in passes 1, 2, 4, 8 and so on after a commit.
+        They may be swapped back before the next step. The check runs in passes 1, 2, 4, 8 and so on after a
+        commit.
         """
         if self._world is None or self.stepped or torch.is_grad_enabled():
             return
@@ -182,7 +185,7 @@ class Uncommitted:
             if self.stepped or outside:
                 self._copy_from_now_on(outside, self.stepped)
             for gpu in self._gpus:
-                torch.cuda.current_stream(gpu).synchronize()  # the sums are there, or the world ends
+                torch.cuda.current_stream(gpu).synchronize()  # the sums have arrived, or the world ends
                 world.check()
             world.vouch()
         if policy() != "ignore" and not all_finite(gradients_of(self._contents.optimizers[name])):
@@ -201,8 +204,8 @@ class Uncommitted:
             return
         if self._world is not None and self._world.rank == 0:
             _log.warning(
-                "%s changes parameters before the last sum of a step over the workers: from now on a copy is "
-                "kept at each commit, of %.0f MB, to undo that with (undo=False: none is)",
+                "%s changes parameters before the last sum of a step over the workers: from now on they are "
+                "copied at each commit (%.0f MB), so that a step can be undone (undo=False: no copy)",
                 ", ".join(sorted(stepped)) or "something else than an optimizer",
                 self._undo.nbytes / 1e6,
             )
@@ -214,9 +217,9 @@ class Uncommitted:
         self._warned = True
         if rank() == 0:
             _log.warning(
-                "the workers talk to each other between the optimizer's step and state.commit(): where one "
-                "is lost there, no worker can finish this step or undo it. Do that before the step or after "
-                "the commit, or give State undo=True"
+                "collectives are called between the optimizer's step and state.commit(): if a worker is lost "
+                "there, no worker can finish the step or undo it. Call them before the step or after the "
+                "commit, or give State undo=True"
             )
 
     def _unused_gradient(self) -> tuple[torch.Tensor, torch.Tensor] | None:

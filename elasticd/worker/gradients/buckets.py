@@ -1,7 +1,7 @@
 """Buckets of gradients side by side in memory, and their exchange in consistent mode.
 
 Each worker owns a slice of a bucket. The owner gets all workers' parts of the slice, adds them up in the
-order of elasticd.data.summing, and sends the sum to all. These are as many bytes as in an all-reduce.
+order of elasticd.data.summing, and sends the sum to all. This takes as many bytes as an all-reduce.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from elasticd.data.summing import pile_up
 
-FIRST_BYTES = 1 << 20  # as in DistributedDataParallel: the first is full soon
+FIRST_BYTES = 1 << 20  # small, so that sending begins early, as in DistributedDataParallel
 BUCKET_BYTES = 25 << 20
 _ALIGNED = 16  # elements
 
@@ -22,9 +22,9 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class Exchange:
-    """What each worker hands in. ``leaves``: how this worker adds up its virtual ranks. ``all``: how the
-    owner of a slice adds up what all hand in. ``counts``: the number of subtrees that each worker hands
-    in."""
+    """The subtrees of sums that workers exchange (see elasticd.data.summing). ``leaves``: how this worker
+    adds up its virtual ranks. ``all``: how the owner of a slice adds up the subtrees of all workers.
+    ``counts``: the number of each worker's subtrees."""
 
     def __init__(self, blocks: Sequence[range], rank: int, virtual_ranks: int) -> None:
         piles = [pile_up((range(v, v + 1) for v in block), virtual_ranks) for block in blocks]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 LOOKS = 3  # the first steps of a world, in which large buffers are compared: versions miss some changes
-SMALL = 1 << 16  # elements; batch normalization changes its buffers without a new version
+SMALL = 1 << 16  # elements; always copied, since batch normalization changes buffers without a new version
 
 
 class Buffers:
@@ -38,7 +38,7 @@ class Buffers:
 
     @property
     def large(self) -> int:
-        """The number of large buffers, which may be unchanged."""
+        """The number of large buffers, which are copied only if they have changed."""
         return len(self._large)
 
     def note(self) -> None:

@@ -1,7 +1,7 @@
 """Consistent mode: a step computes the same bits in a world of any size.
 
 Everything that could depend on the world belongs to virtual ranks: the order in which gradients are added up
-(elasticd.data.summing), the random numbers for a part of the batch, and the buffers at its begin and end.
+(elasticd.data.summing), the random numbers for a part of the batch, and the buffers at its beginning and end.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ UNDER_WAY = 4  # buckets in flight; with fewer, workers wait for each other in t
 _BETWEEN = -1  # the virtual rank of random numbers between two steps
 
 
-class Consistent:
+class ConsistentReduction:
     """The Reduction of consistent mode in one world; ``close`` it at the world's end.
 
     ``modules``: not wrapped; their parameters are trained. ``place``: identifies a step, and is the same in
     any world. ``world``: None where the world cannot change.
 
-    The gradient of each virtual rank is computed separately, and added up with others as the tree says. For n
-    virtual ranks a worker thus holds up to log2(n) gradients. They are sent, bucket by bucket, during the
+    The gradient of each virtual rank is computed separately, and added up as in elasticd.data.summing. For n
+    virtual ranks a worker thus keeps up to log2(n) gradients. They are sent, bucket by bucket, during the
     last backward pass.
     """
 
@@ -58,7 +58,7 @@ class Consistent:
     # ------------------------------------------------------------ what a step asks for
 
     def begin(self, left_out: Callable[[], int]) -> None:
-        """Sums here follow the parameters, in the same order in all workers."""
+        """Do nothing: the sums have the same order in all workers, whatever models a step calls."""
 
     @contextlib.contextmanager
     def part(self, part: Portion) -> Iterator[None]:
@@ -243,7 +243,7 @@ class Consistent:
 
 _MEANINGS = {
     "torch": ("torch", "install the same version everywhere"),
-    "cpu": ("the processor's instructions", "set ATEN_CPU_CAPABILITY to what all of them have"),
+    "cpu": ("the processor's instructions", "set ATEN_CPU_CAPABILITY to a value that all machines have"),
     "gpu": ("the GPU", "use GPUs of one kind"),
 }
 
@@ -288,7 +288,7 @@ def consistent_arithmetic(modules: Mapping[str, nn.Module], *, wraps: bool) -> A
             "give Data consistent=False"
         )
     if "model" not in modules:
-        raise TypeError("consistent data needs a model to be consistent with: give State model=")
+        raise TypeError("Data(consistent=True) needs a model: give State model=")
     for whole in modules.values():
         for name, module in whole.named_modules():
             where = f"{type(module).__name__} {name}".strip()

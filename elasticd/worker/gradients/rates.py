@@ -48,7 +48,7 @@ def check(rule: Rule | None) -> Rule:
     return rule
 
 
-class Following:
+class ScaledRates:
     """Multiply the optimizers' rates by ``times`` during their steps only: schedulers and scripts see the
     original rates."""
 
@@ -60,7 +60,7 @@ class Following:
         self._asked: dict[Optimizer, list[Any]] = {}
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.times == 1.0 or optimizer in self._asked:  # a subclass's step that calls its base class's
+        if self.times == 1.0 or optimizer in self._asked:  # a base class's step within a subclass's step
             return
         self._asked[optimizer] = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:

@@ -51,7 +51,7 @@ class Reduction(Protocol):
     def close(self) -> None: ...
 
 
-class Averaged:
+class AveragedReduction:
     """Leave the sum to DistributedDataParallel, which averages over the workers: once for each step, in the
     last part's backward pass.
 
@@ -102,14 +102,14 @@ class Averaged:
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Nothing is to undo: the models drop their wrappers by themselves."""
+        """Do nothing: ``WrappedModels.leave`` drops the wrappers."""
 
 
 class CallOrder:
     """Which of several models a step calls, and in which order, for the workers without a part of the batch.
 
     DistributedDataParallel adds up the gradients of the models that were called, in the reverse order of the
-    calls, and messages of one sum must meet those of the same sum. The last rank always has a part. It tells
+    calls, and all workers must make these sums in the same order. The last rank always has a part. It tells
     each model, before the first call in its last part, through the round's store.
     """
 

@@ -63,7 +63,7 @@ class WrappedModels:
 
     ``names``: of the modules to wrap. ``wrap``: None wraps none. ``sums_per_step``: only the last backward
     pass of a step ends in a sum over the workers. ``before_forward``: called with the name of a module before
-    its forward pass; of a module that is not wrapped, when the script gets it.
+    its forward pass; for a module that is not wrapped, when the script reads it from the State.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class WrappedModels:
             if late := wrapped.unfrozen():
                 raise RuntimeError(
                     f"{late} was unfrozen after State had wrapped {name} for this world, so the workers do "
-                    f"not add up its gradient: call state.{name}, which is wrapped anew then, in place of a "
-                    "variable from before"
+                    f"not add up its gradient: call state.{name} in each forward pass, which wraps it again, "
+                    "and keep no variable with the earlier wrapper"
                 )
 
     def _wrap_again(self, name: str) -> None:
@@ -180,11 +180,11 @@ class WrappedModels:
         return _calls() - self._own_calls
 
     def _leave_out_own_calls(self, model: DistributedDataParallel) -> None:
-        there = weakref.ref(model)
+        reference = weakref.ref(model)
 
-        # Not a method: a deep copy of the model would copy it.
+        # Not a bound method: a deep copy of the model would copy this object, too.
         def pre_forward(*args: Any, **kwargs: Any) -> Any:
-            before, mine = _calls(), there()
+            before, mine = _calls(), reference()
             assert mine is not None
             given = DistributedDataParallel._pre_forward(mine, *args, **kwargs)  # type: ignore[no-untyped-call]
             self._own_calls += _calls() - before

@@ -29,7 +29,7 @@ class Fetched(NamedTuple):
     ``part``: None where the worker has no part. ``ids``: the indices asked of the dataset, or the positions
     read from an iterable one. ``samples``: 0 marks the end of an epoch whose end only the reader knows.
     ``read``: in the first parts from each process that reads a stream, a digest of the first global batch
-    there.
+    that the process read.
     """
 
     epoch: int

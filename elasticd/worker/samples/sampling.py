@@ -76,16 +76,14 @@ def order_of(
         name for name, value in (("shuffle", shuffle), ("weights", weights), ("sampler", sampler)) if value
     ]
     if len(said) > 1:
-        raise TypeError(
-            f"{said[0]} and {said[1]} exclude each other: each of them is an order of the samples"
-        )
+        raise TypeError(f"{said[0]} and {said[1]} both set the order of the samples: give only one of them")
     if draws is not None and weights is None:
-        raise TypeError("draws says how many samples an epoch draws by weights: give them, too")
+        raise TypeError("draws is the number of samples that an epoch draws by weights: give weights, too")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         if said:
             raise TypeError(
-                f"an iterable dataset has an order of its own, so {said[0]} means nothing for it: leave it "
-                "out, and mix what it reads"
+                f"an iterable dataset has an order of its own, so {said[0]} has no effect: leave it out, and "
+                "shuffle in the dataset"
             )
         if not hasattr(dataset, "__iter__"):
             raise TypeError(

@@ -26,8 +26,8 @@ _NO_DIGESTS = Digests()
 
 
 _NOT_WHOLE = (
-    "a checkpoint that is not whole was read over what the script has made, and its restore= has nothing to "
-    "go on from"
+    "a damaged checkpoint has overwritten a part of the script's initial state, and restore= has loaded "
+    "nothing: have restore= load a state, or remove the checkpoints to start anew"
 )
 
 
@@ -49,8 +49,8 @@ class HeldState:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The source of the state and the ranks that take it. ``fresh``: no worker has committed anything, so the
-    source begins."""
+    """The source of the state and the ranks that take it. ``fresh``: no worker has committed anything, so all
+    begin with the source's initial state."""
 
     source: int
     takers: tuple[int, ...]
@@ -58,7 +58,7 @@ class Transfer:
 
 
 def choose(standings: Sequence[HeldState]) -> Transfer:
-    """Return the choice of the most advanced state. Of several workers that have it, the lowest rank
+    """Choose the most advanced state. Of several workers that have it, the lowest rank
     sends."""
     ages = [(s.agreed, s.step, s.marks) if s.holds is Holds.WHOLE else None for s in standings]
     newest = max((age for age in ages if age is not None), default=None)
@@ -89,7 +89,7 @@ def agree(state: CommittedState, world: World) -> Source:
     if choice.fresh:
         tier = state.resume(world)
     elif age.agreed < world.number - 1 and state.has_newer(age, world):
-        tier = state.resume(world, beyond=age)  # from a later world without survivors
+        tier = state.resume(world, beyond=age)  # of a later world, of which no worker is left
     if tier:
         state.agree(world.number)
         return Source(tier)
@@ -120,11 +120,11 @@ def agree(state: CommittedState, world: World) -> Source:
 def _why_lost(step: int) -> str:
     never = "; state.commit() was never called" if step == 0 else ""
     return (
-        "no worker has a whole state any more: each had begun to read a checkpoint, an optimizer's step or "
-        f"another change of weights after committed step {step}, that it could neither end nor undo{never}. "
-        "Call state.commit() right after the optimizer's step, with nothing in between that talks to other "
-        "workers, have workers not talk to each other while other weights are swapped in, or give State "
-        "undo=True, which keeps a copy at each commit, or a restore= that loads a checkpoint"
+        f"no worker has a whole state any more: after committed step {step} each was interrupted in an "
+        "optimizer's step, in another change of weights or while it read a checkpoint, and could not undo "
+        f"that{never}. Call state.commit() right after the optimizer's step, call no collective in between "
+        "or while other weights are swapped in, or give State undo=True, which keeps a copy at each commit, "
+        "or a restore= that loads a checkpoint"
     )
 
 
@@ -137,7 +137,7 @@ def _standings(state: CommittedState, world: World) -> list[HeldState]:
     ]
 
 
-# ---------------------------------------------------------------- the way there
+# ---------------------------------------------------------------- sending
 
 
 class _Chain:
@@ -153,7 +153,7 @@ class _Chain:
 
     def carry(self, parcel: torch.Tensor) -> torch.Tensor:
         """Return the parcel with the source's bytes. The caller must not change the parcel before ``finish``.
-        A parcel packed for this is freed once it has been taken."""
+        A parcel that the source packed is freed once it has been sent."""
         for piece in torch.split(parcel, PARCEL_BYTES):
             if self._before is not None:
                 dist.recv(piece, self._before)

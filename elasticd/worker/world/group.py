@@ -28,10 +28,10 @@ from elasticd.channel.worker_messages import Enter
 from elasticd.worker.world import destroying, message_timeouts
 from elasticd.worker.world.destroying import sockets
 
-FORMING_S_MAX = 10.0  # all workers are there, and connect
+FORMING_S_MAX = 10.0  # for all workers, which are ready, to connect
 FORMING_S_MAX_EACH = 0.1  # more for each worker, as all connect to all
 STORE_S_MAX = 15.0  # torch resolves the names of both ends of each connection, and DNS may be slow
-ANSWER_S_MAX = 2.0  # for a store that is to end a wait: its network may be cut
+ANSWER_S_MAX = 2.0  # for the store's answer when a wait is to end: the network may be down
 _LEFT = "left"
 _OF_THE_GROUP = ("gloo/", "NCCL", "monitoredBarrier")  # marks of a failed collective in torch's messages
 _FOREVER = timedelta(days=30)  # the agent ends the wait, not a clock
@@ -105,7 +105,7 @@ class World:
         with self.or_over():
             with self._connecting():
                 self._store = self._connect()
-            # Gloo waits in vain for a worker that dies while it connects. So connect only when all are there.
+            # Gloo waits in vain for a worker that dies while it connects. So connect only when all are ready.
             if self._store.add("here", 1) == self.size:
                 self._store.compare_set("all", "", "here")
             if self._await("all") != "here" or self.over:  # over: too late to tell the others
@@ -202,8 +202,8 @@ class World:
         return value.removeprefix("=")
 
     def forget_values(self, keys: Sequence[str], hearers: int) -> None:
-        """Remove values that this worker has heard. The values go once ``hearers`` workers have called this
-        with the same keys: others may lag by many steps. Raises WorldChanged."""
+        """Remove values that this worker has heard, once ``hearers`` workers have called this with the same
+        keys: others may lag by many steps. Raises WorldChanged."""
         heard = f"heard {keys[-1]}"
         with self.or_over():
             if self._store.add(heard, 1) == hearers:
@@ -244,7 +244,9 @@ class World:
             self.over = True
             awaited = self._awaited
         if awaited:
-            told = _aside(lambda: self._connect().compare_set(awaited, "", _LEFT))  # for all or none
+            told = _aside(
+                lambda: self._connect().compare_set(awaited, "", _LEFT)
+            )  # ends the wait in all workers, or in none
             with contextlib.suppress(queue.Empty):
                 if told.get(timeout=ANSWER_S_MAX):
                     return
@@ -276,8 +278,8 @@ class World:
 
     @contextlib.contextmanager
     def or_over(self) -> Iterator[None]:
-        """Raise WorldChanged for a failure in the block because the world is over or breaks. A lack of memory
-        or threads is this worker's own error."""
+        """Raise WorldChanged if the block fails because the world is over or a collective has failed. A lack
+        of memory or threads is this worker's own error."""
         try:
             yield
         except RuntimeError as error:
