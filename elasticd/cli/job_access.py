@@ -132,8 +132,8 @@ def facts_of(listing: Listing) -> dict[str, Fact]:
 
 
 def unusable(job: str, bad: Sequence[BadRecord]) -> Complaint | None:
-    """Return a Complaint if the job's spec or round cannot be read, since nothing true can then be shown;
-    else None."""
+    """Return a Complaint if the job's spec or round cannot be read, so that its status is unknown; else
+    None."""
     worst = next((error for error in bad if error.key in ("spec", "round")), None)
     return None if worst is None else Complaint(f"{job}: {worst}.")
 

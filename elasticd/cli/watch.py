@@ -141,7 +141,7 @@ class _Watch:
             if self._place.ended(self._job):
                 raise Complaint(f"the standalone run {self._job} has ended, and its etcd with it.") from error
             if not self._away:
-                say("elasticd: etcd is away; waiting.", err=True)
+                say("elasticd: etcd cannot be reached; waiting.", err=True)
             self._away = True
             return False
         except StoreError as error:

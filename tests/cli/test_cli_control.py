@@ -329,7 +329,7 @@ def test_a_watch_waits_for_an_etcd_that_is_away_and_goes_on() -> None:
                 assert process.stderr is not None
                 assert json.loads(next_line(process))["round"] == 1
                 etcd.stop(remove=False)
-                assert process.stderr.readline() == "elasticd: etcd is away; waiting.\n"
+                assert process.stderr.readline() == "elasticd: etcd cannot be reached; waiting.\n"
                 etcd.start()
                 assert json.loads(next_line(process))["round"] == 1  # though nothing has changed
                 put(client, "j", round=replace(LIVE, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED))
