@@ -163,7 +163,7 @@ def _as_root(access: EtcdAccess) -> Iterator[Roles]:
     with etcd_errors_explained(), Client(access) as client, Roles(access) as roles:
         try:
             client.check()
-            if not roles.asks_who_one_is():
+            if not roles.requires_login():
                 raise NoLogins("")
             yield roles
         except NoLogins as error:
@@ -186,7 +186,7 @@ def _make(roles: Roles, wanted: RoleAndUser) -> None:
         raise Complaint(
             f"the user {user} has the role root, and so may do everything: give another user with --user."
         )
-    there = roles.allows(role)
+    there = roles.permissions_of(role)
     if there is not None and set(there) - {allowed}:
         raise Complaint(
             f"the role {role} exists, and allows something other than {wanted.prefix}: see "
@@ -196,7 +196,7 @@ def _make(roles: Roles, wanted: RoleAndUser) -> None:
     if there is None:
         roles.add_role(role)
     if there != (allowed,):
-        roles.allow(role, allowed)
+        roles.add_permission(role, allowed)
         say(f"The role {role} is created: it may read and write below {wanted.prefix}, and nowhere else.")
     else:
         say(f"The role {role} exists already, for the keys below {wanted.prefix} only.")
@@ -204,11 +204,11 @@ def _make(roles: Roles, wanted: RoleAndUser) -> None:
         roles.add_user(user, password)
         how = "with a certificate of that common name" if password is None else _from(wanted)
         say(f"The user {user} is created, and logs in {how}.")
-    elif password is None or roles.takes(user, password):
+    elif password is None or roles.accepts_password(user, password):
         say(f"The user {user} exists already.")
     else:
         roles.set_password(user, password)
-        if not roles.takes(user, password):
+        if not roles.accepts_password(user, password):
             raise Complaint(
                 f"the user {user} was created to log in with a certificate, and takes no password: remove "
                 "the user with --remove first, or give another user with --user."
@@ -252,7 +252,7 @@ def _remove(roles: Roles, wanted: RoleAndUser) -> None:
         say(f"The user {user} is kept, because it also has {describe.listing(others)}.")
     else:
         say(f"The user {user} is kept, because it does not have the role {role}.")
-    if roles.allows(role) is None:
+    if roles.permissions_of(role) is None:
         say(f"There is no role {role}.")
     else:
         roles.delete_role(role)  # etcd also takes the role from all users

@@ -45,15 +45,15 @@ class Roles:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def asks_who_one_is(self) -> bool:
+    def requires_login(self) -> bool:
         """Return whether authentication is enabled; without it, roles have no effect. Needs no permission."""
         try:
-            self.takes("root", "")
+            self.accepts_password("root", "")
         except NoLogins:
             return False
         return True
 
-    def takes(self, user: str, password: str) -> bool:
+    def accepts_password(self, user: str, password: str) -> bool:
         """Return whether the user can log in with that password. Raises NoLogins."""
         try:
             self._call("authenticate", rpc.AuthenticateRequest(name=user, password=password))
@@ -65,7 +65,7 @@ class Roles:
 
     # ---- roles
 
-    def allows(self, role: str) -> tuple[Permission, ...] | None:
+    def permissions_of(self, role: str) -> tuple[Permission, ...] | None:
         """Return the role's permissions; None if there is no such role."""
         try:
             found = self._call("get_role", rpc.AuthRoleGetRequest(role=role)).perm
@@ -77,7 +77,7 @@ class Roles:
     def add_role(self, role: str) -> None:
         self._call("add_role", rpc.AuthRoleAddRequest(name=role))
 
-    def allow(self, role: str, permission: Permission) -> None:
+    def add_permission(self, role: str, permission: Permission) -> None:
         kind = _KINDS.values_by_name[permission.kind.upper()].number
         allowed = _Permission(permType=kind, key=permission.key, range_end=permission.end)
         self._call("grant_permission", rpc.AuthRoleGrantPermissionRequest(name=role, perm=allowed))
@@ -103,7 +103,7 @@ class Roles:
 
     def set_password(self, user: str, password: str) -> None:
         """Change the password. Has no effect on a user that was added without a password: check with
-        ``takes``."""
+        ``accepts_password``."""
         self._call("change_password", rpc.AuthUserChangePasswordRequest(name=user, password=password))
 
     def grant(self, user: str, role: str) -> None:

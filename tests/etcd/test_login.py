@@ -145,7 +145,7 @@ def shared(tmp_path: Path) -> Iterator[tuple[EtcdAccess, EtcdAccess]]:
                 roles.add_user(name, None)
                 roles.grant(name, name)
             for prefix in ("/elasticd/a/", "/elasticd.torchrun/a/"):
-                roles.allow("a", all_below(prefix))
+                roles.add_permission("a", all_below(prefix))
         with grpc.secure_channel(cluster.endpoints[0], _credentials(root)) as channel:
             rpc.AuthStub(channel).AuthEnable(rpc.AuthEnableRequest(), timeout=10)
         yield root, a

@@ -94,7 +94,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     try:
         cluster.start(root)
         with Roles(root) as roles:
-            assert not roles.asks_who_one_is()
+            assert not roles.requires_login()
             roles.add_role("root")
             roles.add_user("root", None)
             roles.grant("root", "root")
@@ -254,7 +254,7 @@ def test_an_etcd_that_asks_nobody_who_they_are_is_not_given_roles(etcd: Embedded
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "has authentication off" in done.stderr and "etcdctl auth enable" in done.stderr
     with Roles(EtcdAccess((etcd.endpoint,))) as roles:
-        assert roles.allows("elasticd/job") is None and roles.roles_of("job") is None
+        assert roles.permissions_of("elasticd/job") is None and roles.roles_of("job") is None
 
 
 def test_an_etcd_that_is_not_there_may_be_tried_again() -> None:
@@ -265,13 +265,13 @@ def test_an_etcd_that_is_not_there_may_be_tried_again() -> None:
 def test_a_role_that_allows_more_and_a_user_who_may_do_everything_are_not_used(guarded: Guarded) -> None:
     with Roles(guarded.known_as("root")) as roles:
         roles.add_role("elasticd/wide")
-        roles.allow("elasticd/wide", all_below("/"))
+        roles.add_permission("elasticd/wide", all_below("/"))
         roles.add_user("boss", None)
         roles.grant("boss", "root")
     assert "allows something other than /elasticd/wide/" in guarded.refused("wide")
     assert "the user boss has the role root" in guarded.refused("small", "--user=boss")
     with Roles(guarded.known_as("root")) as roles:
-        assert roles.roles_of("wide") is None and roles.allows("elasticd/small") is None
+        assert roles.roles_of("wide") is None and roles.permissions_of("elasticd/small") is None
 
 
 def test_a_user_with_a_certificate_is_not_told_to_have_a_password(guarded: Guarded) -> None:
