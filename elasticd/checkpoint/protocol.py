@@ -18,7 +18,7 @@ SILENCE_S: Final = (
     60.0  # a saver that is silent for longer counts as stuck; a start on a busy machine takes less
 )
 _LENGTHS = struct.Struct("<QQ")
-_PAPER_BYTES_MAX: Final = 1 << 30
+_LAYOUT_BYTES_MAX: Final = 1 << 30
 
 # ------------------------------------------------------------ worker to saver
 
@@ -55,7 +55,7 @@ class OpenWorld:
 @dataclass(frozen=True, slots=True)
 class PlanShard:
     """The worker's shard has ``size`` bytes in all saves of the plan with the number ``plan``. The message
-    carries a file: the plan's ``Paper``."""
+    carries a file: the plan's ``Layout``."""
 
     plan: int
     size: int
@@ -215,7 +215,7 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True)
 class ShardHeld:
-    """The message carries two files: the memory of the shard of ``rank``, and the shard's ``Paper``."""
+    """The message carries two files: the memory of the shard of ``rank``, and the shard's ``Layout``."""
 
     rank: int
 
@@ -328,7 +328,7 @@ def answer(saver: SaverChannel) -> tuple[SaverToWorker, list[int]]:
             return heard
 
 
-def is_of(sock: socket.socket, agent: int) -> bool:
+def descends_from(sock: socket.socket, agent: int) -> bool:
     """Return whether the process at the other end of the socket is the agent (a pid) or one of its
     descendants: a worker, or a process that a worker started. The kernel reports the pid, so no secret is
     needed."""
@@ -343,7 +343,7 @@ def is_of(sock: socket.socket, agent: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Paper:
+class Layout:
     """Where the tensors and objects of all checkpoints of a plan are: the encoded ``Index``, and the same as
     DCP's ``.metadata``, which is empty except on the rank that writes it."""
 
@@ -358,9 +358,9 @@ class Paper:
         return fd
 
     @classmethod
-    def of(cls, fd: int) -> Paper:
+    def of(cls, fd: int) -> Layout:
         """Read a file that ``file`` made. Raises ValueError if the content is not valid, and OSError."""
-        there = min(os.fstat(fd).st_size, _PAPER_BYTES_MAX)
+        there = min(os.fstat(fd).st_size, _LAYOUT_BYTES_MAX)
         if there < _LENGTHS.size:
             raise ValueError("the layout is cut off")
         index, metadata = _LENGTHS.unpack(os.pread(fd, _LENGTHS.size, 0))

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from elasticd.channel.codec import ChannelClosed
-from elasticd.checkpoint.client.collectives import Together
+from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.client.gpu_copy import GpuCopier
 from elasticd.checkpoint.client.objects import pickled
 from elasticd.checkpoint.client.resuming import Kept, NoCheckpoint, Resuming
-from elasticd.checkpoint.client.saver_connection import SaverLine, Terms
+from elasticd.checkpoint.client.saver_connection import SaverConnection, Terms
 from elasticd.checkpoint.client.schedule import Schedule, parse_cadence
 from elasticd.checkpoint.client.staging import CopyPlan, lay_out_together, shape_of
 from elasticd.checkpoint.client.state_dict import Flat, Misfit, flatten
@@ -125,11 +125,11 @@ class Checkpoints:
         self._store = store_at(where)
         self._schedule = Schedule(parse_cadence(when or os.environ.get("ELASTICD_CHECKPOINT_EVERY") or "1"))
         self._keep = Keep(last, every)
-        self._line = SaverLine(self._take, self._lost)
+        self._line = SaverConnection(self._take, self._lost)
         self._gpu = GpuCopier()
         self._terms = Terms("", 0, copies=False)
         self._in_step = False
-        self._together: Together | None = None
+        self._ranks: RankGroup | None = None
         self._plan: CopyPlan | None = None
         self._blobs: dict[str, bytes] = {}  # the objects, pickled, of the last save
         self._plans = 0
@@ -158,7 +158,7 @@ class Checkpoints:
         TypeError for an object that could not be loaded again, and NotFinite for NaN if the job runs with
         ``--on-nonfinite=rollback``. An error of the disk raises nothing: see ``failed``.
         """
-        together = self._in_this_world()
+        ranks = self._in_this_world()
         began = time.monotonic()
         flat = flatten(state)
         if policy() == "rollback" and any_nan(flat.tensors.values()):
@@ -169,26 +169,26 @@ class Checkpoints:
         blobs = self._blobs = pickled(flat.objects, self._blobs)
         same = plan is not None and plan.suits(shape, blobs)
         free = (plan is None or not same or plan.free) and len(self._pending) < _UNDER_WAY_MAX
-        answer = together.ask_least([self._line.is_open, same, free, step, -step])
+        answer = ranks.ask_least([self._line.is_open, same, free, step, -step])
         # Copy already: the copy is most likely needed, and the others' answers take time.
         why = self._fill(state, flat, blobs) if self._line.is_open and same and free else None
         agreed = answer()
         if agreed[3] != -agreed[4]:
             raise ValueError(
-                f"rank {together.rank} saves step {step}, and other ranks save steps {agreed[3]} to "
+                f"rank {ranks.rank} saves step {step}, and other ranks save steps {agreed[3]} to "
                 f"{-agreed[4]}: decide by a value that is the same on all ranks, such as due(step)"
             )
         if not agreed[0]:
             self._plan = None
             self._pending.clear()
-            self._terms = self._line.open(together, self._store, self._keep)
+            self._terms = self._line.open(ranks, self._store, self._keep)
             self._seq = 0  # part of the checkpoint's name; a new worker counts from 0
         if agreed[0] and not agreed[2]:
             self.skipped += 1
             self._line.mention(SkipSave(step))
             return False
         if not (agreed[0] and agreed[1]):
-            self._make_plan(together, state, flat, blobs)
+            self._make_plan(ranks, state, flat, blobs)
             why = None
         self._seq += 1
         self._hand_over(self._fill(state, flat, blobs) if why is None else why, step, began)
@@ -269,26 +269,26 @@ class Checkpoints:
         if self._plan is not None and self._plan.landed is not None:
             futures.wait([self._plan.landed], _LANDS_S)
         self._line.close()
-        self._plan, self._together = None, None
+        self._plan, self._ranks = None, None
 
-    def _in_this_world(self) -> Together:
-        if self._together is None or self._together.over:
+    def _in_this_world(self) -> RankGroup:
+        if self._ranks is None or self._ranks.over:
             self.close()
             self._pending.clear()
-            self._together = Together(in_step=self._in_step)
+            self._ranks = RankGroup(in_step=self._in_step)
             self._schedule.begin()
-        return self._together
+        return self._ranks
 
     def _is_waited_for(self) -> bool:
         return bool(self._pending) or (self._plan is not None and self._plan.copying)
 
     def _make_plan(
-        self, together: Together, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]
+        self, ranks: RankGroup, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]
     ) -> None:
         """Decide who writes what, on all ranks together, and tell the saver."""
         self._plans += 1
-        self._plan, paper = CopyPlan.agree(together, self._plans, state, flat, blobs, self._gpu)
-        file = paper.file()
+        self._plan, layout = CopyPlan.agree(ranks, self._plans, state, flat, blobs, self._gpu)
+        file = layout.file()
         try:
             self._line.say(PlanShard(self._plan.number, self._plan.shard.size), file)
         finally:
@@ -344,7 +344,7 @@ class Checkpoints:
     def _fail(self, step: int, why: str) -> None:
         self.failed += 1
         self.last_error = f"the checkpoint of step {step} was not saved: {why}"
-        if self._together is not None and self._together.rank == 0:
+        if self._ranks is not None and self._ranks.rank == 0:
             _log.warning("%s", self.last_error)
 
     def _lost(self, error: ChannelClosed) -> None:

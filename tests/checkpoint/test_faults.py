@@ -32,9 +32,9 @@ from elasticd.checkpoint.protocol import (
     AskShards,
     BufferFree,
     BufferTorn,
+    Layout,
     MissSave,
     OpenWorld,
-    Paper,
     Places,
     PlanShard,
     SaveCommitted,
@@ -483,11 +483,11 @@ def joins(
     line = protocol.connect(name)
     ranks = tuple(locals_ or range(world))
     line.send(OpenWorld(str(path), token, rank, world, round, round, ranks, holder="", last=3, every=0))
-    paper = Paper(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
-    line.send(PlanShard(1, 64), (paper,))
+    layout = Layout(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
+    line.send(PlanShard(1, 64), (layout,))
     memory = Memory.make(64)
     line.send(ShareBuffer(1, 0), (memory.fd,))
-    os.close(paper)
+    os.close(layout)
     return line
 
 
@@ -672,7 +672,7 @@ def test_a_world_of_an_older_round_cannot_commit(forker, tmp_path):
 def test_nonsense_ends_that_conversation_and_no_other(forker, tmp_path):
     name, _ = forker.saver(linger_s=60.0)
     good = joins(name, tmp_path / "run", 0, 1)
-    empty, paper, long, sparse = os.memfd_create("empty"), *(Paper(b"", b"").file() for _ in range(3))
+    empty, layout, long, sparse = os.memfd_create("empty"), *(Layout(b"", b"").file() for _ in range(3))
     for liar in (long, sparse):
         os.pwrite(liar, struct.pack("<QQ", 1 << 62, 0), 0)
     os.truncate(sparse, (1 << 62) + 16)
@@ -686,18 +686,18 @@ def test_nonsense_ends_that_conversation_and_no_other(forker, tmp_path):
         (whole, [empty]),  # with one that is cut off
         (whole, [long]),  # whose index would be longer than it
         (whole, [sparse]),  # that is longer than any memory
-        (whole.replace(b"3", b"-3"), [paper]),
+        (whole.replace(b"3", b"-3"), [layout]),
         (whole, [empty, empty]),
         (whole[:-1], [empty]),
         (whole.replace(b"3", b'"3"'), [empty]),
-        (whole.replace(b"3", b"%d" % (1 << 63)), [paper]),  # more than a size can be
+        (whole.replace(b"3", b"%d" % (1 << 63)), [layout]),  # more than a size can be
     ):
         bad = protocol.connect(name)
         socket.send_fds(bad.socket, [raw], files)
         with pytest.raises(ChannelClosed):
             bad.receive()
         bad.close()
-    close_all((empty, paper, long, sparse))
+    close_all((empty, layout, long, sparse))
     outside = joins(name, tmp_path / "run", 0, 1, "0000000c")
     hands_over(outside, 1, "../../elsewhere")
     with pytest.raises(ChannelClosed):

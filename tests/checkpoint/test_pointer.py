@@ -21,9 +21,9 @@ from elasticd.checkpoint.format.manifest import (
     encode_index,
     shard_name,
 )
-from elasticd.checkpoint.protocol import Paper
+from elasticd.checkpoint.protocol import Layout
 from elasticd.checkpoint.server.committing import Committing
-from elasticd.checkpoint.server.shards import Gathering, SavingWorld
+from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
 from elasticd.checkpoint.store import CheckpointStore
 from elasticd.checkpoint.store.disk import Disk
 from elasticd.checkpoint.store.remote import Remote
@@ -54,9 +54,9 @@ class Job:
     def commit(self, *steps: int) -> None:
         for step in steps:
             name = folder_name(step, self.world.round, "0000000a", step)
-            gathering = Gathering(name, step, 1.0, 0.0, Paper(INDEX, b"metadata"))
-            gathering.files = {0: self.store.write(f"{name}/{shard_name(0)}", memoryview(b"shard"))}
-            self.committing.commit(self.world, gathering)
+            save = PendingSave(name, step, 1.0, 0.0, Layout(INDEX, b"metadata"))
+            save.files = {0: self.store.write(f"{name}/{shard_name(0)}", memoryview(b"shard"))}
+            self.committing.commit(self.world, save)
 
 
 def committed(store: CheckpointStore, say: Callable[[str], None] = lambda _: None) -> list[int]:

@@ -16,9 +16,9 @@ import torch
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import File, Index, encode_index, shard_name
-from elasticd.checkpoint.protocol import Paper
+from elasticd.checkpoint.protocol import Layout
 from elasticd.checkpoint.server.committing import Committing
-from elasticd.checkpoint.server.shards import Gathering, SavingWorld
+from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
 from elasticd.checkpoint.store import store_at
 from elasticd.core.checkpoint_names import folder_name, parse_folder
 from elasticd.worker.checkpoints import Checkpoints
@@ -253,14 +253,12 @@ def test_what_other_nodes_have_written_is_asked_for_once_a_node(s3, where):
     store, name = store_at(where), folder_name(5, 1, "0000000a", 1)
     committing = Committing(FilePointer)
 
-    def node(n: int) -> tuple[SavingWorld, Gathering]:
+    def node(n: int) -> tuple[SavingWorld, PendingSave]:
         ranks = range(n * slots, (n + 1) * slots)
         world = SavingWorld(store, "0000000a", 1, 1, nodes * slots, frozenset(ranks), Keep(3))
-        gathering = Gathering(
-            name, 5, 1.0, time.monotonic(), Paper(encode_index(Index([], {}, {}, {})), b"x")
-        )
-        gathering.files = {rank: File(shard_name(rank), 1, ["0" * 16]) for rank in ranks}
-        return world, gathering
+        save = PendingSave(name, 5, 1.0, time.monotonic(), Layout(encode_index(Index([], {}, {}, {})), b"x"))
+        save.files = {rank: File(shard_name(rank), 1, ["0" * 16]) for rank in ranks}
+        return world, save
 
     for n in range(1, nodes):
         committing.hand_in(*node(n))

@@ -24,7 +24,7 @@ import msgspec
 import pytest
 
 from elasticd.checkpoint import protocol
-from elasticd.checkpoint.client.memory_tier import Memories
+from elasticd.checkpoint.client.memory_tier import SaverQueries
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Label, Replica
@@ -217,11 +217,11 @@ def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tm
         label = Label(path, folder_name(1, 1, "0000000a", n), 1, 1, 3000, n)
         replication._replicas.keep(Replica(label, b"", memory))
     with served(replication) as name:
-        memories = Memories(name, path)
-        assert {offer.name for offer in memories.survey()} == {
+        queries = SaverQueries(name, path)
+        assert {offer.name for offer in queries.survey()} == {
             folder_name(1, 1, "0000000a", n) for n in range(3000)
         }
-        memories.close()
+        queries.close()
 
 
 BITS = 300

@@ -21,7 +21,7 @@ import pytest
 
 from elasticd.channel.codec import ChannelClosed
 from elasticd.checkpoint import protocol
-from elasticd.checkpoint.client.memory_tier import Memories, Untold
+from elasticd.checkpoint.client.memory_tier import CommittedUnknown, SaverQueries
 from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
 from elasticd.checkpoint.commit.retention import Commit, CommitRefused, Keep
 from elasticd.checkpoint.format.manifest import (
@@ -40,8 +40,8 @@ from elasticd.checkpoint.protocol import (
     BufferFree,
     Known,
     KnownUnreadable,
+    Layout,
     OpenWorld,
-    Paper,
     PlanShard,
     SaverChannel,
     SaveShard,
@@ -188,16 +188,16 @@ def test_what_others_have_committed_is_not_taken_for_this_job_s_where_etcd_does_
     FilePointer(tmp_path).commit(other, Keep())
     with Warden.start() as warden:
         service = SaverService(warden, EtcdAccess(("127.0.0.1:1",), timeout_s=0.1), "j")
-        memories = Memories(service.name, str(tmp_path))
-        there = memories.committed(own=False)
+        queries = SaverQueries(service.name, str(tmp_path))
+        there = queries.committed(own=False)
         assert there is not None and there.saved == (other,)
-        with pytest.raises(Untold, match="cannot be read: reading etcd failed"):
-            memories.committed(own=True)
+        with pytest.raises(CommittedUnknown, match="cannot be read: reading etcd failed"):
+            queries.committed(own=True)
         service.close()
-    assert memories.committed(own=False) is None, "the file is there to be read"
-    with pytest.raises(Untold, match="the checkpoints of this job are not known"):
-        memories.committed(own=True)
-    memories.close()
+    assert queries.committed(own=False) is None, "the file is there to be read"
+    with pytest.raises(CommittedUnknown, match="the checkpoints of this job are not known"):
+        queries.committed(own=True)
+    queries.close()
 
 
 def test_a_commit_waits_for_an_etcd_that_is_away_and_gives_up_in_the_end(tmp_path):
@@ -459,11 +459,11 @@ def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) 
     """A world of one worker. ``last``: how many are kept."""
     line = protocol.connect(saver)
     line.send(OpenWorld(store, f"{step:08x}", 0, 1, round, round, (0,), holder="", last=last, every=0))
-    paper = Paper(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
-    line.send(PlanShard(1, 64), (paper,))
+    layout = Layout(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
+    line.send(PlanShard(1, 64), (layout,))
     memory = Memory.make(64)
     line.send(ShareBuffer(1, 0), (memory.fd,))
-    os.close(paper)
+    os.close(layout)
     hands_over_more(line, round, step)
     return line
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 
-class Together:
+class RankGroup:
     """The ranks of the present world, or this process alone.
 
     ``in_step``: no rank uses other collectives meanwhile. The world's own group is then used, which is

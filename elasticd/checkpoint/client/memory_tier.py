@@ -18,8 +18,8 @@ from elasticd.checkpoint.protocol import (
     AskShards,
     Known,
     KnownUnreadable,
+    Layout,
     Offers,
-    Paper,
     Places,
     SaverChannel,
     SaverSilent,
@@ -36,7 +36,7 @@ from elasticd.core.facts import Checkpoint, Holder
 _log = logging.getLogger(__name__)
 
 
-class Untold(Exception):
+class CommittedUnknown(Exception):
     """The committed checkpoints cannot be found out at present. The message is one sentence."""
 
 
@@ -94,7 +94,7 @@ class Recalled:
         self.read.add(holder.node)
 
 
-class Memories:
+class SaverQueries:
     """Asks this node's saver about the states at a path: the states in memory, and the committed ones.
 
     Without a saver, nothing is in memory. A saver that is stopped counts as none, after one warning.
@@ -125,9 +125,9 @@ class Memories:
                     case Places(holders), _:
                         places = {its.node: its for its in holders}
                         break
-                    case ShardHeld(rank), [memory, paper]:
-                        raw = raw or Paper.of(paper).index
-                        close_all((paper,) if rank not in near else (paper, memory))
+                    case ShardHeld(rank), [memory, layout]:
+                        raw = raw or Layout.of(layout).index
+                        close_all((layout,) if rank not in near else (layout, memory))
                         near.setdefault(rank, memory)
             for rank, nodes in enumerate(choice.holders):
                 if rank not in near:
@@ -149,17 +149,17 @@ class Memories:
     def committed(self, *, own: bool) -> Checkpoint | None:
         """Return the committed checkpoints. ``own``: only this job's, which only a saver knows.
 
-        Return None if there is no saver, or if the saver does not answer and ``own`` is false. Raises Untold
-        if the saver cannot read them at present, and BadCheckpoint if it never can.
+        Return None if there is no saver, or if the saver does not answer and ``own`` is false. Raises
+        CommittedUnknown if the saver cannot read them at present, and BadCheckpoint if it never can.
         """
         for message, _ in self._ask(AskKnown(self._path, own)):
             match message:
                 case Known(checkpoint):
                     return checkpoint
                 case KnownUnreadable(why, lasting):
-                    raise BadCheckpoint(why) if lasting else Untold(why)
+                    raise BadCheckpoint(why) if lasting else CommittedUnknown(why)
         if own and self._saver:
-            raise Untold("the checkpoints of this job are not known: its saver does not answer")
+            raise CommittedUnknown("the checkpoints of this job are not known: its saver does not answer")
         return None
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from elasticd.checkpoint.client.collectives import Together
+from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.client.state_dict import Flat, flatten, prepare_optimizers, restore
 from elasticd.checkpoint.format import metadata
 from elasticd.checkpoint.format.manifest import METADATA, BadCheckpoint
@@ -40,7 +40,7 @@ class _Planner(DefaultLoadPlanner):
         set_element(self.original_state_dict, path, torch.load(value, weights_only=True))
 
 
-def load_plain(folder: Path, state: dict[str, Any], together: Together) -> None:
+def load_plain(folder: Path, state: dict[str, Any], ranks: RankGroup) -> None:
     """Fill ``state`` as ``Checkpoints.load`` does. Raises BadCheckpoint, ValueError."""
     leaves: dict[str, Any] = {}
     before, wrong, misfit = Flat(), "", ""
@@ -64,7 +64,7 @@ def load_plain(folder: Path, state: dict[str, Any], together: Together) -> None:
     except CheckpointException as error:
         [first, *_] = error.failures.values()
         misfit = str(first[0])
-    said = [msgspec.json.decode(raw) for raw in together.gather(msgspec.json.encode((wrong, misfit)))]
+    said = [msgspec.json.decode(raw) for raw in ranks.gather(msgspec.json.encode((wrong, misfit)))]
     for wrong, misfit in said:
         if wrong:
             raise BadCheckpoint(wrong)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from elasticd.checkpoint.client.collectives import Together
+from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.client.load_plan import Target
-from elasticd.checkpoint.client.memory_tier import HolderLost, Memories, Untold
+from elasticd.checkpoint.client.memory_tier import CommittedUnknown, HolderLost, SaverQueries
 from elasticd.checkpoint.client.saver_connection import saver_name
 from elasticd.checkpoint.client.state_dict import Flat, Misfit, restore
 from elasticd.checkpoint.commit.pointer import FilePointer
@@ -45,30 +45,30 @@ class Resuming:
     """Resume one ``state``, on all ranks together. ``tier``: where the state came from: "memory", "peer" or
     "disk". ``overwrote``: whether anything was read into the state, even if the load then failed."""
 
-    def __init__(self, store: CheckpointStore, together: Together, state: dict[str, Any]) -> None:
-        self._store, self._together, self._state = store, together, state
+    def __init__(self, store: CheckpointStore, ranks: RankGroup, state: dict[str, Any]) -> None:
+        self._store, self._ranks, self._state = store, ranks, state
         self._file = FilePointer(store, _log.warning)
-        self._memories = Memories(saver_name(), store.url)
+        self._queries = SaverQueries(saver_name(), store.url)
         self.tier = ""
         self.overwrote = False
 
     def newest(self) -> Kept | None:
         """See ``Checkpoints.newest_kept``."""
-        with contextlib.closing(self._memories):
+        with contextlib.closing(self._queries):
             choice, there = self._survey()
         its = choice or there.newest
-        said = self._together.gather(msgspec.json.encode(Kept(its.round, its.step) if its else None))
+        said = self._ranks.gather(msgspec.json.encode(Kept(its.round, its.step) if its else None))
         return msgspec.json.decode(said[0], type=Kept | None)
 
     def load(self, *, required: bool, beyond: Age | None = None) -> int | None:
         """See ``Checkpoints.load``."""
-        with contextlib.closing(self._memories):
+        with contextlib.closing(self._queries):
             recalled, half = self._recall(beyond)
             return self._load(half, required, beyond) if recalled is None else recalled
 
     def _load(self, half: str, required: bool, beyond: Age | None) -> int | None:
         """Load from disk. ``half``: why the state is partly filled from memory; empty otherwise."""
-        together = self._together
+        ranks = self._ranks
         wrong: dict[str, str] = {}  # what is wrong, by checkpoint
         passes = bool(half)  # whether the errors may be temporary
         while True:
@@ -80,14 +80,14 @@ class Resuming:
                 break
             flat, why, may_pass, misfit = self._read(saved)
             mine = msgspec.json.encode((why, may_pass, misfit))
-            said = [msgspec.json.decode(raw) for raw in together.gather(mine)]
+            said = [msgspec.json.decode(raw) for raw in ranks.gather(mine)]
             self._require_fit(saved.name, [misfit for _, _, misfit in said])
             whys = [why for why, _, _ in said if why]
             passes = passes or any(may_pass for _, may_pass, _ in said)
             if not whys:
                 self._restore(saved.name, flat)
                 self.tier = "disk"
-                if together.rank == 0:
+                if ranks.rank == 0:
                     for name in wrong.keys() & {s.name for s in there.saved}:
                         _log.warning("resuming from step %d, because %s", saved.step, wrong[name])
                 return saved.step
@@ -98,7 +98,7 @@ class Resuming:
         if half:
             whole.append(f"the state in memory was lost while it was read: {half}")
         if beyond is not None:
-            if together.rank == 0:
+            if ranks.rank == 0:
                 why = "; ".join(whole) or "none is left"
                 _log.warning(
                     "continuing from step %d, because no later checkpoint is whole: %s",
@@ -123,18 +123,18 @@ class Resuming:
         may be temporary. Rank 0 reads the record for all ranks."""
         url = self._store.url
         found, complaint, may_pass = Checkpoint(url), "", False
-        if self._together.rank == 0:
+        if self._ranks.rank == 0:
             try:
                 never = os.environ.get("ELASTICD_RESUME") == Resume.NEVER
-                found = self._memories.committed(own=never) or self._file.read()
+                found = self._queries.committed(own=never) or self._file.read()
             except BadCheckpoint as error:
                 complaint, may_pass = str(error), isinstance(error, Unreadable)
-            except Untold as error:
+            except CommittedUnknown as error:
                 complaint, may_pass = str(error), True
             except OSError as error:
                 may_pass = True
                 complaint = f"{error.filename or url} cannot be read: {error.strerror or error}"
-        said = self._together.gather(msgspec.json.encode((found, complaint, may_pass)))[0]
+        said = self._ranks.gather(msgspec.json.encode((found, complaint, may_pass)))[0]
         return msgspec.json.decode(said, type=tuple[Checkpoint, str, bool])
 
     def _read(self, saved: Saved) -> tuple[Flat, str, bool, str]:
@@ -155,7 +155,7 @@ class Resuming:
     def _survey(self) -> tuple[WholeState | None, Checkpoint]:
         """Return the newest whole state in memory, as rank 0 sees it, unless a newer one was committed; and
         what was committed."""
-        offered = self._memories.survey() if self._together.rank == 0 else []
+        offered = self._queries.survey() if self._ranks.rank == 0 else []
         there, _, _ = (
             self._committed()
         )  # read second: a state that has left the memory meanwhile is committed by now
@@ -168,26 +168,26 @@ class Resuming:
 
         Return the step. Otherwise return None, and the reason if the state is partly filled.
         """
-        together = self._together
+        ranks = self._ranks
         lost = ""
         choice, _ = self._survey()
         if choice is not None and not _is(choice, beyond):
             choice = None
         while True:
-            said = together.gather(msgspec.json.encode(choice))[0]
+            said = ranks.gather(msgspec.json.encode(choice))[0]
             choice = msgspec.json.decode(said, type=WholeState | None)
             if choice is None:
                 return None, lost
             self.overwrote = True
-            flat, tier, gone, misfit = _from_memory(self._memories, choice, self._state)
+            flat, tier, gone, misfit = _from_memory(self._queries, choice, self._state)
             mine = msgspec.json.encode((tier, gone, misfit))
-            heard = [msgspec.json.decode(raw) for raw in together.gather(mine)]
+            heard = [msgspec.json.decode(raw) for raw in ranks.gather(mine)]
             self._require_fit(choice.name, [misfit for _, _, misfit in heard])
             losses = [gone for _, gone, _ in heard if gone]
             if not losses:
                 self._restore(choice.name, flat)
                 self.tier = max(tier for tier, _, _ in heard)
-                if together.rank == 0:
+                if ranks.rank == 0:
                     where = "memory" if self.tier == "memory" else "memory, in part of other nodes"
                     _log.info("resuming from step %d in %s", choice.step, where)
                 return choice.step, ""
@@ -214,12 +214,12 @@ def _is(kept: WholeState | Saved, beyond: Age | None) -> bool:
 
 
 def _from_memory(
-    memories: Memories, choice: WholeState, state: dict[str, Any]
+    queries: SaverQueries, choice: WholeState, state: dict[str, Any]
 ) -> tuple[Flat, str, tuple[str, str] | None, str]:
     """Return the data and the tier of a state in memory; or which node lost it ("": none in particular) and
     why; or why it does not fit the state."""
     try:
-        recalled = memories.recall(choice)
+        recalled = queries.recall(choice)
     except HolderLost as error:
         return Flat(), "", (error.node, str(error)), ""
     try:

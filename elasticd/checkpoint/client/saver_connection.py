@@ -18,13 +18,13 @@ from typing import Any, Final
 from elasticd.channel.codec import ChannelClosed
 from elasticd.channel.framing import close_all
 from elasticd.checkpoint import protocol
-from elasticd.checkpoint.client.collectives import Together
+from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import BadCheckpoint
 from elasticd.checkpoint.protocol import OpenWorld, SaverChannel, SaverSilent, SaverToWorker, WorkerToSaver
 from elasticd.checkpoint.replication.replicas import holders
-from elasticd.checkpoint.store import CheckpointStore, told
+from elasticd.checkpoint.store import CheckpointStore, error_text
 from elasticd.checkpoint.store.rate_limit import parse_rate
 
 _ROOT: Final = str(Path(__file__).parents[3])
@@ -49,7 +49,7 @@ class Terms:
     copies: bool
 
 
-class SaverLine:
+class SaverConnection:
     """The connection, opened again for each world. ``take`` receives the saver's messages; ``lost`` is called
     with the reason each time the connection is lost."""
 
@@ -63,23 +63,23 @@ class SaverLine:
     def is_open(self) -> bool:
         return self._line is not None
 
-    def open(self, together: Together, store: CheckpointStore, keep: Keep) -> Terms:
+    def open(self, ranks: RankGroup, store: CheckpointStore, keep: Keep) -> Terms:
         """Find or start the savers and connect, on all ranks together. ``is_open`` then says whether it
         worked, and ``why`` why not."""
         self.close()
         mine: dict[str, Any] = {"host": _host(), "saver": saver_name()}
         mine["node"] = os.environ.get("ELASTICD_HOLDER", "")
         numbered = int(os.environ.get("ELASTICD_ROUND", "0"))
-        if together.rank == 0:
+        if ranks.rank == 0:
             before, why = 0, ""
             try:
                 before = FilePointer(store).last_round()
             except BadCheckpoint:  # every commit then fails with this error
                 pass
             except OSError as error:
-                why = f"the earlier saves cannot be listed: {told(error)}"
+                why = f"the earlier saves cannot be listed: {error_text(error)}"
             mine |= {"token": os.urandom(4).hex(), "round": max(numbered, before + 1), "why": why}
-        said = [json.loads(raw) for raw in together.gather(json.dumps(mine).encode())]
+        said = [json.loads(raw) for raw in ranks.gather(json.dumps(mine).encode())]
         token, round_, self.why = said[0]["token"], said[0]["round"], said[0]["why"]
         if self.why:
             return Terms(token, round_, copies=False)
@@ -87,17 +87,17 @@ class SaverLine:
         locals_ = [rank for rank, its in enumerate(said) if (its["host"], its["saver"]) == here]
         keeper = holders([its["node"] for its in said]) if all(its["node"] for its in said) else {}
         saver = mine["saver"]
-        if not saver and together.rank == locals_[0]:
+        if not saver and ranks.rank == locals_[0]:
             saver = _start()
-        names = [raw.decode() for raw in together.gather(saver.encode())]
+        names = [raw.decode() for raw in ranks.gather(saver.encode())]
         try:
             line = self._connect(*names[locals_[0]].split())  # and the secret, if there is one
             line.send(
                 OpenWorld(
                     store.url,
                     token,
-                    together.rank,
-                    together.size,
+                    ranks.rank,
+                    ranks.size,
                     round_,
                     fence=numbered,
                     locals=tuple(locals_),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from elasticd.checkpoint.client.collectives import Together
+    from elasticd.checkpoint.client.collectives import RankGroup
 
 BELIEVED_S: Final = 6 * 3600.0  # the assumed time between failures, before the first one
 LEAST_S: Final = 1.0
@@ -117,7 +117,7 @@ class Schedule:
     def begin(self) -> None:
         self._next, self._mark, self._asked = 0, None, None
 
-    def due(self, step: int, together: Together) -> bool:
+    def due(self, step: int, ranks: RankGroup) -> bool:
         """Whether to save at this step. Raises as collectives do."""
         if isinstance(self.cadence, EverySteps):
             before, last = self._asked or (step - 1, step)
@@ -129,7 +129,7 @@ class Schedule:
             return False
         now = time.monotonic()
         mine = [_NOT_MINE, _NOT_MINE]
-        if together.rank == 0:
+        if ranks.rank == 0:
             interval = interval_s(self.cadence, self.cost_s, self.durable_s, _between_failures_s())
             step_s = None
             if self._mark is not None and step > self._mark[0]:
@@ -137,7 +137,7 @@ class Schedule:
             answer = look(step, now, self._since + interval, step_s)
             mine = [int(answer.save), answer.next]
             self._mark = (step, now)
-        save, self._next = together.least(mine)
+        save, self._next = ranks.least(mine)
         if save:
             self._since = now
         return bool(save)

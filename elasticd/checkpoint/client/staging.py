@@ -10,14 +10,14 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from elasticd.checkpoint.client.collectives import Together
+from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.client.gpu_copy import GpuCopier, offload, stepped
 from elasticd.checkpoint.client.save_plan import RankContent, Shard, TensorPart, lay_out
 from elasticd.checkpoint.client.state_dict import Flat, Misfit, buffers_of
 from elasticd.checkpoint.client.tensors import local_of, require_dense
 from elasticd.checkpoint.format.frames import padded_blob, room_for
 from elasticd.checkpoint.format.manifest import Index, encode_index
-from elasticd.checkpoint.protocol import BufferTorn, Paper, ShareBuffer
+from elasticd.checkpoint.protocol import BufferTorn, Layout, ShareBuffer
 from elasticd.checkpoint.shared_memory import Memory
 
 BUFFERS: Final = 2
@@ -50,7 +50,7 @@ class Buffer:
 
 @dataclass(slots=True)
 class CopyPlan:
-    """The layout of this rank's shard, and the two buffers that it is copied into in turn.
+    """The plan of this rank's shard, and the two buffers that the shard is copied into in turn.
 
     ``shape``: the shape of the state that the plan is for (see ``shape_of``). ``rooms``: the bytes reserved
     for each object, by key. ``turn``: the buffer to fill next; the other has the newest save.
@@ -69,23 +69,23 @@ class CopyPlan:
     @classmethod
     def agree(
         cls,
-        together: Together,
+        ranks: RankGroup,
         number: int,
         state: Mapping[str, Any],
         flat: Flat,
         blobs: Mapping[str, bytes],
         gpu: GpuCopier,
-    ) -> tuple[CopyPlan, Paper]:
-        """Return this rank's plan, and the ``Paper`` for the saver. All ranks must call this together. Raises
-        Misfit."""
-        shards, index = lay_out_together(together, state, flat, blobs)
+    ) -> tuple[CopyPlan, Layout]:
+        """Return this rank's plan, and the ``Layout`` for the saver. All ranks must call this together.
+        Raises Misfit."""
+        shards, index = lay_out_together(ranks, state, flat, blobs)
         metadata = b""
-        if together.rank == 0:
+        if ranks.rank == 0:
             from elasticd.checkpoint.format import metadata as dcp
 
             metadata = dcp.made_of(index)
-        plan = cls(number, shape_of(flat), shards[together.rank], _rooms(blobs), gpu)
-        return plan, Paper(encode_index(index), metadata)
+        plan = cls(number, shape_of(flat), shards[ranks.rank], _rooms(blobs), gpu)
+        return plan, Layout(encode_index(index), metadata)
 
     @property
     def free(self) -> bool:
@@ -167,11 +167,11 @@ def box(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor:
 
 
 def lay_out_together(
-    together: Together, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]
+    ranks: RankGroup, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]
 ) -> tuple[list[Shard], Index]:
     """Lay out the shards of all ranks, on all ranks together. Raises Misfit, the same on all."""
     mine = RankContent(tuple(_parts_of(flat)), _rooms(blobs), flat.paths, tuple(buffers_of(state)))
-    said = together.gather(msgspec.json.encode(mine))
+    said = ranks.gather(msgspec.json.encode(mine))
     try:
         return lay_out([msgspec.json.decode(raw, type=RankContent) for raw in said])
     except ValueError as error:

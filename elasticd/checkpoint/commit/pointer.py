@@ -15,7 +15,7 @@ import msgspec
 
 from elasticd.checkpoint.commit.retention import Commit, CommitRefused, Keep, commit
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable, digest, is_fresh
-from elasticd.checkpoint.store import CheckpointStore, Overtaken, store_at, told
+from elasticd.checkpoint.store import CheckpointStore, Overtaken, error_text, store_at
 from elasticd.checkpoint.store.reading import finished_in, whole_in
 from elasticd.core.checkpoint_names import parse_folder
 from elasticd.core.facts import Checkpoint, Saved
@@ -190,9 +190,9 @@ class FilePointer:
                     continue
                 except OSError as error:
                     if self.before(new) == made.checkpoint:  # written, but a power cut may undo it
-                        return replace(made, unsettled=told(error))
+                        return replace(made, unsettled=error_text(error))
                     if error.errno in _NO_ROOM:
-                        raise CommitRefused(f"it could not be committed: {told(error)}") from error
+                        raise CommitRefused(f"it could not be committed: {error_text(error)}") from error
                     raise
                 return made
 

@@ -22,8 +22,8 @@ from elasticd.checkpoint.format.manifest import (
     encode,
     shard_name,
 )
-from elasticd.checkpoint.server.shards import Gathering, SavingWorld
-from elasticd.checkpoint.store import CheckpointStore, told
+from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
+from elasticd.checkpoint.store import CheckpointStore, error_text
 from elasticd.checkpoint.store.reading import is_finished
 from elasticd.core.checkpoint_names import parse_folder
 from elasticd.core.facts import Saved
@@ -75,27 +75,27 @@ class Committing:
             store.url, self._committer_of(store)
         )
 
-    def hand_in(self, world: SavingWorld, gathering: Gathering) -> None:
+    def hand_in(self, world: SavingWorld, save: PendingSave) -> None:
         """Write the receipt that tells the committing saver that all shards of this node are written. Raises
         OSError."""
-        world.store.replace(_receipt(world, gathering), msgspec.json.encode(_Receipt(gathering.files)))
+        world.store.replace(_receipt(world, save), msgspec.json.encode(_Receipt(save.files)))
 
-    def commit(self, world: SavingWorld, gathering: Gathering) -> Saved:
+    def commit(self, world: SavingWorld, save: PendingSave) -> Saved:
         """Commit the checkpoint, once all shards of this node are written. Raises ``CommitRefused``,
         BadCheckpoint, TimeoutError or OSError. The checkpoint is then not committed, except that after an
-        OSError with ``gathering.tried`` set it may be."""
-        store, name = world.store, gathering.name
-        files = gathering.files | self._elsewhere(world, gathering)
-        metadata = store.write(f"{name}/{METADATA}", memoryview(gathering.paper.metadata))
+        OSError with ``save.tried`` set it may be."""
+        store, name = world.store, save.name
+        files = save.files | self._elsewhere(world, save)
+        metadata = store.write(f"{name}/{METADATA}", memoryview(save.layout.metadata))
         listed = [*(files[rank] for rank in sorted(files)), metadata]
         manifest = encode(
             name,
-            gathering.step,
+            save.step,
             world.round,
             world.size,
-            gathering.at,
+            save.at,
             listed,
-            gathering.paper.index,
+            save.layout.index,
         )
         store.sync(name)
         if store.url not in self._begun:
@@ -104,44 +104,44 @@ class Committing:
         store.write(f"{name}/{MANIFEST}", memoryview(manifest))
         store.sync(name)
         size = sum(f.size for f in listed) + len(manifest)
-        saved = Saved(name, gathering.step, world.round, world.size, gathering.at, size, digest(manifest))
-        in_time = gathering.witness is not None and gathering.witness.result()
+        saved = Saved(name, save.step, world.round, world.size, save.at, size, digest(manifest))
+        in_time = save.witness is not None and save.witness.result()
         committer = self.committer(store)
-        gathering.tried = True
+        save.tried = True
         try:
             made = committer.commit(saved, world.keep, world.fence, in_time=in_time)
         except (CommitRefused, BadCheckpoint):
-            gathering.tried = False
+            save.tried = False
             raise
         self._sweep(store, made)
         return saved
 
-    def refuse(self, world: SavingWorld, gathering: Gathering) -> None:
+    def refuse(self, world: SavingWorld, save: PendingSave) -> None:
         """Tell the committing saver not to wait for this node."""
         with contextlib.suppress(OSError):  # that saver then waits for a later receipt or its timeout
-            world.store.replace(_receipt(world, gathering), msgspec.json.encode(_Receipt(why=gathering.why)))
+            world.store.replace(_receipt(world, save), msgspec.json.encode(_Receipt(why=save.why)))
 
-    def discard(self, world: SavingWorld, gathering: Gathering) -> None:
+    def discard(self, world: SavingWorld, save: PendingSave) -> None:
         """Remove the files of a failed checkpoint, and retry removals that failed before: the disk may have
         been full."""
-        world.store.remove(gathering.name)
+        world.store.remove(save.name)
         self._sweep_again()
 
-    def _elsewhere(self, world: SavingWorld, gathering: Gathering) -> dict[int, File]:
+    def _elsewhere(self, world: SavingWorld, save: PendingSave) -> dict[int, File]:
         """Wait for the receipts of the other nodes, and return their files by rank. The folder is listed, and
         receipts are read in parallel, because there may be many nodes and the store may be slow."""
         files: dict[int, File] = {}
-        missing = set(range(world.size)) - gathering.files.keys()
+        missing = set(range(world.size)) - save.files.keys()
         read: set[str] = set()
         alone_since: float | None = None
         while missing:
-            later = [g for g in list(world.gatherings.values()) if g.step > gathering.step]
+            later = [g for g in list(world.pending.values()) if g.step > save.step]
             # List later checkpoints first: a node with a receipt there writes none here any more.
             ahead = {receipt: g.step for g in later for receipt in _receipts(world.store, g.name)}
-            there = _receipts(world.store, gathering.name)
+            there = _receipts(world.store, save.name)
             if fresh := sorted(there - read):
                 with ThreadPoolExecutor(min(_READERS, len(fresh)), "receipts") as pool:
-                    paths = [f"{gathering.name}/{receipt}" for receipt in fresh]
+                    paths = [f"{save.name}/{receipt}" for receipt in fresh]
                     for raw in pool.map(world.store.read, paths):
                         said = _RECEIPTS.decode(raw)
                         if said.why:
@@ -162,11 +162,11 @@ class Committing:
                 )
             now = time.monotonic()
             alone_since = None if world.lines else alone_since or now
-            waited_s = _OTHERS_S if alone_since is None else alone_since + _ALONE_S - gathering.began
-            if now > gathering.began + waited_s:
+            waited_s = _OTHERS_S if alone_since is None else alone_since + _ALONE_S - save.began
+            if now > save.began + waited_s:
                 raise TimeoutError(f"the shard of rank {first}, which is on another node, never arrived")
-            time.sleep(world.store.look_s)
-        world.store.unlink(f"{gathering.name}/{receipt}" for receipt in read)
+            time.sleep(world.store.poll_s)
+        world.store.unlink(f"{save.name}/{receipt}" for receipt in read)
         return files
 
     def _sweep(self, store: CheckpointStore, made: Commit) -> None:
@@ -196,7 +196,7 @@ class Committing:
             FilePointer(store).clear(names)
         except OSError as error:
             self._say(
-                f"step {newest.step} is committed, but older ones could not be removed yet: {told(error)}"
+                f"step {newest.step} is committed, but older ones are not removed yet: {error_text(error)}"
             )
         else:
             self._unswept.pop(store.url, None)
@@ -209,15 +209,15 @@ class Committing:
                 known = self.committer(store).settle()
             except (CommitRefused, BadCheckpoint, OSError) as error:
                 if made.unsettled and made.checkpoint.newest is not None:
-                    unrecorded.append((made.checkpoint.newest, told(error)))
+                    unrecorded.append((made.checkpoint.newest, error_text(error)))
             else:
                 self._sweep(store, Commit(known))
         return unrecorded
 
 
-def _receipt(world: SavingWorld, gathering: Gathering) -> str:
+def _receipt(world: SavingWorld, save: PendingSave) -> str:
     """Return the path of this node's receipt."""
-    return f"{gathering.name}/{shard_name(min(world.locals))}{_RECEIPT}"
+    return f"{save.name}/{shard_name(min(world.locals))}{_RECEIPT}"
 
 
 def _receipts(store: CheckpointStore, folder: str) -> set[str]:

@@ -11,13 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from elasticd.checkpoint.commit.pointer import POINTER
 from elasticd.checkpoint.commit.retention import CommitRefused
 from elasticd.checkpoint.format.manifest import BadCheckpoint, File, shard_name
-from elasticd.checkpoint.protocol import Paper, SaveCommitted, SaveFailed, SaverToWorker, SaveWritten
+from elasticd.checkpoint.protocol import Layout, SaveCommitted, SaveFailed, SaverToWorker, SaveWritten
 from elasticd.checkpoint.server.background import Background
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
-from elasticd.checkpoint.server.shards import Gathering, SavingWorld
+from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.checkpoint.store import told
+from elasticd.checkpoint.store import error_text
 from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.facts import Saved
 
@@ -61,47 +61,47 @@ class SavePipeline:
         takes and even if its workers have ended. A checkpoint that was handed over later does not."""
         return self.askers.submit(lambda: self._committing.committer(world.store).witness(world.fence))
 
-    def gathering(self, world: SavingWorld, name: str, step: int, at: float, paper: Paper) -> Gathering:
+    def find_or_begin(
+        self, world: SavingWorld, name: str, step: int, at: float, layout: Layout
+    ) -> PendingSave:
         """Return the checkpoint of that name, and begin it if it is new."""
-        if name not in world.gatherings:
-            world.gatherings[name] = Gathering(name, step, at, time.monotonic(), paper)
-        return world.gatherings[name]
+        if name not in world.pending:
+            world.pending[name] = PendingSave(name, step, at, time.monotonic(), layout)
+        return world.pending[name]
 
-    def miss_those_gone(self, world: SavingWorld, gathering: Gathering) -> None:
+    def fail_if_ranks_left(self, world: SavingWorld, save: PendingSave) -> None:
         """Fail the checkpoint if a rank has left without handing over its shard."""
-        missed = world.gone - gathering.files.keys() - gathering.writing
-        if missed and not gathering.why:
-            gathering.why = f"rank {min(missed)} left before it had handed over its shard"
+        missed = world.left - save.files.keys() - save.writing
+        if missed and not save.why:
+            save.why = f"rank {min(missed)} left before it had handed over its shard"
 
     def write(
-        self, world: SavingWorld, gathering: Gathering, rank: int, memory: Memory, done: Callable[[], None]
+        self, world: SavingWorld, save: PendingSave, rank: int, memory: Memory, done: Callable[[], None]
     ) -> None:
         """Write the rank's shard. ``done`` is called once its memory is no longer read."""
-        gathering.writing.add(rank)
-        if world.commits and gathering.witness is None:
-            gathering.witness = self._witness(world)
+        save.writing.add(rank)
+        if world.commits and save.witness is None:
+            save.witness = self._witness(world)
 
         def written(outcome: File | BaseException) -> None:
-            gathering.writing.discard(rank)
+            save.writing.discard(rank)
             done()
             if isinstance(outcome, BaseException):
-                gathering.why = (
-                    gathering.why or f"the shard of rank {rank} could not be written: {told(outcome)}"
-                )
+                save.why = save.why or f"the shard of rank {rank} could not be written: {error_text(outcome)}"
             else:
-                gathering.files[rank] = outcome
-            self.settle_if_failed(world, gathering)
+                save.files[rank] = outcome
+            self.settle_if_failed(world, save)
             self._advance(world)
 
         def write() -> File:
-            return world.store.write(f"{gathering.name}/{shard_name(rank)}", memory.view, self._pace)
+            return world.store.write(f"{save.name}/{shard_name(rank)}", memory.view, self._pace)
 
         self._jobs.run(self._writers, write, written)
 
     def _advance(self, world: SavingWorld) -> None:
         """Commit the oldest checkpoint if its shards are written. The order matters: a commit out of order is
         refused."""
-        first = next(iter(world.gatherings.values()), None)
+        first = next(iter(world.pending.values()), None)
         if first is None or first.why or first.committing or not world.locals <= first.files.keys():
             return
         first.committing = True
@@ -112,7 +112,7 @@ class SavePipeline:
                     self._tell(world, SaveWritten(first.name))
                     self._forget(world, first)
                 else:
-                    first.why = f"the saver that commits could not be notified: {told(outcome)}"
+                    first.why = f"the saver that commits could not be notified: {error_text(outcome)}"
                     self.settle_if_failed(world, first)
 
             self._jobs.run(self._committers, lambda: self._committing.hand_in(world, first), handed_in)
@@ -123,45 +123,43 @@ class SavePipeline:
             lambda outcome: self._settle(world, first, outcome),
         )
 
-    def _settle(self, world: SavingWorld, gathering: Gathering, outcome: Saved | BaseException) -> None:
+    def _settle(self, world: SavingWorld, save: PendingSave, outcome: Saved | BaseException) -> None:
         if isinstance(outcome, BaseException):
             refused = isinstance(outcome, CommitRefused | BadCheckpoint | TimeoutError)
-            gathering.why = str(outcome) if refused else f"it could not be committed: {told(outcome)}"
-            self.settle_if_failed(world, gathering)
+            save.why = str(outcome) if refused else f"it could not be committed: {error_text(outcome)}"
+            self.settle_if_failed(world, save)
             return
-        self._forget(world, gathering)
-        took_s = time.monotonic() - gathering.began
+        self._forget(world, save)
+        took_s = time.monotonic() - save.began
         self._tell(world, SaveCommitted(outcome.name, outcome.step, took_s, outcome.size))
         self._report(SaveReport(Fate.COMMITTED, outcome.step, outcome.name, took_s=took_s, size=outcome.size))
 
-    def settle_if_failed(self, world: SavingWorld, gathering: Gathering) -> None:
+    def settle_if_failed(self, world: SavingWorld, save: PendingSave) -> None:
         """Report a failure once none of the checkpoint's shards is being written. Once every rank of this
         node has handed over or left, remove the checkpoint's files, unless it may be committed in spite of
         the failure, and advance to the next checkpoint."""
-        if not gathering.why or gathering.writing:
+        if not save.why or save.writing:
             return
-        if not gathering.failed:
-            gathering.failed = True
-            self._tell(world, SaveFailed(gathering.name, gathering.step, gathering.why))
+        if not save.failed:
+            save.failed = True
+            self._tell(world, SaveFailed(save.name, save.step, save.why))
             if world.commits:
-                self._report(SaveReport(Fate.FAILED, gathering.step, gathering.name, why=gathering.why))
+                self._report(SaveReport(Fate.FAILED, save.step, save.name, why=save.why))
             else:
-                self._jobs.run(
-                    self._writers, lambda: self._committing.refuse(world, gathering), lambda _: None
-                )
-        if not gathering.settled and world.locals <= gathering.heard | world.gone:
-            gathering.settled = True
-            if world.commits and not gathering.tried:
+                self._jobs.run(self._writers, lambda: self._committing.refuse(world, save), lambda _: None)
+        if not save.settled and world.locals <= save.answered | world.left:
+            save.settled = True
+            if world.commits and not save.tried:
                 self._jobs.run(
                     self._committers,
-                    lambda: self._committing.discard(world, gathering),
-                    lambda _: self._forget(world, gathering),
+                    lambda: self._committing.discard(world, save),
+                    lambda _: self._forget(world, save),
                 )
             else:
-                self._forget(world, gathering)
+                self._forget(world, save)
 
-    def _forget(self, world: SavingWorld, gathering: Gathering) -> None:
-        world.gatherings.pop(gathering.name, None)
+    def _forget(self, world: SavingWorld, save: PendingSave) -> None:
+        world.pending.pop(save.name, None)
         self._advance(world)
 
     def _tell(self, world: SavingWorld, message: SaverToWorker) -> None:

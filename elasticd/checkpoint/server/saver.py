@@ -36,10 +36,10 @@ from elasticd.checkpoint.protocol import (
     BufferTorn,
     Known,
     KnownUnreadable,
+    Layout,
     MissSave,
     Offers,
     OpenWorld,
-    Paper,
     Places,
     PlanShard,
     ProveSecret,
@@ -49,7 +49,7 @@ from elasticd.checkpoint.protocol import (
     SkipSave,
     WorkerChannel,
     WorkerToSaver,
-    is_of,
+    descends_from,
 )
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, offers
 from elasticd.checkpoint.server.background import Background
@@ -59,7 +59,7 @@ from elasticd.checkpoint.server.replication import Replication
 from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
 from elasticd.checkpoint.server.shards import SavingWorld, ShardPlan
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.checkpoint.store import CheckpointStore, store_at, told
+from elasticd.checkpoint.store import CheckpointStore, error_text, store_at
 from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.checkpoint_names import require_name
 from elasticd.core.facts import Checkpoint, Holder
@@ -197,7 +197,7 @@ class Saver:
         try:
             while True:
                 sock, _ = self._listener.accept()
-                if not is_ours(sock) or (self._agent is not None and not is_of(sock, self._agent)):
+                if not is_ours(sock) or (self._agent is not None and not descends_from(sock, self._agent)):
                     self._say("a process that is no worker of this job was rejected")
                     sock.close()
                     continue
@@ -273,7 +273,7 @@ class Saver:
             case PlanShard(number, size):
                 if size < 0:
                     raise ValueError(f"a shard of {size} bytes")
-                plan = ShardPlan(size, Paper.of(files[0]), files[0])
+                plan = ShardPlan(size, Layout.of(files[0]), files[0])
                 client.plan, client.number = plan, number
                 if client.world is not None:
                     client.world.plans[client.rank] = plan
@@ -321,7 +321,7 @@ class Saver:
             self._pipeline.open(world)
         client.world, client.rank = world, message.rank
         world.lines[client.rank] = client.line
-        world.gone.discard(client.rank)
+        world.left.discard(client.rank)
 
     def _save(self, client: _Client, message: SaveShard) -> None:
         plan, world, rank = self._plan(client, message.plan), client.world, client.rank
@@ -336,18 +336,18 @@ class Saver:
         ):
             world.handed.add(name)
         self._forget_older(world)
-        gathering = self._pipeline.gathering(world, name, step, message.at, plan.paper)
+        save = self._pipeline.find_or_begin(world, name, step, message.at, plan.layout)
         if rank == min(world.locals):
             self._report(SaveReport(Fate.COPIED, step, name, blocked_s=message.blocked_s))
-        gathering.heard.add(rank)
+        save.answered.add(rank)
         if rank == 0:
-            gathering.paper = plan.paper
-        self._pipeline.miss_those_gone(world, gathering)
+            save.layout = plan.layout
+        self._pipeline.fail_if_ranks_left(world, save)
         copied_note, free_note = BufferCopied(message.plan, buffer), BufferFree(message.plan, buffer)
-        if gathering.why:
+        if save.why:
             client.line.try_send(copied_note)
             client.line.try_send(free_note)
-            self._pipeline.settle_if_failed(world, gathering)
+            self._pipeline.settle_if_failed(world, save)
             return
         using = {"disk"}  # what still reads the buffer; the buffer is free when this is empty
         if world.holder and self._replication is not None:
@@ -360,30 +360,30 @@ class Saver:
                 client.line.try_send(copied_note)
                 used(world.holder)
 
-            self._replication.push(world.holder, label, plan.paper.index, memory, copied)
+            self._replication.push(world.holder, label, plan.layout.index, memory, copied)
 
         def used(by: str) -> None:
             using.discard(by)
             if not using:
                 client.line.try_send(free_note)
 
-        self._pipeline.write(world, gathering, rank, memory, lambda: used("disk"))
+        self._pipeline.write(world, save, rank, memory, lambda: used("disk"))
 
     def _miss(self, client: _Client, message: MissSave) -> None:
         world, name = client.world, message.name
         if world is None:
             raise ValueError("it has not sent OpenWorld")
         require_name(name, message.step, world.round, world.size)
-        paper = client.plan.paper if client.plan else Paper(b"", b"")
-        gathering = self._pipeline.gathering(world, name, message.step, time.time(), paper)
-        gathering.heard.add(client.rank)
-        gathering.why = gathering.why or f"rank {client.rank} could not copy its shard: {message.why}"
-        self._pipeline.settle_if_failed(world, gathering)
+        layout = client.plan.layout if client.plan else Layout(b"", b"")
+        save = self._pipeline.find_or_begin(world, name, message.step, time.time(), layout)
+        save.answered.add(client.rank)
+        save.why = save.why or f"rank {client.rank} could not copy its shard: {message.why}"
+        self._pipeline.settle_if_failed(world, save)
 
     def _tell_known(self, client: _Client, path: str, *, own: bool) -> None:
         def answer(outcome: Checkpoint | BaseException) -> None:
             if isinstance(outcome, BaseException):
-                why = f"the committed checkpoints cannot be read: {told(outcome)}"
+                why = f"the committed checkpoints cannot be read: {error_text(outcome)}"
                 lasting = isinstance(outcome, BadCheckpoint) and not isinstance(outcome, Unreadable)
                 client.line.try_send(KnownUnreadable(why, lasting))
             else:
@@ -409,11 +409,11 @@ class Saver:
         here = self._over(path) if self._replication is None else self._replication.held(path)
         for replica in here:
             if replica.label.name == message.name:
-                paper = Paper(replica.index, b"").file()
+                layout = Layout(replica.index, b"").file()
                 try:
-                    client.line.post(ShardHeld(replica.label.rank), (replica.memory.fd, paper))
+                    client.line.post(ShardHeld(replica.label.rank), (replica.memory.fd, layout))
                 finally:
-                    os.close(paper)
+                    os.close(layout)
 
         def found(places: list[Holder]) -> None:
             client.line.try_send(Places(tuple(places)))
@@ -439,15 +439,15 @@ class Saver:
             return
         if world.lines.get(client.rank) is client.line:
             del world.lines[client.rank]
-        world.gone.add(client.rank)
+        world.left.add(client.rank)
         if not world.lines:
             self._accept()  # a worker of this world may have connected meanwhile
         if not world.lines:
-            world.gone |= world.locals  # the other ranks never connected
+            world.left |= world.locals  # the other ranks never connected
             world.forget_all_but_newest()
-        for gathering in list(world.gatherings.values()):
-            self._pipeline.miss_those_gone(world, gathering)
-            self._pipeline.settle_if_failed(world, gathering)
+        for save in list(world.pending.values()):
+            self._pipeline.fail_if_ranks_left(world, save)
+            self._pipeline.settle_if_failed(world, save)
 
     def _plan(self, client: _Client, number: int) -> ShardPlan:
         if client.plan is None or client.number != number:
@@ -460,9 +460,9 @@ class Saver:
         """Free the memory of earlier worlds at the same path, once a newer world has handed over. The last
         two earlier worlds with whole shards stay while another node may still need them (see ``settled``)."""
         before = [w for w in self._worlds if w.store.url == newest.store.url and w.round <= newest.round]
-        over = [w for w in before if w is not newest and not w.lines and not w.gatherings]
-        of_use = [] if newest.settled else [w for w in over if any(w.whole())]
-        kept = sorted(of_use, key=lambda w: w.round)[-_UNSETTLED:]
+        over = [w for w in before if w is not newest and not w.lines and not w.pending]
+        usable = [] if newest.settled else [w for w in over if any(w.whole())]
+        kept = sorted(usable, key=lambda w: w.round)[-_UNSETTLED:]
         self._worlds = [w for w in self._worlds if w not in over or w in kept]
         if self._replication is not None and (newest.settled or len(kept) == _UNSETTLED):
             oldest = kept[0] if kept else newest

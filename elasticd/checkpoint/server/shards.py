@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import File
-from elasticd.checkpoint.protocol import Paper, WorkerChannel
+from elasticd.checkpoint.protocol import Layout, WorkerChannel
 from elasticd.checkpoint.replication.replicas import Label, Replica
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import CheckpointStore
@@ -18,30 +18,30 @@ from elasticd.checkpoint.store import CheckpointStore
 
 @dataclass(slots=True, eq=False)
 class ShardPlan:
-    """The layout of one rank's shard, and the memory that holds it."""
+    """One rank's shard in the saves of a plan, and the memory that holds it."""
 
     size: int
-    paper: Paper
-    paper_fd: int
+    layout: Layout
+    layout_fd: int
     buffers: dict[int, Memory] = field(default_factory=dict)
     holds: dict[int, tuple[int, str]] = field(default_factory=dict)  # buffer: (step, name) if whole
 
     def __del__(self) -> None:
-        os.close(self.paper_fd)
+        os.close(self.layout_fd)
 
 
 @dataclass(slots=True, eq=False)
-class Gathering:
+class PendingSave:
     """A checkpoint whose shards are being written: it is neither committed nor failed yet."""
 
     name: str
     step: int
     at: float
     began: float
-    paper: Paper
+    layout: Layout
     files: dict[int, File] = field(default_factory=dict)
     writing: set[int] = field(default_factory=set)
-    heard: set[int] = field(default_factory=set)  # ranks that have handed over a shard, or will not
+    answered: set[int] = field(default_factory=set)  # ranks that have handed over a shard, or will not
     witness: Future[bool] | None = None  # whether it was handed over while its round was the job's
     why: str = ""  # why it failed
     committing: bool = False
@@ -63,8 +63,8 @@ class SavingWorld:
     keep: Keep
     lines: dict[int, WorkerChannel] = field(default_factory=dict)  # connections to workers, by rank
     plans: dict[int, ShardPlan] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)  # ranks of this node that are not connected any more
-    gatherings: dict[str, Gathering] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)  # ranks of this node that are not connected any more
+    pending: dict[str, PendingSave] = field(default_factory=dict)
     holder: str = ""  # the node that holds replicas
     handed: set[str] = field(default_factory=set)  # names of states that all ranks here have handed over
 
@@ -100,7 +100,7 @@ class SavingWorld:
         for rank, plan in self.plans.items():
             for buffer, (step, name) in plan.holds.items():
                 label = Label(self.store.url, name, self.round, step, self.size, rank)
-                yield Replica(label, plan.paper.index, plan.buffers[buffer])
+                yield Replica(label, plan.layout.index, plan.buffers[buffer])
 
     def forget_all_but_newest(self) -> None:
         """Free memory after the end of the world. Only the newest state is needed if all ranks are on this

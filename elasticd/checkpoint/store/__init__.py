@@ -45,7 +45,7 @@ class CheckpointStore(Protocol):
         change, on any host. The value is certain only after a conditional ``replace``."""
 
     @property
-    def look_s(self) -> float:
+    def poll_s(self) -> float:
         """Seconds between two listings that look for other writers' files: a store sends no notifications."""
 
     def write(self, name: str, content: memoryview, pace: RateLimit | None = None) -> File:
@@ -91,7 +91,7 @@ class Overtaken(OSError):
     """Another process has written the file since ``look``."""
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error in words, with the name of its file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror

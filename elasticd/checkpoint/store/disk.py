@@ -22,7 +22,7 @@ _LARGE: Final = 1 << 20  # bytes
 class Disk:
     """A folder as a ``CheckpointStore``."""
 
-    look_s: Final = 0.1
+    poll_s: Final = 0.1
     fenced: Final = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

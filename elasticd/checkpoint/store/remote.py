@@ -34,7 +34,7 @@ _NO_CONDITIONS: Final = {"NotImplemented", "501", "ParamValidationError"}  # the
 class Remote:
     """An fsspec folder as a ``CheckpointStore``. ``root``: the folder's name in the file system."""
 
-    look_s: Final = 1.0
+    poll_s: Final = 1.0
 
     def __init__(self, fs: Any, root: str, url: str, *, flat: bool = True) -> None:
         self._fs = fs

@@ -11,7 +11,7 @@ from typing import Final
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.commit.retention import Commit, CommitRefused, Keep, commit
 from elasticd.checkpoint.format.manifest import BadCheckpoint
-from elasticd.checkpoint.store import BadStore, CheckpointStore, store_at, told
+from elasticd.checkpoint.store import BadStore, CheckpointStore, error_text, store_at
 from elasticd.checkpoint.store.reading import is_finished
 from elasticd.core.facts import Checkpoint, Round, Saved
 from elasticd.core.ports import Answer, Applied, Entry, Put, Unchanged, Unknown
@@ -121,7 +121,7 @@ class EtcdPointer:
         try:
             return replace(made, checkpoint=self.settle(made.checkpoint))
         except (CommitRefused, BadCheckpoint, OSError) as error:
-            return replace(made, unsettled=told(error))
+            return replace(made, unsettled=error_text(error))
 
     def _try(self, new: Saved, keep: Keep, fence: int, in_time: bool) -> Commit | Answer:
         """Try to commit once. Return the commit, or etcd's answer if the transaction was not applied."""

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.checkpoint.client import schedule as schedules
-from elasticd.checkpoint.client.collectives import Together
+from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.client.saver_connection import started
 from elasticd.checkpoint.client.schedule import Schedule
 from elasticd.checkpoint.commit.pointer import FilePointer
@@ -145,15 +145,15 @@ def all_save_at_the_same_steps() -> None:
     schedules.LEAST_S = 0.03
     if RANK == 0:
         os.environ |= {"ELASTICD_BEGAN": str(time.time() - 60), "ELASTICD_FAILURES": "1000000"}
-    together = Together()
+    ranks = RankGroup()
     for cadence in (schedules.EverySeconds(0.03), schedules.Auto()):
         schedule, step, saved = Schedule(cadence), 0, []
         while len(saved) < 4:
             step += 1
             dist.barrier()  # what training makes of a step
-            if schedule.due(step, together):
+            if schedule.due(step, ranks):
                 saved.append((step, time.monotonic()))
-        assert len(set(together.gather(str([step for step, _ in saved]).encode()))) == 1, saved
+        assert len(set(ranks.gather(str([step for step, _ in saved]).encode()))) == 1, saved
         assert saved[3][1] - saved[0][1] >= 0.03, saved  # and not with each step
     dist.destroy_process_group()
 
