@@ -11,7 +11,9 @@ from elasticd.core.reasons import BatchesChanged, BeganAgain, Reason, WithoutEff
 
 SEEN_AFTER = 5  # steps: by then a script has used all parts of the library that it trains with
 FAR = 20  # steps: fewer repeated steps deserve no warning
-_BY_ITSELF = Use.DATA | Use.CHECKPOINTED  # a script with either keeps its place in the data in a resize
+_BY_ITSELF = (
+    Use.DATA | Use.CHECKPOINTED
+)  # a script that uses one of these resizes without losing its place in the data
 
 
 @dataclass(frozen=True, slots=True)

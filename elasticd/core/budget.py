@@ -25,7 +25,7 @@ from elasticd.core.facts import (
 
 _IMPORT_ERROR = re.compile(r"(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b")
 PROGRESS_AFTER_S = 60.0  # a round that lived this long made progress, even if no step was seen
-ASTRAY_MAX = 3  # going back may help: a bit may have flipped, or the data may come in another order
+ASTRAY_MAX = 3  # a return may help: a bit may have flipped, or the data may come in another order
 
 
 def first_failure(
@@ -45,7 +45,8 @@ def first_failure(
 
 
 def astray_at(round: Round, reports: Iterable[Report]) -> int | None:
-    """Return the step at which a loss or gradient was not finite, if a worker ended to go back; else None."""
+    """Return the step at which a loss or gradient was not finite, if a worker ended to go back to a
+    checkpoint."""
     return max((f.exit.astray for f in _exits(round, reports) if f.exit.astray is not None), default=None)
 
 

@@ -88,7 +88,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """A node that was asked to leave. The incarnation lets the node come back later."""
+    """A node that was asked to leave. Its agent may start again, with another incarnation, and join."""
 
     node: str
     incarnation: str

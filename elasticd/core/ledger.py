@@ -75,7 +75,7 @@ class Account:
         if isinstance(what, AtWork) and what.round == before.round:
             return self._stepped(before, what, now)
         if what is Kind.IDLE:
-            rest = Kind.PRODUCTIVE  # it ended well: the time after the last step was the end of the script
+            rest = Kind.PRODUCTIVE  # the worker ended well: after its last step, the script ran to its end
         else:
             rest = Kind.HUNG if what is Kind.HUNG else Kind.RESTARTING
         return replace(self._tell(rest, now), seen=what)._stepped(before, what, now)
@@ -183,7 +183,9 @@ class Ledger:
             account = accounts.get(time.slot)
             if account is None:
                 continue
-            began_at = account.told_until - account.total_s  # a slot may have come later than the agent
+            began_at = (
+                account.told_until - account.total_s
+            )  # a slot may be observed later than the agent began
             gap_s = max(0.0, began_at - kept.at)
             carried = {kind: time.spent.get(kind, 0.0) for kind in Kind}
             carried[Kind.RESTARTING] += time.untold_s + (gap_s if gap_s <= ABSENT_MAX_S else 0.0)

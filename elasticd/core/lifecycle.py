@@ -18,10 +18,10 @@ class Life(StrEnum):
     FAILING = "failing"  # in a round, and about to end by an exception of its own
     LEAVING = "leaving"  # told to leave its round, and to keep its process if it can
     STOPPING = "stopping"  # told to end
-    FINISHED = "finished"  # it has ended well
-    FAILED = "failed"  # it has ended by a fault
-    STOPPED = "stopped"  # it has ended as it was told to
-    FENCED = "fenced"  # it was killed, as its agent did not move the fence in time
+    FINISHED = "finished"  # ended with status 0
+    FAILED = "failed"  # ended by a fault
+    STOPPED = "stopped"  # ended as it was told to
+    FENCED = "fenced"  # killed, as its agent did not move the fence in time
 
     @property
     def ended(self) -> bool:

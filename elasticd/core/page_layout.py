@@ -27,7 +27,7 @@ LOSS: Final = 15  # a double: the last loss
 LOSSES: Final = 16  # how many losses the script has reported
 WAIT_NS: Final = 17  # the time spent waiting for other ranks
 WAITS: Final = 18  # how many waits were measured
-FATAL: Final = 19  # why a restart makes no sense, as a number of Fatal; 0 otherwise
+FATAL: Final = 19  # why a restart makes no sense: the index in FATALS; 0 otherwise
 ASTRAY: Final = 20  # 1 + the job's step with a value that was not finite: the worker ends to go back
 COMMITS: Final = 21  # the number of this process's commits
 USES: Final = 22  # the parts of elasticd.worker that the script uses: a sum of Use
@@ -46,10 +46,10 @@ assert WORDS < 256  # the second half belongs to the heartbeat
 class Use(IntFlag):
     """The parts of elasticd.worker that a script has used so far."""
 
-    STATE = 1  # its workers keep their process
+    STATE = 1  # the script's workers keep their process
     CHECKPOINTS = 2
     DATA = 4
-    CHECKPOINTED = 8  # it reports checkpoints of its own
+    CHECKPOINTED = 8  # the script reports checkpoints of its own
 
 
 NOTHING: Final = Use(0)

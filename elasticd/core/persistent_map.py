@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TypeVar
 from zlib import crc32
 
-PARTS = 128  # of 10,000 keys, 80 to a part
+PARTS = 128  # with 10,000 keys, a part has about 80
 
 V = TypeVar("V")
 

@@ -25,7 +25,7 @@ Place = tuple[str, int]  # node and slot
 PERIODS = 12  # periods in a window
 MOST = 0.75  # the share of periods in which a straggler must have been slower
 MAD_TO_SIGMA = 1.4826
-SURE = 3.0  # standard errors of the median
+SURE = 3.0  # how many standard errors of the median a straggler's ratio must lie above 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ def hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
 
 
 class _Console:
-    """The view as the console of ``procs.output.Output``."""
+    """Adapts the view to the console that ``procs.output.Output`` writes to."""
 
     def __init__(self, view: TerminalView) -> None:
         self._view = view

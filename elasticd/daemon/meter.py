@@ -65,7 +65,7 @@ _BY_SLOT = (
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """The last reading of a worker. ``since``: the time of the first reading."""
+    """The last heartbeat read from a worker. ``since``: the time of the first reading."""
 
     pid: int
     round: int
@@ -124,7 +124,7 @@ class Meter:
         ):
             metrics.start(name)
         self._slots: set[int] = set()
-        self._shown: set[int] = set()  # slots that a status has had
+        self._shown: set[int] = set()  # slots that some status has shown
         self._begin(driver.state.me.slots[: config.limits.max])
 
     def _begin(self, slots: Iterable[int]) -> None:
@@ -285,14 +285,16 @@ class Meter:
             for beat in beats:
                 if beat.slot in crew.member.slots:
                     self._read(beat, crew.round.number, now)
-        if round is not None:  # again, since the round may have made its first step and ended
+        if round is not None:  # once more: the round may have made its first step and ended
             self._still = self._still.see(round, self._last_step_at)
 
     def _read(self, beat: SlotProgress, round: int, now: float) -> None:
         before = self._workers.get(beat.slot)
         if before is None or beat.pid not in (0, before.pid):
             before = _Worker(beat.pid, round, now)
-        elif before.round != round or beat.step < before.step:  # the process, and so its CPU time, goes on
+        elif (
+            before.round != round or beat.step < before.step
+        ):  # the same process in another round: its CPU time goes on
             before = _Worker(before.pid, round, now, cpu_s=before.cpu_s)
         steps = beat.step - before.step
         if steps > 0:

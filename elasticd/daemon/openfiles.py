@@ -18,9 +18,9 @@ from elasticd.daemon.config import CannotStart
 RESERVE = 32  # files; enough for an agent to end in order
 MARGIN = 16  # with fewer, a round's store, a worker's pipes or gRPC fails; gRPC aborts the process
 LOOK_S = 1.0
-BASE = 128  # the reserve, etcd, HTTP, logs, libraries
-OF_A_SLOT = 12  # a worker's inherited files, its pipes, copies of its output, its link
-OF_A_WORKER = 2  # of any node: every worker connects to the agent that hosts the round's store
+BASE = 128  # files of the agent itself: the reserve, etcd, HTTP, logs, libraries
+OF_A_SLOT = 12  # files per slot: a worker's inherited files, its pipes, copies of its output, its link
+OF_A_WORKER = 2  # files per worker of the job: each connects to the agent that hosts the round's store
 
 
 def raise_limit(slots: int, workers: int) -> int:

@@ -28,7 +28,7 @@ from elasticd.telemetry.steprate import StepRates
 SHOW_S = 0.5
 WRITE_S = 1.0
 EVENTS_KEPT = 5
-_SHOWN = {  # in the words of the status documents and metrics
+_SHOWN = {  # the states in the words of the status documents and metrics
     Life.STARTING: SlotState.STARTING,
     Life.WAITING: SlotState.READY,
     Life.TRAINING: SlotState.RUNNING,

@@ -44,7 +44,7 @@ from elasticd.telemetry.lines import clean
 from elasticd.telemetry.liveview import PlainView, TerminalView
 from elasticd.telemetry.termination import TerminationLog
 
-END_S = 5.0  # for workers to end after SIGKILL
+END_S = 5.0  # the time for workers to end after SIGKILL
 
 
 def run(
@@ -226,7 +226,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
 
 
 def _end_workers(procs: LocalProcs, grace_s: float) -> None:
-    """Stop the workers with a grace period, since the driver runs no more."""
+    """Stop the workers with a grace period, since the driver no longer runs."""
     procs.stop(signal.SIGTERM, grace_s)
     deadline = time.monotonic() + grace_s + END_S
     while procs.pids() and time.monotonic() < deadline:

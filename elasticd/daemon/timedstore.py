@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from elasticd.core.ports import Answer, Guard, Held, LeaseNews, Lost, Seen, Silent, Store, Unknown, Write
 
-NOTES_MAX = 10_000  # a bound, if nothing reads the records
+NOTES_MAX = 10_000  # the most records kept, if nothing reads them
 
 
 class TimedStore:

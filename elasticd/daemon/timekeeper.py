@@ -13,7 +13,7 @@ from elasticd.core.ports import Listing, Put, Store
 from elasticd.core.ports import Seen as News
 
 LOOK_S = 0.5
-FAREWELL_S = 2.0  # for this node's last write, and for the other nodes' last writes
+FAREWELL_S = 2.0  # the longest wait for this node's last write, and for the other nodes' last writes
 
 
 class Timekeeper:

@@ -28,9 +28,9 @@ FIRST_S = 300.0  # for a worker asleep before a round's first step: its data may
 GAPS_ENOUGH = 5  # fewer gaps mean little: the first steps compile, allocate and connect
 # A worker below all of these limits is asleep. A worker that sends a file over a slow network uses hardly any
 # CPU, but wakes up for each piece. Background threads wake up by themselves.
-BUSY_SHARE = 0.05  # of one core
-BUSY_WAKES_PER_S = 2.0  # of the main thread
-BUSY_ALL_WAKES_PER_S = 100.0  # of all threads
+BUSY_SHARE = 0.05  # CPU time, as a share of one core
+BUSY_WAKES_PER_S = 2.0  # continuations of the main thread after a wait
+BUSY_ALL_WAKES_PER_S = 100.0  # the same of all threads together
 
 
 class ProcessState(StrEnum):
@@ -169,7 +169,7 @@ def doing(state: ProcessState, pulse: Pulse, where: ThreadActivity | None) -> Do
         case ProcessState.TRACED | ProcessState.DISK:
             return Doing.BUSY
     if where is not None and where.kind is ActivityKind.COLLECTIVE:
-        # A worker that computes in backward is busy. One that polls for the GPU or other ranks is waiting.
+        # A worker that computes in backward is busy. A worker that polls for the GPU or other ranks waits.
         return Doing.BUSY if where.doing == "backward" and pulse.cpu_share >= BUSY_SHARE else Doing.WAITING
     runs = state is ProcessState.RUNNING or pulse.busy  # or would run, if the machine had a free core
     if runs or (where is not None and where.kind is ActivityKind.PROGRAM):
@@ -214,8 +214,8 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The workers that hang, to be killed and replaced. ``others``: the number of other workers seen, and the
-    most common collective and place of those that wait, if any do."""
+    """The workers that hang, to be killed and replaced. ``others``: the number of other workers seen.
+    ``others_what``, ``others_place``: the most common collective and place of the others that wait."""
 
     why: Why
     guilty: tuple[Look, ...]
@@ -243,7 +243,7 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
     if stopped:
         return found(Why.STOPPED, stopped, allowed.stopped_s)
     if those(Doing.GONE):
-        return None  # the exit is on its way, and says more
+        return None  # the report of the exit is on its way, and says more
     waiting, busy = those(Doing.WAITING), those(Doing.BUSY)
     asleep, silent = those(Doing.ASLEEP), those(Doing.UNKNOWN)
     if not waiting:
@@ -259,7 +259,7 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
         apart = _apart(waiting)
         return found(Why.APART, apart, allowed.waiting_s) or found(Why.DEADLOCK, waiting, allowed.waiting_s)
     if all(look.waits_s >= allowed.settled_s for look in waiting):
-        return found(Why.DEADLOCK, waiting, allowed.busy_s)  # their places change, and so say nothing
+        return found(Why.DEADLOCK, waiting, allowed.busy_s)  # the workers' places change, and so say nothing
     return None  # the last worker may have come a moment ago, and all go on
 
 

@@ -12,7 +12,7 @@ from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 PULSE_S = 0.25  # a shorter sample says nothing
 WINDOW_S = 10.0
 GAPS_KEPT = 256
-FIRST_STEPS = 3  # of a process: they connect, allocate and compile
+FIRST_STEPS = 3  # the first steps of a process connect, allocate and compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class WatchedWorker:
 
     @property
     def waits(self) -> bool:
-        """Whether it was last seen in a collective."""
+        """Whether the worker was last seen in a collective."""
         return self.where is not None and self.where.kind is ActivityKind.COLLECTIVE
 
     @property

@@ -64,11 +64,11 @@ from elasticd.core.reasons import Reason, VerdictDropped, WorkersHung
 
 IDLE_S = 1.0  # between reads of pages while nothing is overdue; a page keeps the times of 250 steps
 STALLED_S = 0.5
-BRIEF_S = 0.03  # no wait is shorter
+BRIEF_S = 0.03  # the shortest wait between two steps of this module
 ANSWER_S = 0.1  # between reads while the other agents are asked
 ANSWERS_S = 3.0  # how long a stopped worker is kept while others answer
 LATE_S = 2.0  # an agent that wakes up this late was stopped itself, and saw nothing meanwhile
-AGAIN = 1.3  # the factor of standstill from one look to the next
+AGAIN = 1.3  # the standstill at the next look, over the standstill at this look
 LOOK_PATIENCE_S = 20.0
 WRITE_PATIENCE_S = 3.0  # the log folder may be what hangs
 
@@ -183,7 +183,7 @@ def step(watching: Watching, event: Event, state: AgentState, at: float) -> Hang
         case Looked(number, sights):
             looking = watching.looking
             if looking is None or looking.number != number:
-                return HangStep(watching, wake_at=watching.due)  # an answer to an old look
+                return HangStep(watching, wake_at=watching.due)  # the answer is to an old look
             do.set(looking=replace(looking, over=True), sights=sights, seen=number)
             delay_s = do.attend()
         case EvidenceKept(number, place):
@@ -377,7 +377,7 @@ class _Decisions:
         here = crew.alive if crew is not None and crew.round.number == keeping.round else frozenset()
         for look in mine:
             worker = workers.get(look.slot)
-            if worker is not None and look.slot in here:  # else it has left the round
+            if worker is not None and look.slot in here:  # else the worker has left the round
                 self.actions.append(Condemn(look.slot, worker.pid, verdict, keeping.place))
         return IDLE_S
 

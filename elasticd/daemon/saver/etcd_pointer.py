@@ -105,7 +105,7 @@ class EtcdPointer:
         folder by now. Raise CommitRefused, BadCheckpoint, OSError."""
 
         def etcds(files: Checkpoint) -> Checkpoint:
-            named = self._file.newest()  # before etcd is read, so etcd has every commit that the file names
+            named = self._file.newest()  # read before etcd, so that etcd has every commit that the file names
             own = self._own(self._client.get(self._job, _KEY))
             if own is None:
                 return made or files
@@ -125,7 +125,7 @@ class EtcdPointer:
 
     def _try(self, new: Saved, keep: Keep, fence: int, in_time: bool) -> Commit | Answer:
         """Try to commit once. Return the commit, or etcd's answer if the transaction was not applied."""
-        named = self._file.newest()  # before etcd is read
+        named = self._file.newest()  # read before etcd, as in ``settle``
         round_, there = self._client.get(self._job, "round"), self._client.get(self._job, _KEY)
         known = self._own(there) or self._file.before(new)
         if new in known.saved:  # an earlier try succeeded without an answer
@@ -177,6 +177,6 @@ def settle(access: EtcdAccess, job: str) -> None:
         if not isinstance(known, Checkpoint) or known.newest is None:
             return
         store = store_at(known.path)
-        if is_finished(store, known.newest.name):  # else the job's checkpoints are gone from the folder
+        if is_finished(store, known.newest.name):  # else the newest checkpoint is no longer in the folder
             with contextlib.closing(EtcdPointer(access, job, store)) as pointer:
                 pointer.settle()

@@ -61,7 +61,7 @@ def main() -> None:
         replication = Replication(me, socket.socket(fileno=3), EtcdPeers(access, job), say=say)
 
     def tell(report: SaveReport | Footprint) -> None:
-        with contextlib.suppress(OSError):  # the agent does not listen
+        with contextlib.suppress(OSError):  # the agent does not read, or has ended
             os.write(1, report.line())
 
     saver = Saver(

@@ -31,10 +31,10 @@ _PROGRAM = "import sys; sys.path.append({root!r}); from elasticd.daemon.saver.pr
 _BEHIND: Final = "earlier checkpoints are not written yet"
 _LINE_MAX: Final = 500
 _REPORTS_MAX: Final = 1000
-FINISH_S: Final = 60.0  # for the last commits, if the agent is asked to leave
+FINISH_S: Final = 60.0  # the time for the last commits, if the agent is asked to leave
 FINISH_S_MAX: Final = 1e6  # without limit
-_ENDS_S: Final = 5.0  # for the saver to end after SIGKILL
-_SAID_AFTER_S: Final = 2.0  # until the log says that the agent waits for the saver
+_ENDS_S: Final = 5.0  # the time for the saver to end after SIGKILL
+_SAID_AFTER_S: Final = 2.0  # the time until the log says that the agent waits for the saver
 _AGAIN_S: Final = 2.0  # the least time between two starts
 
 
@@ -114,7 +114,7 @@ class SaverService:
         def ended(end: Ended) -> None:
             self._listen()  # for the last reports
             self._pid = 0
-            self.footprint = Footprint()  # its memory is gone with the process
+            self.footprint = Footprint()  # the saver's memory is freed with its process
             self._ready.set()
             if self._closing.is_set():
                 if end.code:
@@ -129,7 +129,7 @@ class SaverService:
         while not self._closing.wait(max(0.0, self._began + _AGAIN_S - time.monotonic())):
             self._began = time.monotonic()
             self._ready.clear()
-            if self._password is not None:  # over a socket, which no other process can open
+            if self._password is not None:  # sent over a socket, which no other process can open
                 self._said.send(f"{json.dumps(self._password)}\n".encode())
             try:
                 self._pid = self._warden.spawn_service(
@@ -141,7 +141,7 @@ class SaverService:
                     ended=ended,
                 )
                 return
-            except WardenError as error:  # the client waits for the next try
+            except WardenError as error:  # the worker that connected waits for the next try
                 _log.warning("saver.failed", why=f"checkpoints cannot be saved yet: {error}")
 
     def hurry(self, _: object = None) -> None:
