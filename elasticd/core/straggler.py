@@ -46,8 +46,8 @@ class Strides:
 def own_times(
     before: Mapping[int, Strides], after: Mapping[int, Strides], throttled_s: float
 ) -> dict[int, float]:
-    """Return the known own times of one node's workers, by slot. ``throttled_s``: how long a quota has
-    delayed any process on this node meanwhile."""
+    """Return the own time for a step of each worker of one node, where it is known, by slot. ``throttled_s``:
+    how long a quota has delayed any process on this node meanwhile."""
     charged_s = min([throttled_s, *(after[slot].delay_s - before[slot].delay_s for slot in after)])
     known = {slot: own_s(before[slot], after[slot], charged_s) for slot in after}
     return {slot: s for slot, s in known.items() if s is not None}

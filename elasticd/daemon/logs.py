@@ -41,7 +41,7 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
         folder = options.dir or state_dir() / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         _try_out(folder)
-        if options.dir is None:  # users tidy the folders that they name
+        if options.dir is None:  # users clean up the folders that they chose
             forget_old_runs(folder)
     except OSError as error:
         raise CannotStart(f"no logs can be kept: {error}; name another folder with --log-dir") from error
@@ -103,7 +103,7 @@ class Destinations:
         self._begun = True
         with contextlib.suppress(OSError):  # the start of a worker reports the error
             for worker in self.reify(1, {0: {"TORCHELASTIC_RUN_ID": job}}).capture_dirs.values():
-                shutil.rmtree(Path(worker).parent)  # torch makes it again for the first round
+                shutil.rmtree(Path(worker).parent)  # torch makes the folder again for the first round
 
     def run_folder(self) -> Path | None:
         """Return the folder of this run's logs. None before the first start, and if the user's LogsSpecs does

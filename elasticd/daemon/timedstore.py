@@ -45,7 +45,7 @@ class TimedStore:
                     self.leases.append("renewed")
                 case Lost():
                     self.leases.append("lost")
-                case Silent(since) if since != silent_since:  # each new proof reports the silence again
+                case Silent(since) if since != silent_since:  # ``Silent`` comes again with each new ``as_of``
                     silent_since = since
                     self.leases.append("unanswered")
             news(what)

@@ -120,7 +120,9 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
         waiting_s=waiting_s,
         busy_s=ceiling_s,
         unasked_s=FOREVER_S,  # perhaps an evaluation of hours, of which each rank does a part
-        leaving_s=bounded(max(10 * usual_s, 2 * largest_s, 10 * floor_s)),  # others have the state as well
+        leaving_s=bounded(
+            max(10 * usual_s, 2 * largest_s, 10 * floor_s)
+        ),  # killing is safe: others have the state
         first_s=bounded(max(30 * usual_s, 5 * largest_s, FIRST_S * floor_s)),
         settled_s=min(stopped_s, waiting_s / 4),
     )

@@ -63,7 +63,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if (missing or fenced) and (charged or broken):
         # The workers that failed first are those that talked to the lost node. They are not to blame.
         round, charged = replace(round, closing=Cause.NODE_LOST), False
-    elif broken and failure is not None:  # the failure of a worker that took long to end
+    elif broken and failure is not None:  # a worker failed, and took long to end
         round, charged = replace(round, closing=Cause.WORKER_FAILED), True
     elif round.closing in (Cause.GREW, Cause.SCALED) and not (missing or fenced):
         own = budgets.first_failure(round, reports, raised=True)

@@ -70,7 +70,7 @@ class View:
         return Unchanged(key, self.revisions[key])
 
     def at_revision(self, key: str, revision: int, **facts: object) -> View:
-        """Return the view with a newer revision of the key, and what came with it."""
+        """Return the view with a newer revision of the key, and with the fields in ``facts``."""
         return replace(self, revisions={**self.revisions, key: revision}, **facts)  # type: ignore[arg-type]
 
 
