@@ -27,11 +27,14 @@ class Program:
 @dataclass(frozen=True, slots=True)
 class Spawn:
     """Start a process whose first descriptors are the message's files; ``Warden.spawn_worker`` explains the
-    fields. A service ends with its agent, but neither the fence nor ``StopProcesses`` ends it."""
+    fields. ``after``: processes that must be gone before. A service ends with its agent, but neither the
+    fence nor ``StopProcesses`` ends it."""
 
     id: int
     program: Program
     mark: str = ""
+    page: str = ""
+    after: tuple[int, ...] = ()
     service: bool = False
     whole_group: bool = False
     fork: bool = False
@@ -133,6 +136,14 @@ class Spawned:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldBack:
+    """The process starts once process ``pid`` is gone, and perhaps others."""
+
+    id: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """How a process ended. ``code``: its exit status, or minus the signal that killed it.
 
@@ -160,7 +171,7 @@ class ZygoteNews:
     unfit: str = ""
 
 
-WardenToAgent = Spawned | Ended | ZygoteNews
+WardenToAgent = Spawned | HeldBack | Ended | ZygoteNews
 
 
 # ------------------------------------------------------------ warden to zygote, and zygote to embryo

@@ -40,7 +40,9 @@ VALUES_MAX: Final = 12
 NAME_WORDS: Final = 5
 VALUE_WORDS: Final = NAME_WORDS + 1
 WORDS: Final = VALUES + VALUES_MAX * VALUE_WORDS
-assert WORDS < 256  # the second half belongs to the heartbeat
+MUTEX: Final = WORDS  # held by the worker's main thread: see elasticd/worker/boot/elasticd_mutex.py
+MUTEX_WORDS: Final = 8
+assert MUTEX + MUTEX_WORDS <= 256  # the second half belongs to the heartbeat
 
 
 class Use(IntFlag):

@@ -79,7 +79,8 @@ class Filtered:
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """One output stream of a worker. ``ended`` is set once its last byte has been passed on."""
+    """One output stream of a worker. ``drained`` is set once its last byte has been passed on, or all bytes
+    that had arrived when ``Output.drain`` was called."""
 
     stream: int
     source: int
@@ -89,7 +90,7 @@ class Feed:
     tail: bytes = b""
     partial_since: float | None = None
     unfiltered: bytes = b""
-    ended: threading.Event = field(default_factory=threading.Event)
+    drained: threading.Event = field(default_factory=threading.Event)
 
     def discard(self) -> None:
         """Close the source and the copies."""
@@ -110,6 +111,7 @@ class Output:
         self._screens = {STDOUT: out, STDERR: err}
         self._feeds: dict[int, Feed] = {}
         self._added: list[Feed] = []
+        self._to_drain: list[Feed] = []
         self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -133,6 +135,15 @@ class Output:
                 self._thread = threading.Thread(target=self._pump, name="elasticd-output", daemon=True)
                 self._thread.start()
         os.eventfd_write(self._wake, 1)
+
+    def drain(self, feeds: Sequence[Feed], timeout_s: float) -> None:
+        """Wait until all that has arrived of these feeds is passed on. A worker that has ended may still have
+        them open for a while."""
+        with self._lock:
+            self._to_drain += feeds
+        os.eventfd_write(self._wake, 1)
+        for feed in feeds:
+            feed.drained.wait(timeout_s)
 
     def resized(self) -> None:
         """Set the size of the workers' terminals to the console's."""
@@ -175,12 +186,12 @@ class Output:
                     elif not self._pass_on(feed := self._feeds[key.fd]):
                         selector.unregister(key.fd)
                         self._finish(feed)
+                self._drain()
                 self._show_partials()
                 if self._closing:
                     self._admit(selector)
                     for feed in list(self._feeds.values()):
-                        while is_ready(feed.source, select.POLLIN, 0) and self._pass_on(feed):
-                            pass
+                        self._pass_on_all(feed)
                         self._finish(feed)
                     return
 
@@ -191,6 +202,19 @@ class Output:
             os.set_blocking(feed.source, False)
             self._feeds[feed.source] = feed
             selector.register(feed.source, selectors.EVENT_READ)
+
+    def _drain(self) -> None:
+        with self._lock:
+            feeds, self._to_drain = self._to_drain, []
+        for feed in feeds:
+            if self._feeds.get(feed.source) is feed:
+                self._pass_on_all(feed)
+                self._flush(feed)
+            feed.drained.set()
+
+    def _pass_on_all(self, feed: Feed) -> None:
+        while is_ready(feed.source, select.POLLIN, 0) and self._pass_on(feed):
+            pass
 
     def _pass_on(self, feed: Feed) -> bool:
         """Pass on one chunk. Return False at the end of the stream."""
@@ -244,7 +268,7 @@ class Output:
             self._filter(feed, b"\n")
         del self._feeds[feed.source]
         feed.discard()
-        feed.ended.set()
+        feed.drained.set()
 
     def _until_next_partial(self) -> float | None:
         since = [feed.partial_since for feed in self._feeds.values() if feed.partial_since is not None]

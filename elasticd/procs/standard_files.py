@@ -87,6 +87,10 @@ class StandardFiles:
             if feed.console_stream.prefix:
                 feed.console_stream.prefix = self._prefix(worker.assignment)
 
+    def drain(self, worker: Worker, timeout_s: float) -> None:
+        """Wait until all that the worker has printed is passed on."""
+        self._output.drain(worker.feeds, timeout_s)
+
     def close(self) -> None:
         """Pass on the last output."""
         self._output.close()

@@ -3,8 +3,9 @@
 When the agent dies, the warden lives long enough to kill all workers and services and to remove registered
 files. It also enforces the fence, so that workers stop in time even if the agent is stopped.
 
-Standard library only, one thread, started as ``python -I -S``: faults of torch, grpc or the agent's threads
-do not affect the warden, and a fork takes a fraction of a millisecond. The agent uses ``warden_client``.
+Standard library only, started as ``python -I -S``: faults of torch, grpc or the agent's threads do not affect
+the warden, and a fork takes a fraction of a millisecond. One thread does everything; a second one only waits
+for deaths (``death_notices``). The agent uses ``warden_client``.
 
 The warden forks workers itself, or from a zygote (``zygote``) if one is ready. In both cases the workers are
 its children.
@@ -28,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from elasticd.channel.codec import ChannelClosed
-from elasticd.channel.framing import QueuedChannel, close_all, pair
+from elasticd.channel.framing import QueuedChannel, close_all, duplicates, pair
 from elasticd.channel.warden_messages import (
     AGENT_TO_WARDEN,
     WARDEN_TO_AGENT,
@@ -36,6 +37,7 @@ from elasticd.channel.warden_messages import (
     CloseWarden,
     Ended,
     Forked,
+    HeldBack,
     Imported,
     ImportModules,
     LeftOut,
@@ -52,6 +54,8 @@ from elasticd.channel.warden_messages import (
     ZygoteNews,
     ZygoteToWarden,
 )
+from elasticd.core.page_layout import MUTEX
+from elasticd.procs.death_notices import DeathNotices
 from elasticd.procs.launch import CANNOT_RUN, launch, start_error
 from elasticd.procs.linux import (
     adopt_orphans,
@@ -75,7 +79,7 @@ _LAST_REAPING_S = 5.0  # time for processes that SIGKILL does not end at once (s
 @dataclass(slots=True)
 class _Child:
     """A child process of the warden. ``mark``: a ``NAME=value`` that only this process and its descendants
-    have in their environment."""
+    have in their environment. ``told``: its exit has begun, and the agent knows how it ends."""
 
     id: int
     pid: int
@@ -85,6 +89,7 @@ class _Child:
     errors: int
     kill_at: float | None = None
     fenced: bool = False
+    told: bool = False
     failure: str = ""  # why it could not be started
 
     def start_error(self) -> str | None:
@@ -94,6 +99,14 @@ class _Child:
         return start_error(errors) if errors >= 0 else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A worker that starts once others are gone. It owns ``fds``."""
+
+    request: Spawn
+    fds: list[int]
+
+
 class WardenProcess:
     def __init__(self, sock: socket.socket, worker_files: int | None) -> None:
         self._worker_files = worker_files
@@ -101,6 +114,8 @@ class WardenProcess:
         self._agent = QueuedChannel(sock, WARDEN_TO_AGENT, AGENT_TO_WARDEN)
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
+        self._deaths = DeathNotices(8 * MUTEX)
+        self._waiting: list[_Waiting] = []
         self._zygote: ZygoteProcess | None = None
         self._fresh_at = 0.0  # when a worker was last started without the zygote
         self._fresh_s: float | None = None  # the seconds from that start to the start of the first zygote
@@ -126,12 +141,15 @@ class WardenProcess:
         self._selector.register(woken, selectors.EVENT_READ, "child")
         assert self._agent is not None
         self._selector.register(self._agent, selectors.EVENT_READ, "agent")
+        self._selector.register(self._deaths.fd, selectors.EVENT_READ, "exit")
         self._watch(agent_pid)
         while not (self._closing and self._all_gone()):
             for key, events in self._selector.select(self._until_next_deadline()):
                 if key.data == "child":
                     _drain(woken)
                     self._reap()
+                elif key.data == "exit":
+                    self._hear_of_exits()
                 elif key.data == "death":
                     self._selector.unregister(key.fileobj)
                     self._lose_agent()
@@ -223,6 +241,14 @@ class WardenProcess:
         if not service and (self._fence_passed or _is_past(self._fence_at)):
             self._tell_end(message.id, 0, -signal.SIGKILL, fenced=True)
             return
+        if before := self._before(message):
+            try:
+                self._waiting.append(_Waiting(message, duplicates(fds)))
+            except OSError as error:
+                self._tell_end(message.id, 0, CANNOT_RUN, error=f"cannot fork: {error.strerror}")
+            else:
+                self._tell(HeldBack(message.id, before[0].pid))
+            return
         if message.fork and self._zygote is not None and self._zygote.takes_orders:
             try:
                 self._ask_zygote(lambda zygote: zygote.fork(message, fds))
@@ -238,11 +264,15 @@ class WardenProcess:
         if not service:
             self._fresh_at = steady_now()
         child = _Child(message.id, pid, service, message.mark, message.whole_group, errors)
-        self._add(child)
+        self._add(child, message.page)
         if service:  # the caller waits until the program runs
             self._selector.register(errors, selectors.EVENT_READ, child)
         else:
             self._tell(Spawned(child.id, pid))
+
+    def _before(self, request: Spawn) -> list[_Child]:
+        """Return the processes that must be gone before."""
+        return [child for child in self._children.values() if child.id in request.after]
 
     def _hear_beginning(self, child: _Child) -> None:
         """Tell the agent that a service runs its program. If the program cannot run, the agent is told when
@@ -254,8 +284,10 @@ class WardenProcess:
         if not child.failure:
             self._tell(Spawned(child.id, child.pid))
 
-    def _add(self, child: _Child) -> None:
+    def _add(self, child: _Child, page: str) -> None:
         self._children[child.pid] = child
+        if page:
+            self._deaths.watch(child.pid, page)
         if child.pid in self._ended_sessions:  # pids are reused
             self._ended_sessions.remove(child.pid)
 
@@ -286,6 +318,14 @@ class WardenProcess:
         self._keep_deadlines()
         self._sweep()
 
+    def _hear_of_exits(self) -> None:
+        """Report workers that are exiting, before the kernel has taken them down."""
+        for pid, code in self._deaths.take():
+            child = self._children.get(pid)
+            if child is not None and not child.told:
+                child.told = True
+                self._tell_end(child.id, pid, code, fenced=child.fenced)
+
     def _reap(self) -> None:
         while True:
             try:
@@ -313,7 +353,8 @@ class WardenProcess:
         self._sweep()
 
     def _finish(self, child: _Child, code: int, at: float) -> None:
-        """Kill the orphans of a reaped process, and report its exit."""
+        """Kill the orphans of a reaped process, report its exit, and start the workers that waited for it."""
+        self._deaths.forget(child.pid)
         self._ended_sessions.append(child.pid)
         if child.mark:
             self._ended_marks.append(child.mark)
@@ -321,9 +362,14 @@ class WardenProcess:
         if child.service:
             self._hear_beginning(child)
         error = child.failure or child.start_error()
-        self._tell_end(
-            child.id, child.pid, code if error is None else CANNOT_RUN, at, error or "", child.fenced
-        )
+        if not child.told:
+            self._tell_end(
+                child.id, child.pid, code if error is None else CANNOT_RUN, at, error or "", child.fenced
+            )
+        for waiting in [w for w in self._waiting if not self._before(w.request)]:
+            self._waiting.remove(waiting)
+            self._spawn(waiting.request, waiting.fds)
+            close_all(waiting.fds)
 
     def _tell_end(
         self, id: int, pid: int, code: int, at: float | None = None, error: str = "", fenced: bool = False
@@ -427,7 +473,7 @@ class WardenProcess:
         fork.take()
         request = fork.request
         child = _Child(request.id, pid, False, request.mark, request.whole_group, fork.link)
-        self._add(child)
+        self._add(child, request.page)
         self._tell(Spawned(child.id, pid))
         code = self._ended_early.pop(pid, None)
         if code is not None:
@@ -451,7 +497,11 @@ class WardenProcess:
             close_all(fds)
 
     def _drop_forks(self, code: int, ids: Collection[int] | None = None, *, fenced: bool = False) -> None:
-        """Cancel the workers that are not forked yet."""
+        """Cancel the workers that wait for others to be gone, or are not forked yet."""
+        for waiting in [w for w in self._waiting if ids is None or w.request.id in ids]:
+            self._waiting.remove(waiting)
+            close_all(waiting.fds)
+            self._tell_end(waiting.request.id, 0, code, fenced=fenced)
         for fork in self._zygote.give_up(ids) if self._zygote is not None else ():
             fork.drop()
             self._tell_end(fork.request.id, 0, code, fenced=fenced)

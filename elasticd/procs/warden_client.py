@@ -28,6 +28,7 @@ from elasticd.channel.warden_messages import (
     AgentToWarden,
     CloseWarden,
     Ended,
+    HeldBack,
     ImportModules,
     MoveFence,
     Program,
@@ -71,6 +72,7 @@ class _Running:
     service: bool
     pid: int = 0
     started: Callable[[int], None] | None = None
+    held_back: Callable[[int], None] | None = None
     heard: Callable[[ZygoteNews], None] | None = None
 
 
@@ -148,23 +150,31 @@ class Warden:
         cwd: str,
         fds: Sequence[int],
         mark: str = "",
+        page: str = "",
+        after: tuple[int, ...] = (),
         whole_group: bool = False,
         fork: bool = False,
         started: Callable[[int], None] | None = None,
+        held_back: Callable[[int], None] | None = None,
         ended: Callable[[Ended], None],
     ) -> int:
         """Start a worker in its own session with exactly the files ``fds``, which the warden then owns.
         Return the id for ``stop_workers``.
 
         ``mark``: a ``NAME=value`` that only this worker has in its environment; it identifies the worker's
-        orphans. ``whole_group``: signals go to the worker's process group. ``fork``: fork from the zygote if
-        ready. ``ended`` is always called once; ``started`` is called before, with the pid, if the worker
-        starts.
+        orphans. ``page``: the path of its page, by which its end is noticed early. ``after``: the ids of
+        processes that must be gone before. ``whole_group``: signals go to the worker's process group.
+        ``fork``: fork from the zygote if ready. ``ended`` is always called once; ``started`` is called
+        before, with the pid, if the worker starts. ``held_back`` is called before that, with the pid of a
+        process that is not gone yet. When ``ended`` is called, the process runs no more code of its own,
+        but the kernel may still be releasing its memory and files.
         """
-        running = _Running(ended, mark, False, 0, started)
+        running = _Running(ended, mark, False, 0, started, held_back)
         program = _program(argv, env, cwd)
         return self._spawn(
-            lambda id: Spawn(id, program, _portable(mark), whole_group=whole_group, fork=fork),
+            lambda id: Spawn(
+                id, program, _portable(mark), _portable(page), after, whole_group=whole_group, fork=fork
+            ),
             program,
             fds,
             running,
@@ -412,6 +422,9 @@ class Warden:
             case Spawned(pid=pid):
                 if running.started is not None:
                     _call(partial(running.started, pid))
+            case HeldBack(pid=pid):
+                if running.held_back is not None:
+                    _call(partial(running.held_back, pid))
             case Ended():
                 _call(partial(running.ended, message))
             case ZygoteNews():

@@ -24,11 +24,12 @@ def main() -> None:
 @main.command()
 @click.option("--workers", default=4)
 @click.option("--kills", default=8, help="Kills of each launcher.")
-def recovery(workers: int, kills: int) -> None:
+@click.option("--megabytes", default="350", help="What a worker holds in memory: sizes, with commas.")
+def recovery(workers: int, kills: int, megabytes: str) -> None:
     """kill -9 of a worker, to the next step."""
     from tests.bench.recovery import recovery as measure
 
-    click.echo(measure(workers, kills))
+    click.echo(measure(workers, kills, [int(size) for size in megabytes.split(",")]))
 
 
 @main.command()

@@ -25,6 +25,8 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 mark("imported")
+# What a larger model would take: a worker without it has about 350 MB.
+BALLAST = torch.ones(max(0, int(os.environ.get("BENCH_MEGABYTES", "350")) - 350) << 18)
 WIDTH = int(os.environ.get("BENCH_WIDTH", "700"))
 BATCH = int(os.environ.get("BENCH_BATCH", "64"))
 STEPS = int(os.environ.get("BENCH_STEPS_MAX", "1000000"))

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,8 +153,17 @@ def node_loss(launcher: Callable[[Path, Path], Launched], lose: int, timeout_s: 
             steps.close()
 
 
-def recovery(workers: int, kills: int) -> str:
-    """A worker killed on one node. Halves of the kills in the order A B A B, as machines are noisy."""
+def recovery(workers: int, kills: int, megabytes: Sequence[int]) -> str:
+    """A worker killed on one node, with workers of each of these sizes."""
+    tables = []
+    for size in megabytes:
+        os.environ["BENCH_MEGABYTES"] = str(size)
+        tables.append(_recovery(workers, kills, size))
+    return "\n".join(tables)
+
+
+def _recovery(workers: int, kills: int, megabytes: int) -> str:
+    """Halves of the kills in the order A B A B, as machines are noisy."""
     half = (kills + 1) // 2
     rows: dict[str, list[Kill]] = {}
 
@@ -174,7 +183,8 @@ def recovery(workers: int, kills: int) -> str:
         add("elasticd in place, full size again", full)
         add("elasticd in place with a spare, full size", kills_in_place(workers, half, spares=1)[0])
         add("floor: abort a group, build the next", [Kill(took) for took in floor(workers, half)])
-    title = f"kill -9 of one of {workers} workers, to the next step (one node, gloo, DDP)"
+    each = f"{workers} workers of {megabytes} MB"
+    title = f"kill -9 of one of {each}, to the next step (one node, gloo, DDP)"
     times = {name: [kill.took for kill in row] for name, row in rows.items()}
     known = {name: [kill.parts for kill in row if kill.parts] for name, row in rows.items()}
     return "\n".join(

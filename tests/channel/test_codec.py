@@ -154,7 +154,7 @@ NEWS = b'{"is": "ZygoteNews", "id": 1, "untried": 0, "unfit": "", "ready": %b}'
         (b"null", "its kind is none of"),
         (b"[" * 100_000, "recursion|allowed"),
         (b'{"id": 1, "pid": 2}', "its kind is none of"),
-        (b'{"is": "Leave", "id": 1}', "its kind is none of Spawned, Ended"),
+        (b'{"is": "Leave", "id": 1}', "its kind is none of Spawned, HeldBack, Ended"),
         (b'{"is": ["Spawned"], "id": 1, "pid": 2}', "its kind is none of"),
         (b'{"is": "Spawned", "id": 1}', "wrong or missing: 'pid'"),
         (b'{"is": "Spawned", "id": 1, "pid": 2, "mood": "good"}', "wrong or missing: 'mood'"),

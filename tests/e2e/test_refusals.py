@@ -129,7 +129,7 @@ def test_a_job_whose_nodes_were_all_killed_can_be_forgotten_once_their_leases_ha
     for agent in (a, b):
         agent.kill()
     while (said := cluster.command("forget", cluster.job)).code:
-        assert "until its lease has run out" in said.sentence
+        assert "until its lease expires" in said.sentence
     assert cluster.fact("round", Round) is None
 
 

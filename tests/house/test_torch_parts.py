@@ -21,8 +21,8 @@ from elasticd.torchparts import MARKS, REPLACED, USED, Private
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "elasticd").rglob("*.py"))
 PYTHONS = {  # of the standard library, and of namedtuple
-    "_Environ", "_Pointer", "_exit", "_finalizer_registry", "_getframe", "_ncallbacks", "_replace",
-    "_set_native_id", "_ssl", "_startTime", "_test_decode_cert",
+    "_Environ", "_Pointer", "_SimpleCData", "_exit", "_finalizer_registry", "_getframe", "_ncallbacks",
+    "_replace", "_set_native_id", "_ssl", "_startTime", "_test_decode_cert",
 }  # fmt: skip
 
 

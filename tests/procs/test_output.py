@@ -137,7 +137,7 @@ def test_a_filter_keeps_no_more_than_so_much_of_a_line_that_never_ends(
         os.write(target, b"." * longest)
     os.write(target, b"loss\nnoise\nloss 1")
     os.close(target)
-    assert feed.ended.wait(PATIENCE_S)
+    assert feed.drained.wait(PATIENCE_S)
     output.close()
     assert sum(kept) == 20 * longest + len(b"lossnoiseloss 1")
     assert max(kept) <= longest + outputs._CHUNK_BYTES
@@ -158,7 +158,7 @@ def test_output_is_passed_on_to_the_end_however_many_files_are_open() -> None:
         os.write(target, b"a line\n")
         output.carry([feed])
         output.close(60.0)
-        assert feed.ended.is_set()
+        assert feed.drained.is_set()
         assert console.written[1] == b"a line\n"
     finally:
         for fd in taken:

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 
+from elasticd_mutex import hold
 from elasticd_recorder import serve
 from elasticd_waits import Waits
 
@@ -30,6 +31,7 @@ _HOOKED = "torch.optim.optimizer"
 # Words of 8 bytes, each stored by one instruction.
 _PID, _STEPS, _LAST_NS, _STACKS, _ENDED_WELL = 2, 3, 4, 6, 7
 _WAIT_NS, _WAITS, _MADE, _DELAY_NS = 17, 18, 23, 24  # see elasticd/core/page_layout.py
+_MUTEX = 104
 _TIMES, _TIMES_MASK = 256, 255  # the times of the last 256 steps: the second half of the page
 _SIGNAL = 47  # a real-time signal, which programs do not use; see elasticd/procs/stacks.py
 
@@ -66,6 +68,10 @@ def _claim(path: str) -> memoryview[int] | None:
         return None
     fields[_PID] = os.getpid()
     fields[_ENDED_WELL] = 0
+    try:
+        hold(memory, 8 * _MUTEX)
+    except Exception:  # noqa: BLE001, S110  # its death is then noticed later
+        pass
     return fields
 
 

@@ -36,6 +36,7 @@ finally:
     _withdraw(os.path.dirname(os.path.abspath(__file__)))
     for name in (
         "elasticd_heartbeat",
+        "elasticd_mutex",
         "elasticd_recorder",
         "elasticd_waits",
         "elasticd_gpuclock",

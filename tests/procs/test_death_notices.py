@@ -1,0 +1,167 @@
+"""A worker's end is reported when its exit begins, and its successor starts once it is gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.core.page_layout import MUTEX
+from elasticd.procs.death_notices import DeathNotices, exit_under_way
+from elasticd.procs.linux import is_ready
+from elasticd.procs.page import BOOT_DIR, VARIABLE, Page
+from tests.procs.agents import PATIENCE_S
+from tests.procs.conftest import Bench
+
+BALLAST = "ballast = bytearray(1 << 30)\nfor i in range(0, len(ballast), 4096): ballast[i] = 1\n"
+STAY = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n"
+
+
+class Watched:
+    """Processes with a page, that are reaped by nobody, and what is noticed of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.notices = DeathNotices(8 * MUTEX)
+
+    def run(self, program: str) -> subprocess.Popen[bytes]:
+        """Run this Python program, and wait until it has printed a line."""
+        page = Page(self._folder / f"page{len(self._processes)}")
+        env = {**os.environ, VARIABLE: str(page.path), "PYTHONPATH": BOOT_DIR}
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._processes.append(process)
+        self.notices.watch(process.pid, str(page.path))
+        assert process.stdout is not None and process.stdout.readline()
+        return process
+
+    def noticed(self, timeout_s: float = PATIENCE_S) -> list[tuple[int, int]]:
+        return self.notices.take() if is_ready(self.notices.fd, select.POLLIN, timeout_s) else []
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    watched = Watched(tmp_path)
+    yield watched
+    watched.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("os.abort()", -signal.SIGABRT),
+        ("sys.exit(3)", 3),
+        ("os._exit(4)", 4),
+        ("threading.Thread(target=os._exit, args=(5,)).start(); signal.pause()", 5),
+        ("raise ValueError", 1),
+    ],
+)
+@pytest.mark.parametrize("threads", [0, 3])
+def test_an_exit_is_noticed_with_its_status_before_anybody_reaps_it(
+    watched: Watched, end: str, code: int, threads: int
+) -> None:
+    others = "for _ in range(%d): threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
+    program = f"import os, signal, sys, threading, time\n{others % threads}\nprint(flush=True)\n{end}"
+    process = watched.run(program)
+    assert watched.noticed() == [(process.pid, code)]
+    assert process.wait(PATIENCE_S) == code
+
+
+def test_each_of_many_is_noticed_also_one_that_was_stopped(watched: Watched) -> None:
+    processes = [watched.run(STAY) for _ in range(4)]
+    os.kill(processes[2].pid, signal.SIGSTOP)
+    for process in (processes[2], processes[0]):
+        process.kill()
+        assert watched.noticed() == [(process.pid, -signal.SIGKILL)]
+    watched.notices.forget(processes[0].pid)
+    late = watched.run(STAY)
+    late.terminate()
+    assert watched.noticed() == [(late.pid, -signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(
+    "goes_on",
+    [
+        "os.execv('/bin/cat', ['cat'])",
+        "threading.Thread(target=sys.stdin.read).start(); ctypes.CDLL(None).pthread_exit(None)",
+    ],
+    ids=["with another program", "without its main thread"],
+)
+def test_a_process_that_goes_on_is_not_reported(watched: Watched, goes_on: str) -> None:
+    program = f"import ctypes, os, sys, threading\nprint(flush=True)\nsys.stdin.readline()\n{goes_on}"
+    process, witness = watched.run(program), watched.run(STAY)
+    assert process.stdin is not None
+    process.stdin.write(b"go on\n")
+    process.stdin.flush()
+    while process.pid in watched.notices._mutexes:  # until the thread has seen the mutex
+        assert process.poll() is None
+    assert exit_under_way(process.pid) is None
+    witness.kill()
+    assert watched.noticed() == [(witness.pid, -signal.SIGKILL)]
+
+
+def test_a_page_that_its_worker_truncates_or_removes_harms_nobody(watched: Watched) -> None:
+    spoil = "import os\nos.truncate(os.environ['ELASTICD_PAGE'], 0)\n"
+    keep = "import os\nos.unlink(os.environ['ELASTICD_PAGE'])\n"
+    watched.run(spoil + STAY)  # the next change finds no mutex there
+    removed = watched.run(keep + STAY)
+    removed.kill()
+    assert watched.noticed() == [(removed.pid, -signal.SIGKILL)]
+
+
+# ---------------------------------------------------------------- in the warden
+
+
+def test_a_large_worker_is_reported_while_the_kernel_takes_it_down(bench: Bench) -> None:
+    procs = bench.procs([sys.executable, "-c", BALLAST + STAY])
+    there = []
+    while True not in there:  # a machine may be too busy to look in time
+        assert len(there) < 5, "a worker is reported only once it is gone"
+        bench.console.written[1] = b""
+        bench.start(procs)
+        bench.console.wait_for(b"\n")
+        pid = int(bench.console.written[1])
+        os.kill(pid, signal.SIGKILL)
+        (exit,) = bench.wait()
+        there.append(os.path.exists(f"/proc/{pid}"))
+        assert exit.code == -signal.SIGKILL
+
+
+def test_a_successor_starts_once_its_predecessor_is_gone(bench: Bench) -> None:
+    look = "import os, sys\nif 'OLD' in os.environ: sys.exit(os.path.exists('/proc/' + os.environ['OLD']))\n"
+    procs = bench.procs([sys.executable, "-c", look + BALLAST + STAY])
+    bench.start(procs)
+    bench.console.wait_for(b"\n")
+    pid = int(bench.console.written[1])
+    os.kill(pid, signal.SIGKILL)
+    bench.wait()
+    bench.start(procs, OLD=str(pid))
+    (exit,) = bench.wait()
+    assert exit.code == 0
+
+
+def test_a_worker_that_is_stopped_before_its_predecessor_is_gone_never_runs(bench: Bench) -> None:
+    procs = bench.procs([sys.executable, "-c", BALLAST + STAY])
+    bench.start(procs)
+    bench.console.wait_for(b"\n")
+    os.kill(int(bench.console.written[1]), signal.SIGKILL)
+    bench.wait()
+    bench.console.written[1] = b""
+    bench.start(procs)
+    procs.stop(signal.SIGTERM, PATIENCE_S)
+    (exit,) = bench.wait()
+    assert exit.code == -signal.SIGTERM and not bench.console.written[1]
