@@ -79,7 +79,7 @@ class Channel(Generic[_Said, _Heard]):
         try:
             try:
                 raw, attached, came, _ = self.socket.recvmsg(_PACKET_BYTES_MAX, room, flags)
-            except ConnectionResetError:  # the other end left messages unread; its own can still be read
+            except ConnectionResetError:  # the other process left messages unread; the rest can be read
                 raw, attached, came, _ = self.socket.recvmsg(_PACKET_BYTES_MAX, room, flags)
         except BlockingIOError:
             raise

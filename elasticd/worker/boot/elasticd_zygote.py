@@ -213,9 +213,7 @@ class Zygote:
         zygote."""
         line.send(b"g")
         try:
-            end: list[Any] = [
-                os.pidfd_open(pid)
-            ]  # shows its exit even if another process has the child's end
+            end: list[Any] = [os.pidfd_open(pid)]  # readable at its exit, even if the socket is open
         except OSError:
             end = []
         words = self._words

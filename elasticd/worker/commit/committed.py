@@ -317,9 +317,7 @@ class CommittedState:
         mine = self._copied() if beyond is not None and self.holds is Holds.WHOLE else None
         found = None
         try:
-            found = self.saves.resume(
-                self.parts(), world, has_restore=self._restore is not None, beyond=beyond
-            )
+            found = self.saves.resume(self.parts(), world, has_restore=self.can_restore, beyond=beyond)
         except DataChanged:
             agentpage.fatal(Fatal.BAD_DATA)  # a restart would fail the same way
             raise

@@ -99,7 +99,7 @@ class LastCommit:
         return ""
 
     def _keep_buffers(self) -> list[torch.Tensor | None]:
-        """Copy small buffers, and large buffers that have changed: some are constants.
+        """Copy small buffers, and large buffers that have changed: a constant is copied once.
 
         A change through ``.data`` leaves the version as it was. So large buffers are compared in the first
         commits, and now and then.

@@ -199,8 +199,8 @@ class _Numbers:
 
 
 def _feed(summary: hashlib.blake2b, value: Any, contents: bool, numbers: _Numbers | None = None) -> None:
-    """Feed the value into the digest. Equal data gives equal digests, wherever it came from. Equal numbers do
-    so whatever their type, numpy's included.
+    """Feed the value into the digest. Equal data gives equal digests, wherever it came from. Numbers of
+    one value are equal data, whatever their type, numpy's included.
 
     ``numbers``: collects numbers and the elements of floating-point tensors, which are then left out of the
     digest.

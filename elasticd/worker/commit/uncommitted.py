@@ -19,9 +19,7 @@ from elasticd.worker.report import all_finite, not_finite, policy
 from elasticd.worker.world.group import World, rank
 
 _log = logging.getLogger(__name__)
-LOOKS_INTO = (
-    3  # the first commits, after which elements of parameters are compared: versions miss some changes
-)
+LOOKS_INTO = 3  # the first commits, after which elements are compared: .data changes no version
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-LOOKS = 3  # the first steps of a world, in which large buffers are compared: versions miss some changes
+LOOKS = 3  # the first steps of a world, in which large buffers are compared: .data changes no version
 SMALL = 1 << 16  # elements; always copied, since batch normalization changes buffers without a new version
 
 

@@ -244,9 +244,7 @@ class World:
             self.over = True
             awaited = self._awaited
         if awaited:
-            told = _aside(
-                lambda: self._connect().compare_set(awaited, "", _LEFT)
-            )  # ends the wait in all workers, or in none
+            told = _aside(lambda: self._connect().compare_set(awaited, "", _LEFT))  # for all workers or none
             with contextlib.suppress(queue.Empty):
                 if told.get(timeout=ANSWER_S_MAX):
                     return
