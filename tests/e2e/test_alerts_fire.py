@@ -259,7 +259,7 @@ def test_an_etcd_that_is_away_or_slow(
         etcd.wake()
         time.sleep(0.2)
     slow = alerts.fires("ElasticdEtcdSlow", run=run)
-    assert slow.summary.endswith(f"to answer {slow.labels['node']}")
+    assert slow.summary.startswith(f"{run}: requests of {slow.labels['node']} to etcd take ")
     (late,) = prometheus.shows("etcd request time, 99th percentile", "job")
     assert max(late.over(node=slow.labels["node"])) > 0.5
     alerts.resolves("ElasticdEtcdSlow")
