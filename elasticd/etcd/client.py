@@ -87,7 +87,8 @@ class Client:
         return status
 
     def full(self) -> bool:
-        """Return whether a member has raised the space alarm: etcd takes no writes until it is disarmed."""
+        """Return whether a member has raised the space alarm: etcd takes no writes until the alarm is
+        disarmed."""
         response = self._connection.call("alarm", rpc.AlarmRequest(), idempotent=True)  # lists the alarms
         return any(raised.alarm == rpc.NOSPACE for raised in response.alarms)
 
@@ -121,7 +122,7 @@ class Client:
         return bool(self._connection.call("range", request, idempotent=True).kvs)
 
     def get(self, job: str, key: str) -> Entry | None:
-        """Return the fact under a key of the job, or None. Raises BadRecord or NewerRecord too."""
+        """Return the fact under a key of the job, or None. Also raises BadRecord or NewerRecord."""
         item = self.get_raw(job_prefix(job) + key.encode())
         if item is None or item.value is None:
             return None

@@ -180,7 +180,7 @@ class Embedded:
     def _launch(self) -> None:
         if self._pidfd is not None:
             self._forget()
-        # A cleaner of temporary files may have removed the folder. etcd then starts empty; agents notice.
+        # If a cleaner of temporary files has removed the folder, etcd starts empty, which the agents notice.
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.lstat().st_uid != os.geteuid():  # another user made it meanwhile
             raise StoreUnavailable(f"{self.folder} was removed, and belongs to another user now", sent=False)

@@ -210,7 +210,7 @@ class EtcdStore:
         self._lease = self._link.leases.hold(self._ttl_s, news, self._complain, self._lasts_s)
 
     def close(self) -> None:
-        """Revoke the lease, so that its keys vanish at once, and end the watches. Waits for the pending
+        """Revoke the lease, which deletes its keys at once, and end the watches. Waits for the pending
         transaction; later ones are answered Unknown. Takes a few seconds at most, even if etcd is down."""
         timeout_s = self._link.access.timeout_s
         with self._lock:

@@ -256,7 +256,7 @@ class Watcher:
             start_revision=watch._revision + 1,
         )
         self._stream.requests.put(rpc.WatchRequest(create_request=request))
-        self._stream.heard_at = max(self._stream.heard_at, now)  # give it time to answer
+        self._stream.heard_at = max(self._stream.heard_at, now)  # give etcd time to answer
 
     def _heard(self, stream: _Stream, response: Any) -> None:
         if stream is not self._stream:

@@ -102,7 +102,8 @@ class Flight:
                 self.gpu.hold(self.event)
 
     def land(self) -> str:
-        """Wait until all is copied. Return why the copies may be of several steps; empty if they are not."""
+        """Wait until all is copied. Return the error if a tensor was changed before its copy; else an empty
+        string."""
         self.gpu.wait(self.event)
         with self._lock:
             if self._intact is None:

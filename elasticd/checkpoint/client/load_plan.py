@@ -99,7 +99,7 @@ class Target:
     def _want_of(
         self, local: torch.Tensor, offsets: tuple[int, ...], chunk: Chunk, dtype: torch.dtype
     ) -> int:
-        """Plan to read what the chunk has of ``local``. Return the number of its elements."""
+        """Plan to read the part of ``local`` that is in the chunk. Return the number of its elements."""
         first = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
         ends = zip(offsets, local.shape, chunk.offsets, chunk.sizes, strict=True)
         count = [min(a + n, b + m) - f for (a, n, b, m), f in zip(ends, first, strict=True)]

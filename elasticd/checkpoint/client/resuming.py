@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 class NoCheckpoint(RuntimeError):
-    """No checkpoint is whole, and one was required. The message says what is wrong with each. ``lasting``: a
-    restart would not find one either."""
+    """No checkpoint is whole, although one was committed or required. The message says what is wrong with
+    each checkpoint. ``lasting``: a restart would not find a whole one either."""
 
     def __init__(self, why: str, *, lasting: bool = False) -> None:
         super().__init__(why)
@@ -154,7 +154,7 @@ class Resuming:
 
     def _survey(self) -> tuple[WholeState | None, Checkpoint]:
         """Return the newest whole state in memory, as rank 0 sees it, unless a newer one was committed; and
-        what was committed."""
+        the committed checkpoints."""
         offered = self._queries.survey() if self._ranks.rank == 0 else []
         there, _, _ = (
             self._committed()
@@ -188,7 +188,7 @@ class Resuming:
                 self._restore(choice.name, flat)
                 self.tier = max(tier for tier, _, _ in heard)
                 if ranks.rank == 0:
-                    where = "memory" if self.tier == "memory" else "memory, in part of other nodes"
+                    where = "memory" if self.tier == "memory" else "memory, in part on other nodes"
                     _log.info("resuming from step %d in %s", choice.step, where)
                 return choice.step, ""
             [node, lost] = losses[0]

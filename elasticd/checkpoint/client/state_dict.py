@@ -24,7 +24,7 @@ Path = tuple[str | int, ...]
 _WHOLE: Final = "elasticd: in one piece"
 _KEYS: Final = "elasticd: keys"
 _SOME: Final = "elasticd: entries "
-_MANY: Final = 64  # entries; more small ones are written in one piece
+_MANY: Final = 64  # entries; a small list or mapping with more is written in one piece
 _WHOLE_MAX: Final = 1 << 20  # bytes of tensors; more are split, so that any rank can write them
 
 

@@ -73,8 +73,8 @@ class SavingWorld:
         return 0 in self.locals
 
     def newest_held(self) -> tuple[int, str] | None:
-        """Return the newest step, and its name, of which memory has all shards of this node. None if there is
-        no such step."""
+        """Return the step and name of the newest state that is in memory with all shards of this node; None
+        if there is no such state."""
         common = [set(plan.holds.values()) for plan in self.plans.values()]
         if not self.locals <= self.plans.keys() or not common:
             return None
@@ -103,7 +103,7 @@ class SavingWorld:
                 yield Replica(label, plan.layout.index, plan.buffers[buffer])
 
     def forget_all_but_newest(self) -> None:
-        """Free memory after the end of the world. Only the newest state is needed if all ranks are on this
+        """Free memory after the world has ended. Only the newest state is needed if all ranks are on this
         node; otherwise other nodes may lag, and every whole state stays."""
         if not self.is_here:
             for plan in self.plans.values():

@@ -16,7 +16,7 @@ from typing import Final
 from elasticd.checkpoint.format.manifest import BLOCK, File, block_digest, fresh_name
 from elasticd.checkpoint.store.rate_limit import RateLimit
 
-_LARGE: Final = 1 << 20  # bytes
+_LARGE: Final = 1 << 20  # bytes; from this size on, files bypass the page cache
 
 
 class Disk:
