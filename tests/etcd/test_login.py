@@ -313,7 +313,7 @@ def test_two_nodes_run_to_the_end_within_a_role_and_all_that_steers_them_works(
     finally:
         job.close()
     code, said = job.says("drain", "node-x")
-    assert code == 2 and "this user may not list jobs; name the one that it may use" in said
+    assert code == 2 and "this user may not list jobs; give the name of a job" in said
 
 
 def test_plain_torchrun_runs_within_a_role_of_its_own(
