@@ -90,7 +90,7 @@ def give_streams() -> None:
 
 
 def seed_random_numbers() -> None:
-    """Seed random numbers that no other worker draws. The module random does so by itself."""
+    """Seed random numbers that no other worker draws. Python's ``random`` seeds itself after a fork."""
     generator = getattr(sys.modules.get("torch"), "default_generator", None)
     if generator is not None:
         generator.seed()

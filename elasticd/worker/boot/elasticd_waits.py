@@ -141,7 +141,7 @@ class Waits:
 
 
 class _Delay:
-    """The delay of the thread that makes this object."""
+    """How long the thread that makes this object was ready to run but did not run."""
 
     def __init__(self, thread: int) -> None:
         self.thread = thread

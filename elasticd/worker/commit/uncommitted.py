@@ -64,7 +64,7 @@ class Uncommitted:
         self._commits = 0  # of this process
         self._calls = 0  # the number of collectives when an optimizer last began a step
         self._evaluated = 0  # forward passes without gradients
-        self._unused: tuple[torch.Tensor, torch.Tensor] | None = None  # a parameter and its gradient
+        self._unused: tuple[torch.Tensor, torch.Tensor] | None = None  # parameter, unused gradient
         self._warned = False
         self._trace = Trace(contents.parameters())
         numbers = {id(p): n for n, p in enumerate(self._trace.parameters)}

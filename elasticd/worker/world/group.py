@@ -244,7 +244,8 @@ class World:
             self.over = True
             awaited = self._awaited
         if awaited:
-            told = _aside(lambda: self._connect().compare_set(awaited, "", _LEFT))  # for all workers or none
+            # This ends the wait in all workers, unless the awaited value came first.
+            told = _aside(lambda: self._connect().compare_set(awaited, "", _LEFT))
             with contextlib.suppress(queue.Empty):
                 if told.get(timeout=ANSWER_S_MAX):
                     return
