@@ -8,7 +8,7 @@ from tests.worker import chaos
 from tests.worker.chaos import Plan
 from tests.worker.chaosjob import Fault, Script
 
-FAST = (11, 21, 26, 36, 68)
+FAST = (11, 21, 26, 36, 68, 61099)
 
 
 @pytest.mark.parametrize("seed", FAST)

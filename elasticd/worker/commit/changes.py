@@ -13,7 +13,6 @@ from elasticd.checkpoint.client.tensors import is_plain
 
 FEW = 8  # elements of each tensor
 FEWEST = 2  # in a check at each commit, as each element costs a cache miss
-MOST = 64  # tensors of which elements are read at each commit
 
 
 class Few:
@@ -68,20 +67,14 @@ class Trace:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if is_plain(p)]
-        self._versions: list[int] = []
-        self._places: list[int] = []
-        self._each = 1  # elements are read of every so many parameters
         self._sampled = Sampled(self.parameters, FEWEST)
-        self._few = Few(())
+        self._few = self._sampled.few
+        self._versions: list[int] = []
         self._noted: list[torch.Tensor] = []
 
-    def note(self, *, all: bool) -> None:
-        """Note the present values. ``all``: read elements of all parameters, not only of ``MOST``."""
-        each = 1 if all else max(1, -(-len(self.parameters) // MOST))
-        if each != self._each:
-            self._each, self._sampled = each, Sampled(self.parameters[::each], FEWEST)
+    def note(self) -> None:
+        """Note the present values."""
         self._versions = [p._version for p in self.parameters]
-        self._places = [p.data_ptr() for p in self.parameters]
         self._few = self._sampled.few
         self._noted = self._few.read()
 
@@ -89,12 +82,11 @@ class Trace:
         """Return the parameters that changed since ``note``. ``contents``: compare elements as well."""
         if not self._versions:
             return set()
-        then = zip(self._versions, self._places, strict=True)
+        then = zip(self._versions, self._sampled.places, strict=True)
         now = ((p._version, p.data_ptr()) for p in self.parameters)
         found = {number for number, (a, b) in enumerate(zip(then, now, strict=True)) if a != b}
         if contents:  # at their old addresses: parameters at new ones are found already
-            differing = self._few.differing(self._few.read(), self._noted)
-            found |= {number * self._each for number in differing}
+            found |= self._few.differing(self._few.read(), self._noted).keys()
         return found
 
 

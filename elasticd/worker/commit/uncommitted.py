@@ -26,12 +26,11 @@ LOOKS_INTO = 3  # the first commits, after which elements are compared: .data ch
 class Owners:
     """Which optimizer trains which parameters. Sets hold the parameters' numbers.
 
-    ``trained``: the parameters of each optimizer. ``followers``: for each module, its parameters that no
-    optimizer trains.
+    ``trained``: the parameters of each optimizer. ``modules``: those of each module.
     """
 
     trained: Mapping[str, Set[int]]
-    followers: Sequence[Set[int]] = ()
+    modules: Sequence[Set[int]] = ()
 
     def outside(self, changed: Set[int], stepped: Iterable[str]) -> set[int]:
         """Return the changed parameters that none of these optimizers trains."""
@@ -44,8 +43,14 @@ class Owners:
         Parameters of one module that no optimizer trains are copied together: averages of a frozen layer
         change only once the layer is trained.
         """
-        followers = (of for of in self.followers if of & outside)
-        return set(outside).union(*(self.trained[name] for name in stepped), *followers)
+        followers = (set(of).difference(*self.trained.values()) for of in self.modules)
+        together = (of for of in followers if of & outside)
+        return set(outside).union(*(self.trained[name] for name in stepped), *together)
+
+    def swapped(self, outside: Set[int], frozen: Set[int]) -> list[Set[int]]:
+        """Return the modules of which all parameters changed, except frozen ones. A parameter that is
+        unfrozen later will change with the others."""
+        return [of for of in self.modules if of - frozen and of - frozen <= outside]
 
 
 class Uncommitted:
@@ -72,10 +77,11 @@ class Uncommitted:
             name: {numbers[id(p)] for p in parameters_of(o) if id(p) in numbers}
             for name, o in contents.optimizers.items()
         }
-        of_modules = (
+        of_modules = [
             {numbers[id(p)] for p in m.parameters() if id(p) in numbers} for m in contents.modules.values()
-        )
-        self._owners = Owners(trained, [of.difference(*trained.values()) for of in of_modules])
+        ]
+        self._owners = Owners(trained, of_modules)
+        self._swapped: list[Set[int]] = []
         self._undo = Undo(self._trace.parameters, contents.optimizers)
         if undo:
             self._undo.want(range(len(numbers)), contents.optimizers)
@@ -115,8 +121,10 @@ class Uncommitted:
 
     def keep(self) -> None:
         """Keep the present values as the ones to go back to."""
+        if self._swapped:
+            self._undo.want(set().union(*self._swapped) - self._frozen(), ())
         self._undo.keep()
-        self._trace.note(all=self._commits < LOOKS_INTO)
+        self._trace.note()
         self.stepped.clear()
         self._evaluated = 0
         self._torn = False
@@ -133,7 +141,7 @@ class Uncommitted:
             self._torn = not self._undo.covers(outside, self.stepped)
             if not self._torn:
                 self._undo.put_back()
-                self._trace.note(all=self._commits < LOOKS_INTO)
+                self._trace.note()
         self.stepped.clear()
         return not self._torn
 
@@ -198,7 +206,10 @@ class Uncommitted:
 
     def _copy_from_now_on(self, outside: set[int], stepped: set[str]) -> None:
         """Copy at each commit what changes before the last sum of a step."""
-        if self._undoes is False or not self._undo.want(self._owners.to_copy(outside, stepped), stepped):
+        if self._undoes is False:
+            return
+        self._swapped += [m for m in self._owners.swapped(outside, self._frozen()) if m not in self._swapped]
+        if not self._undo.want(self._owners.to_copy(outside, stepped), stepped):
             return
         if self._world is not None and self._world.rank == 0:
             _log.warning(
@@ -207,6 +218,9 @@ class Uncommitted:
                 ", ".join(sorted(stepped)) or "something else than an optimizer",
                 self._undo.nbytes / 1e6,
             )
+
+    def _frozen(self) -> set[int]:
+        return {n for n, parameter in enumerate(self._trace.parameters) if not parameter.requires_grad}
 
     def _warn_of_calls(self) -> None:
         """Warn once if the script uses collectives while a step can be neither finished nor undone."""
