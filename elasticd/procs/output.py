@@ -27,6 +27,7 @@ from elasticd.procs.merged_console import MergedConsole, WorkerStream
 
 _CHUNK_BYTES = 1 << 16
 _LINE_BYTES_MAX = 1 << 20  # the longest line to filter; a longer line is split
+_READS_MAX = 64  # more than a pipe or a terminal holds
 _PARTIAL_S = 0.1  # how long an unfinished line is held back before it is shown
 
 
@@ -182,11 +183,10 @@ class Output:
                 for key, _ in selector.select(self._until_next_partial()):
                     if key.fd == self._wake:
                         os.eventfd_read(self._wake)
-                        self._admit(selector)
                     elif not self._pass_on(feed := self._feeds[key.fd]):
                         selector.unregister(key.fd)
                         self._finish(feed)
-                self._drain()
+                self._drain(selector)
                 self._show_partials()
                 if self._closing:
                     self._admit(selector)
@@ -203,9 +203,10 @@ class Output:
             self._feeds[feed.source] = feed
             selector.register(feed.source, selectors.EVENT_READ)
 
-    def _drain(self) -> None:
+    def _drain(self, selector: selectors.BaseSelector) -> None:
         with self._lock:
             feeds, self._to_drain = self._to_drain, []
+        self._admit(selector)  # also feeds that were added and are to be drained already
         for feed in feeds:
             if self._feeds.get(feed.source) is feed:
                 self._pass_on_all(feed)
@@ -213,8 +214,10 @@ class Output:
             feed.drained.set()
 
     def _pass_on_all(self, feed: Feed) -> None:
-        while is_ready(feed.source, select.POLLIN, 0) and self._pass_on(feed):
-            pass
+        """Pass on what has arrived. A process that writes on and on does not hold up other feeds."""
+        for _ in range(_READS_MAX):
+            if not (is_ready(feed.source, select.POLLIN, 0) and self._pass_on(feed)):
+                return
 
     def _pass_on(self, feed: Feed) -> bool:
         """Pass on one chunk. Return False at the end of the stream."""

@@ -20,7 +20,8 @@ import pytest
 from elasticd.core.ports import Assignment
 from elasticd.procs import output as outputs
 from elasticd.procs.logdest import LogDest, trouble_with
-from elasticd.procs.output import Filtered, Output
+from elasticd.procs.merged_console import WorkerStream
+from elasticd.procs.output import Feed, Filtered, Output
 from tests.procs.agents import PATIENCE_S, PROGRAMS, ROOT
 from tests.procs.conftest import Bench, Recorded
 
@@ -262,3 +263,50 @@ def _read_until(fd: int, text: bytes) -> None:
     seen = b""
     while text not in seen:
         seen += os.read(fd, 4096)
+
+
+def test_what_a_worker_printed_is_drained_even_if_the_console_was_stuck_since_it_started() -> None:
+    stuck, free = threading.Event(), threading.Event()
+
+    class Stuck(Recorded):
+        def write(self, stream: int, data: bytes) -> None:
+            stuck.set()
+            assert free.wait(PATIENCE_S)
+
+    output = Output(Stuck())
+    first, one = output.open(1, prefix=b"", copies=(), terminal=False)
+    second, other = output.open(2, prefix=b"", copies=(), terminal=False)
+    output.carry([one])
+    os.write(first, b"a line\n")
+    assert stuck.wait(PATIENCE_S)
+    tails = []
+
+    class Drained(threading.Event):
+        def set(self) -> None:
+            tails.append(other.tail)
+            super().set()
+
+    other.drained = Drained()
+    output.carry([other])
+    os.write(second, b"its last words\n")
+    output.drain([other], 0.0)
+    free.set()
+    assert other.drained.wait(PATIENCE_S)
+    assert tails == [b"its last words\n"]
+    os.close(first)
+    os.close(second)
+    output.close()
+
+
+def test_a_process_that_prints_without_end_does_not_hold_up_other_output() -> None:
+    output = Output(Recorded())
+    target, feed = output.open(1, prefix=b"", copies=(), terminal=False)
+    endless = Feed(1, os.eventfd(2**31, os.EFD_SEMAPHORE), WorkerStream(b""), [])
+    output.carry([endless, feed])
+    output.drain([endless], 0.0)
+    os.write(target, b"a line\n")
+    assert endless.drained.wait(PATIENCE_S)
+    output.drain([feed], PATIENCE_S)
+    assert feed.tail == b"a line\n"
+    os.close(target)
+    output.close()
