@@ -160,7 +160,11 @@ def exit_under_way(pid: int) -> int | None:
 
 def _all_exit(pid: int) -> bool:
     """Whether the other threads exit with the main thread: one is enough to tell."""
-    for task in reversed(os.listdir(f"/proc/{pid}/task")):
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:  # it was reaped meanwhile
+        return True
+    for task in reversed(tasks):
         if int(task) != pid:
             fields = stat_of(pid, int(task))
             return not fields or bool(int(fields[_FLAGS]) & _PF_EXITING) or _is_killed(pid, int(task))
@@ -170,8 +174,8 @@ def _all_exit(pid: int) -> bool:
 def _is_killed(pid: int, task: int) -> bool:
     """Whether SIGKILL is pending for a thread."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/task/{task}/status").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "SigPnd":
+        for line in Path(f"/proc/{pid}/task/{task}/status").read_bytes().splitlines():
+            name, _, value = line.partition(b":")
+            if name == b"SigPnd":
                 return bool(int(value, 16) & _SIGKILL_PENDING)
     return True  # it is gone

@@ -24,7 +24,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -366,10 +366,16 @@ class WardenProcess:
             self._tell_end(
                 child.id, child.pid, code if error is None else CANNOT_RUN, at, error or "", child.fenced
             )
-        for waiting in [w for w in self._waiting if not self._before(w.request)]:
-            self._waiting.remove(waiting)
+        for waiting in self._no_longer_waiting(lambda w: not self._before(w.request)):
             self._spawn(waiting.request, waiting.fds)
             close_all(waiting.fds)
+
+    def _no_longer_waiting(self, chosen: Callable[[_Waiting], bool]) -> Iterator[_Waiting]:
+        """Yield the chosen workers one by one, each off the list. The loss of the agent may empty the list
+        meanwhile."""
+        while (waiting := next(filter(chosen, self._waiting), None)) is not None:
+            self._waiting.remove(waiting)
+            yield waiting
 
     def _tell_end(
         self, id: int, pid: int, code: int, at: float | None = None, error: str = "", fenced: bool = False
@@ -498,8 +504,7 @@ class WardenProcess:
 
     def _drop_forks(self, code: int, ids: Collection[int] | None = None, *, fenced: bool = False) -> None:
         """Cancel the workers that wait for others to be gone, or are not forked yet."""
-        for waiting in [w for w in self._waiting if ids is None or w.request.id in ids]:
-            self._waiting.remove(waiting)
+        for waiting in self._no_longer_waiting(lambda w: ids is None or w.request.id in ids):
             close_all(waiting.fds)
             self._tell_end(waiting.request.id, 0, code, fenced=fenced)
         for fork in self._zygote.give_up(ids) if self._zygote is not None else ():

@@ -303,7 +303,8 @@ class LocalProcs:
         """Return the ids of ended processes whose memory, device or ports the worker may need. Ranks on this
         node may change from round to round, and with them devices."""
         slot = worker.assignment.slot
-        return tuple(id for of, id in self._ends.items() if worker.round or of == slot)
+        with self._lock:
+            return tuple(id for of, id in self._ends.items() if worker.round or of == slot)
 
     def _add_heartbeat(self, worker: Worker, env: dict[str, str]) -> str:
         """Give the worker a page. Return the mark that identifies its descendants."""
@@ -413,7 +414,8 @@ class LocalProcs:
         with self._lock:
             if end.code != 0:
                 self._error_files[worker.assignment.slot] = worker.error_file
-            self._ends[worker.assignment.slot] = worker.id
+            if end.pid:  # else no process was started, and the one before may not be gone yet
+                self._ends[worker.assignment.slot] = worker.id
             number, exited, exit = worker.round, worker.exited, worker.ended(end)
         if end.code != exit.code:
             why = f"Python crashed after the script had finished ({signals.Signals(-end.code).name})"

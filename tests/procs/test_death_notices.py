@@ -14,13 +14,15 @@ import pytest
 
 from elasticd.core.page_layout import MUTEX
 from elasticd.procs.death_notices import DeathNotices, exit_under_way
-from elasticd.procs.linux import is_ready
+from elasticd.procs.linux import is_ready, stat_of
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page
 from tests.procs.agents import PATIENCE_S
 from tests.procs.conftest import Bench
 
 BALLAST = "ballast = bytearray(1 << 30)\nfor i in range(0, len(ballast), 4096): ballast[i] = 1\n"
+LOOK = "import os, sys\nif 'OLD' in os.environ: sys.exit(os.path.exists('/proc/' + os.environ['OLD']))\n"
 STAY = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n"
+EXIT = {"x86_64": 60, "aarch64": 93}  # the system call that ends one thread
 
 
 class Watched:
@@ -114,6 +116,33 @@ def test_a_process_that_goes_on_is_not_reported(watched: Watched, goes_on: str) 
     assert watched.noticed() == [(witness.pid, -signal.SIGKILL)]
 
 
+def test_a_thread_that_goes_on_is_seen_whatever_its_name_and_a_process_that_is_gone_harms_nobody(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends_alone = f"libc.syscall({EXIT[os.uname().machine]}, 3)"
+    name = "libc.prctl(15, b'\\xff', 0, 0, 0); print(flush=True); signal.pause()"
+    program = f"import ctypes, signal, threading\nlibc = ctypes.CDLL(None)\ndef stay(): {name}\n"
+    process = watched.run(f"{program}threading.Thread(target=stay).start()\n{ends_alone}")
+    while stat_of(process.pid)[0] != b"Z":  # the main thread is a zombie, the other one lives
+        assert process.poll() is None
+    assert exit_under_way(process.pid) is None
+    process.kill()
+    process.wait(PATIENCE_S)
+    monkeypatch.setattr("elasticd.procs.death_notices.stat_of", lambda pid: [b"4", *[b"4"] * 49, b"768"])
+    assert exit_under_way(process.pid) == 3  # it is reaped after its status was read
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="the module has another name")
+def test_a_subinterpreter_leaves_the_mutex_to_the_main_thread(watched: Watched) -> None:
+    subinterpreter = (
+        "import _xxsubinterpreters as s, signal, threading\ndef run(): s.destroy(s.create())\n"
+        "thread = threading.Thread(target=run)\nthread.start()\nthread.join()\n"
+    )
+    process = watched.run(f"{subinterpreter}print(flush=True)\nsignal.pause()")
+    process.terminate()
+    assert watched.noticed() == [(process.pid, -signal.SIGTERM)]
+
+
 def test_a_page_that_its_worker_truncates_or_removes_harms_nobody(watched: Watched) -> None:
     spoil = "import os\nos.truncate(os.environ['ELASTICD_PAGE'], 0)\n"
     keep = "import os\nos.unlink(os.environ['ELASTICD_PAGE'])\n"
@@ -142,8 +171,7 @@ def test_a_large_worker_is_reported_while_the_kernel_takes_it_down(bench: Bench)
 
 
 def test_a_successor_starts_once_its_predecessor_is_gone(bench: Bench) -> None:
-    look = "import os, sys\nif 'OLD' in os.environ: sys.exit(os.path.exists('/proc/' + os.environ['OLD']))\n"
-    procs = bench.procs([sys.executable, "-c", look + BALLAST + STAY])
+    procs = bench.procs([sys.executable, "-c", LOOK + BALLAST + STAY])
     bench.start(procs)
     bench.console.wait_for(b"\n")
     pid = int(bench.console.written[1])
@@ -165,3 +193,46 @@ def test_a_worker_that_is_stopped_before_its_predecessor_is_gone_never_runs(benc
     procs.stop(signal.SIGTERM, PATIENCE_S)
     (exit,) = bench.wait()
     assert exit.code == -signal.SIGTERM and not bench.console.written[1]
+
+
+def test_a_start_waits_for_the_predecessor_of_a_worker_that_never_ran(bench: Bench) -> None:
+    procs = bench.procs([sys.executable, "-c", LOOK + BALLAST + STAY])
+    bench.start(procs)
+    bench.console.wait_for(b"\n")
+    pid = int(bench.console.written[1])
+    os.kill(pid, signal.SIGKILL)
+    bench.wait()
+    bench.start(procs)
+    procs.stop(signal.SIGTERM, PATIENCE_S)
+    bench.wait()
+    bench.start(procs, OLD=str(pid))
+    (exit,) = bench.wait()
+    assert exit.code == 0
+
+
+def test_the_agents_death_while_several_workers_wait_does_not_stop_the_warden() -> None:
+    """In a process of its own, as the warden kills all its children."""
+    program = """
+import os, selectors, signal, socket
+from elasticd.channel.framing import pair
+from elasticd.channel.warden_messages import Program, Spawn, StopProcesses
+from elasticd.procs.warden import WardenProcess
+
+stay = Program(("sleep", "1000"), {}, "/")
+ours, theirs = pair()
+warden = WardenProcess(theirs, None)
+warden._selector.register(warden._agent, selectors.EVENT_READ, "agent")
+warden._obey(Spawn(1, stay), ())
+for id in (2, 3):
+    warden._obey(Spawn(id, stay, after=(1,)), ())
+ours.shutdown(socket.SHUT_RDWR)  # the forked child may still have it open
+%s
+while not warden._all_gone():
+    warden._reap()
+assert not warden._waiting
+"""
+    for deed in (
+        "warden._obey(StopProcesses(signal.SIGTERM, 0.0, (2, 3)), ())",
+        "(child,) = warden._children.values(); child.told = True; os.kill(child.pid, signal.SIGKILL)",
+    ):
+        subprocess.run([sys.executable, "-c", program % deed], check=True, timeout=PATIENCE_S)

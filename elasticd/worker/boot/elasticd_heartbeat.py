@@ -54,7 +54,8 @@ def start() -> None:
 
 
 def _claim(path: str) -> memoryview[int] | None:
-    """Return the page's fields, unless another living process has them: a worker has one heartbeat."""
+    """Return the page's fields, unless a living process has them: a worker has one heartbeat. It may be this
+    process: a subinterpreter runs sitecustomize again."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         # Before 3.13 a mapping keeps a descriptor of its own, one file more in the worker.
@@ -64,7 +65,7 @@ def _claim(path: str) -> memoryview[int] | None:
     if memory[:8] != b"ELASTICD":
         return None
     fields = memoryview(memory).cast("Q")
-    if fields[1] != 1 or (fields[_PID] not in (0, os.getpid()) and _lives(fields[_PID])):
+    if fields[1] != 1 or (fields[_PID] and _lives(fields[_PID])):
         return None
     fields[_PID] = os.getpid()
     fields[_ENDED_WELL] = 0
