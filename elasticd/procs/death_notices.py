@@ -155,19 +155,22 @@ def exit_under_way(pid: int) -> int | None:
     if not fields or not int(fields[_FLAGS]) & _PF_EXITING:
         return None
     code = os.waitstatus_to_exitcode(int(fields[-1]))
-    return code if code < 0 or _all_exit(pid) else None
+    return code if code < 0 or _all_exit(pid, fields[-1]) else None
 
 
-def _all_exit(pid: int) -> bool:
-    """Whether the other threads exit with the main thread: one is enough to tell."""
+def _all_exit(pid: int, status: bytes) -> bool:
+    """Whether the other threads exit with the main thread, which has this status: one is enough to tell. New
+    kernels show the status of the whole process in /proc/tid, also before the thread begins to exit."""
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
     except OSError:  # it was reaped meanwhile
         return True
     for task in reversed(tasks):
         if int(task) != pid:
-            fields = stat_of(pid, int(task))
-            return not fields or bool(int(fields[_FLAGS]) & _PF_EXITING) or _is_killed(pid, int(task))
+            fields = stat_of(int(task))
+            if not fields or int(fields[_FLAGS]) & _PF_EXITING or fields[-1] == status != b"0":
+                return True
+            return _is_killed(pid, int(task))
     return True
 
 

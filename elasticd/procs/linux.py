@@ -98,12 +98,11 @@ def _children_by_scan(parent: int) -> list[int]:
     return found
 
 
-def stat_of(pid: int, task: int | None = None) -> list[bytes]:
-    """Return the fields of /proc/pid/stat, or of one of its threads, after the command name: state, ppid,
-    pgrp, session, … Empty if it is gone."""
+def stat_of(pid: int) -> list[bytes]:
+    """Return the fields of /proc/pid/stat after the command name: state, ppid, pgrp, session, … Empty if the
+    process, or the thread, is gone."""
     try:
-        stat = _read(f"/proc/{pid}/stat" if task is None else f"/proc/{pid}/task/{task}/stat")
-        return stat.rpartition(b")")[2].split()
+        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
         return []
 

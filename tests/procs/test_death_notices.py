@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -22,6 +23,7 @@ from tests.procs.conftest import Bench
 BALLAST = "ballast = bytearray(1 << 30)\nfor i in range(0, len(ballast), 4096): ballast[i] = 1\n"
 LOOK = "import os, sys\nif 'OLD' in os.environ: sys.exit(os.path.exists('/proc/' + os.environ['OLD']))\n"
 STAY = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n"
+PTRACE_DETACH, PTRACE_SEIZE, PTRACE_O_TRACEEXIT = 17, 0x4206, 0x40
 EXIT = {"x86_64": 60, "aarch64": 93}  # the system call that ends one thread
 
 
@@ -42,7 +44,9 @@ class Watched:
         )
         self._processes.append(process)
         self.notices.watch(process.pid, str(page.path))
-        assert process.stdout is not None and process.stdout.readline()
+        assert process.stdout is not None
+        self.said = process.stdout.readline()
+        assert self.said
         return process
 
     def noticed(self, timeout_s: float = PATIENCE_S) -> list[tuple[int, int]]:
@@ -130,6 +134,27 @@ def test_a_thread_that_goes_on_is_seen_whatever_its_name_and_a_process_that_is_g
     process.wait(PATIENCE_S)
     monkeypatch.setattr("elasticd.procs.death_notices.stat_of", lambda pid: [b"4", *[b"4"] * 49, b"768"])
     assert exit_under_way(process.pid) == 3  # it is reaped after its status was read
+
+
+def test_an_exit_is_noticed_while_another_thread_has_not_begun_its_own(watched: Watched) -> None:
+    stay = "def stay(): print(threading.get_native_id(), flush=True); signal.pause()\n"
+    process = watched.run(
+        f"import os, signal, sys, threading\n{stay}threading.Thread(target=stay).start()\n"
+        "sys.stdin.readline(); os._exit(4)"
+    )
+    thread = int(watched.said)
+    libc = ctypes.CDLL(None)
+    libc.ptrace.argtypes = [ctypes.c_long] * 4
+    if libc.ptrace(PTRACE_SEIZE, thread, 0, PTRACE_O_TRACEEXIT) != 0:
+        pytest.skip("this process may not trace another")
+    assert process.stdin is not None
+    process.stdin.write(b"go on\n")
+    process.stdin.flush()
+    while (stat_of(process.pid)[0], stat_of(thread)[0]) != (b"Z", b"t"):  # it is about to exit
+        pass
+    code = exit_under_way(process.pid)
+    libc.ptrace(PTRACE_DETACH, thread, 0, 0)
+    assert code == 4
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="the module has another name")
