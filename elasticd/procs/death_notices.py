@@ -86,14 +86,16 @@ class DeathNotices:
         self._thread: threading.Thread | None = None
 
     def watch(self, pid: int, page: str) -> None:
-        """Watch the worker that has this page. For want of descriptors or memory it is not watched."""
+        """Watch the worker that has this page. Without descriptors, memory or threads it is not watched."""
         if _FUTEX is None:
             return
         with contextlib.suppress(OSError, ValueError), self._lock:
             self._mutexes[pid] = _Mutex(page, self._offset)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, name="elasticd-deaths", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._wait, name="elasticd-deaths", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads: the next worker leads to another try
+                thread.start()
+                self._thread = thread
         self._wake()
 
     def forget(self, pid: int) -> None:

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,6 +156,20 @@ def test_an_exit_is_noticed_while_another_thread_has_not_begun_its_own(watched: 
     code = exit_under_way(process.pid)
     libc.ptrace(PTRACE_DETACH, thread, 0, 0)
     assert code == 4
+
+
+def test_a_machine_without_another_thread_makes_notices_late_and_harms_nobody(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", fail)
+        process = watched.run(STAY)
+    watched.run(STAY)
+    process.kill()
+    assert watched.noticed() == [(process.pid, -signal.SIGKILL)]
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="the module has another name")
