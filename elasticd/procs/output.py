@@ -210,7 +210,7 @@ class Output:
         for feed in feeds:
             if self._feeds.get(feed.source) is feed:
                 self._pass_on_all(feed)
-                self._flush(feed)
+                self._end_line(feed)
             feed.drained.set()
 
     def _pass_on_all(self, feed: Feed) -> None:
@@ -266,12 +266,16 @@ class Output:
         feed.filtered.write(lines, feed.console_stream.prefix)
 
     def _finish(self, feed: Feed) -> None:
-        self._flush(feed)
-        if feed.unfiltered:
-            self._filter(feed, b"\n")
+        self._end_line(feed)
         del self._feeds[feed.source]
         feed.discard()
         feed.drained.set()
+
+    def _end_line(self, feed: Feed) -> None:
+        """Pass on an unfinished last line."""
+        self._flush(feed)
+        if feed.unfiltered:
+            self._filter(feed, b"\n")
 
     def _until_next_partial(self) -> float | None:
         since = [feed.partial_since for feed in self._feeds.values() if feed.partial_since is not None]

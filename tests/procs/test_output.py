@@ -310,3 +310,15 @@ def test_a_process_that_prints_without_end_does_not_hold_up_other_output() -> No
     assert feed.tail == b"a line\n"
     os.close(target)
     output.close()
+
+
+def test_an_unfinished_last_line_is_filtered_as_well_while_the_stream_is_still_open(tmp_path: Path) -> None:
+    output = Output(Recorded())
+    target, feed = output.open(1, prefix=b"", copies=(), terminal=False)
+    feed.filtered = Filtered(str(tmp_path / "filtered.log"), ["loss"])
+    output.carry([feed])
+    os.write(target, b"noise\nloss 1")
+    output.drain([feed], PATIENCE_S)
+    assert (tmp_path / "filtered.log").read_bytes() == b"loss 1\n"
+    os.close(target)
+    output.close()
