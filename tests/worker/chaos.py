@@ -225,7 +225,8 @@ class Agent(Crew):
             self.lost = lost
             assert len(self.hands) < 14, f"one worker dies after the other: {self}"
             self._coming.append(self.add())
-        ready = [h for h in self._coming if h.waiting or h.status is not None]
+        self._coming = [h for h in self._coming if h.status is None]
+        ready = [h for h in self._coming if h.waiting]
         if over or not ready:
             return
         if not alive:
@@ -233,8 +234,7 @@ class Agent(Crew):
             self.form(*[h for h in self.hands if h.waiting and h.status is None and not h.shunned])
         elif not self.closing:
             self._coming = [h for h in self._coming if h not in ready]
-            if any(h.waiting for h in ready):
-                self.close(planned=True)
+            self.close(planned=True)
 
     def _wish(self) -> None:
         kind, pid = self._wishes.recv(100).decode().split()
