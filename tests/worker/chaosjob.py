@@ -544,7 +544,7 @@ class Training:
                 tensors[f"{name}.{key}"] = tensor.double().flatten().tolist()
                 exact.update(tensor.contiguous().numpy().tobytes())
         for name, optimizer in self.optimizers.items():
-            for number, values in optimizer.state_dict()["state"].items():
+            for number, values in sorted(optimizer.state_dict()["state"].items()):
                 for key, value in values.items():
                     if isinstance(value, torch.Tensor) and self.script.optimizer != "lbfgs":
                         tensors[f"{name}.{number}.{key}"] = value.double().flatten().tolist()
