@@ -21,6 +21,7 @@ import pytest
 
 from elasticd.core.facts import Exit
 from elasticd.core.ports import Assignment, Procs
+from elasticd.procs.death_notices import exit_under_way
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
 from tests.contract.heard import Heard
@@ -76,7 +77,7 @@ class ProcsHarness(Protocol):
         """Seconds since the epoch, as the fence counts them."""
 
     def alive(self) -> bool:
-        """Whether any worker's process is there."""
+        """Whether any worker's process runs, and is not about to be gone."""
 
     def close(self) -> None: ...
 
@@ -195,7 +196,7 @@ def _lives(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return True
+    return exit_under_way(pid) is None
 
 
 def _command(assignment: Assignment) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 from elasticd.procs import page as agent_side
 from elasticd.procs.page import BOOT_DIR, LAYOUT, Page, shared_memory_dir
 from tests.procs.agents import PROGRAMS
+from tests.procs.agents import PATIENCE_S
 from tests.procs.conftest import Bench
 
 FAKE = f"import sys; sys.path.insert(0, {str(PROGRAMS / 'faketorch')!r})\n"
@@ -102,6 +103,10 @@ def test_a_worker_that_has_not_stepped_is_seen(bench: Bench) -> None:
     bench.console.wait_for(b"up")
     page = procs._workers[10].page
     assert page is not None
+    deadline = time.monotonic() + PATIENCE_S
+    while not procs.pids()[10]:  # the worker may print before the agent hears of its start
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert procs.progress()[0].at == 0.0
     assert procs.progress()[0].pid == page.read().pid != 0
 
