@@ -13,8 +13,7 @@ import pytest
 
 from elasticd.procs import page as agent_side
 from elasticd.procs.page import BOOT_DIR, LAYOUT, Page, shared_memory_dir
-from tests.procs.agents import PROGRAMS
-from tests.procs.agents import PATIENCE_S
+from tests.procs.agents import PATIENCE_S, PROGRAMS
 from tests.procs.conftest import Bench
 
 FAKE = f"import sys; sys.path.insert(0, {str(PROGRAMS / 'faketorch')!r})\n"
