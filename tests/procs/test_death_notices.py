@@ -18,6 +18,7 @@ from elasticd.core.page_layout import MUTEX
 from elasticd.procs.death_notices import DeathNotices, exit_under_way
 from elasticd.procs.linux import is_ready, stat_of
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page
+from elasticd.procs.workers import LocalProcs
 from tests.procs.agents import PATIENCE_S
 from tests.procs.conftest import Bench
 
@@ -210,13 +211,19 @@ def test_a_large_worker_is_reported_while_the_kernel_takes_it_down(bench: Bench)
         assert exit.code == -signal.SIGKILL
 
 
-def test_a_successor_starts_once_its_predecessor_is_gone(bench: Bench) -> None:
-    procs = bench.procs([sys.executable, "-c", LOOK + BALLAST + STAY])
+def _kill_a_large_one(bench: Bench, procs: LocalProcs) -> int:
+    """Start a worker, kill it, and wait until its end is reported. Return its pid."""
     bench.start(procs)
     bench.console.wait_for(b"\n")
     pid = int(bench.console.written[1])
     os.kill(pid, signal.SIGKILL)
     bench.wait()
+    return pid
+
+
+def test_a_successor_starts_once_its_predecessor_is_gone(bench: Bench) -> None:
+    procs = bench.procs([sys.executable, "-c", LOOK + BALLAST + STAY])
+    pid = _kill_a_large_one(bench, procs)
     bench.start(procs, OLD=str(pid))
     (exit,) = bench.wait()
     assert exit.code == 0
@@ -224,10 +231,7 @@ def test_a_successor_starts_once_its_predecessor_is_gone(bench: Bench) -> None:
 
 def test_a_worker_that_is_stopped_before_its_predecessor_is_gone_never_runs(bench: Bench) -> None:
     procs = bench.procs([sys.executable, "-c", BALLAST + STAY])
-    bench.start(procs)
-    bench.console.wait_for(b"\n")
-    os.kill(int(bench.console.written[1]), signal.SIGKILL)
-    bench.wait()
+    _kill_a_large_one(bench, procs)
     bench.console.written[1] = b""
     bench.start(procs)
     procs.stop(signal.SIGTERM, PATIENCE_S)
@@ -237,11 +241,7 @@ def test_a_worker_that_is_stopped_before_its_predecessor_is_gone_never_runs(benc
 
 def test_a_start_waits_for_the_predecessor_of_a_worker_that_never_ran(bench: Bench) -> None:
     procs = bench.procs([sys.executable, "-c", LOOK + BALLAST + STAY])
-    bench.start(procs)
-    bench.console.wait_for(b"\n")
-    pid = int(bench.console.written[1])
-    os.kill(pid, signal.SIGKILL)
-    bench.wait()
+    pid = _kill_a_large_one(bench, procs)
     bench.start(procs)
     procs.stop(signal.SIGTERM, PATIENCE_S)
     bench.wait()
