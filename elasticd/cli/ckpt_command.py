@@ -192,8 +192,8 @@ def export(store: CheckpointStore, out: Path, which: str | None, only: tuple[str
     fresh = out.with_name(f".{out.name}.new")
     try:
         target = Target.of(manifest.name, state, manifest.index)
-        with _bar("reading", sum(len(w.into) for w in target.wishes)) as advance:
-            reading.fill(store, manifest, target.wishes, progress=advance)
+        with _bar("reading", sum(len(w.into) for w in target.ranges)) as advance:
+            reading.fill(store, manifest, target.ranges, progress=advance)
         flat = target.finish()
         if out.suffix == ".safetensors":
             _save_safetensors(flat.tensors, fresh, manifest)

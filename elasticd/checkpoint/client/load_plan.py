@@ -13,18 +13,18 @@ from elasticd.checkpoint.client.objects import loaded
 from elasticd.checkpoint.client.state_dict import Flat, Path, flatten, prepare_optimizers
 from elasticd.checkpoint.client.tensors import local_of
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Chunk, Index, Tensor
-from elasticd.checkpoint.store.reading import Wish
+from elasticd.checkpoint.store.reading import WantedRange
 
 
 @dataclass(slots=True)
 class Target:
-    """A state to be filled from ``index``, of the checkpoint ``name``. Fill the ``wishes``, then call
+    """A state to be filled from ``index``, of the checkpoint ``name``. Fill the ``ranges``, then call
     ``finish``."""
 
     name: str
     state: dict[str, Any]
     index: Index
-    wishes: list[Wish] = field(default_factory=list)
+    ranges: list[WantedRange] = field(default_factory=list)
     flat: Flat = field(default_factory=Flat)
     _copies: list[Callable[[], object]] = field(default_factory=list)
     _blobs: dict[str, bytearray] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Target:
         for key, blob in index.blobs.items():
             if index.paths[key][0] in state:
                 room = target._blobs[key] = bytearray(blob.length)
-                target.wishes.append(Wish(blob.file, blob.at, memoryview(room)))
+                target.ranges.append(WantedRange(blob.file, blob.at, memoryview(room)))
                 target.flat.paths[key] = index.paths[key]
         # Tensors that are filled in place are listed too: nests are rebuilt from all their parts.
         for key, tensor in tensors.items():
@@ -71,7 +71,7 @@ class Target:
         return target
 
     def finish(self) -> Flat:
-        """Return the data for ``restore``, after all wishes are filled. Raises BadCheckpoint."""
+        """Return the data for ``restore``, after all ranges are filled. Raises BadCheckpoint."""
         with torch.no_grad():
             for copy in self._copies:
                 copy()
@@ -118,10 +118,10 @@ class Target:
         for dim, (f, n) in enumerate(zip(first, count, strict=True)):
             place = place.narrow(dim, f - offsets[dim], n)
         if whole_rows and place.is_contiguous() and place.device.type == "cpu" and place.dtype == dtype:
-            self.wishes.append(Wish(chunk.file, at, as_bytes(place)))
+            self.ranges.append(WantedRange(chunk.file, at, as_bytes(place)))
             return total
         rows = torch.empty((*count[:1], *chunk.sizes[1:]), dtype=dtype)
-        self.wishes.append(Wish(chunk.file, at, as_bytes(rows)))
+        self.ranges.append(WantedRange(chunk.file, at, as_bytes(rows)))
         piece = rows
         for dim in range(1, len(count)):
             piece = piece.narrow(dim, first[dim] - chunk.offsets[dim], count[dim])

@@ -30,7 +30,7 @@ from elasticd.checkpoint.protocol import (
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Offer, WholeState
 from elasticd.checkpoint.replication.wire import PeerGone
-from elasticd.checkpoint.store.reading import Wish
+from elasticd.checkpoint.store.reading import WantedRange
 from elasticd.core.facts import Checkpoint, Holder
 
 _log = logging.getLogger(__name__)
@@ -60,14 +60,14 @@ class Recalled:
     far: Mapping[int, Holder]
     read: set[str] = field(default_factory=set)  # nodes that data was read from; "" is this node
 
-    def fill(self, wishes: Iterable[Wish]) -> None:
-        """Fill the wishes. Raises HolderLost; their contents are then undefined."""
-        by_holder: dict[Holder, list[Wish]] = {}
-        for wish in wishes:
-            if wish.file in self.near:
-                self._read_here(wish)
-            elif len(wish.into):
-                by_holder.setdefault(self.far[wish.file], []).append(wish)
+    def fill(self, ranges: Iterable[WantedRange]) -> None:
+        """Fill the ranges. Raises HolderLost; their contents are then undefined."""
+        by_holder: dict[Holder, list[WantedRange]] = {}
+        for wanted in ranges:
+            if wanted.file in self.near:
+                self._read_here(wanted)
+            elif len(wanted.into):
+                by_holder.setdefault(self.far[wanted.file], []).append(wanted)
         if by_holder:
             with ThreadPoolExecutor(min(8, len(by_holder)), "recall") as pool:
                 list(pool.map(self._read_there, by_holder.keys(), by_holder.values()))
@@ -75,20 +75,20 @@ class Recalled:
     def close(self) -> None:
         close_all(self.near.values())
 
-    def _read_here(self, wish: Wish) -> None:
+    def _read_here(self, wanted: WantedRange) -> None:
         """Read a shard of this node. Mapping its pages for one read would cost as much as the copy."""
-        into, at = wish.into, wish.at
+        into, at = wanted.into, wanted.at
         while into:
-            read = os.preadv(self.near[wish.file], [into], at)
+            read = os.preadv(self.near[wanted.file], [into], at)
             if not read:
                 raise HolderLost("", "a shard in this node's memory is too short")
             into, at = into[read:], at + read
         self.read.add("")
 
-    def _read_there(self, holder: Holder, wishes: Sequence[Wish]) -> None:
+    def _read_there(self, holder: Holder, ranges: Sequence[WantedRange]) -> None:
         try:
             with PeerSaver(holder) as peer:
-                peer.read(self.path, self.name, wishes)
+                peer.read(self.path, self.name, ranges)
         except PeerGone as error:
             raise HolderLost(holder.node, str(error)) from error
         self.read.add(holder.node)

@@ -145,7 +145,7 @@ class Resuming:
             self.overwrote = True
             target = Target.of(saved.name, self._state, manifest.index)
             readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-            fill(self._store, manifest, target.wishes, readers=readers)
+            fill(self._store, manifest, target.ranges, readers=readers)
             return target.finish(), "", False, ""
         except BadCheckpoint as error:
             return Flat(), str(error), isinstance(error, Unreadable), ""
@@ -224,7 +224,7 @@ def _from_memory(
         return Flat(), "", (error.node, str(error)), ""
     try:
         target = Target.of(choice.name, state, recalled.index)
-        recalled.fill(target.wishes)
+        recalled.fill(target.ranges)
         return target.finish(), "peer" if recalled.read - {""} else "memory", None, ""
     except HolderLost as error:
         return Flat(), "", (error.node, str(error)), ""

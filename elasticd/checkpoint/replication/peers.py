@@ -12,7 +12,7 @@ import msgspec
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica
 from elasticd.checkpoint.replication.wire import Message, PeerGone, Wire
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.checkpoint.store.reading import Wish
+from elasticd.checkpoint.store.reading import WantedRange
 from elasticd.core.checkpoint_names import require_name
 from elasticd.core.facts import Holder
 
@@ -134,19 +134,19 @@ class PeerSaver:
         self._asks({"do": "index", "path": path, "name": name})
         return self._wire.hear_raw()
 
-    def read(self, path: str, name: str, wishes: Iterable[Wish]) -> None:
-        """Read the ranges that the wishes name, from one or more shards."""
-        by_file: dict[int, list[Wish]] = {}
-        for wish in wishes:
-            if len(wish.into):
-                by_file.setdefault(wish.file, []).append(wish)
+    def read(self, path: str, name: str, ranges: Iterable[WantedRange]) -> None:
+        """Read the ranges from one or more shards."""
+        by_file: dict[int, list[WantedRange]] = {}
+        for wanted in ranges:
+            if len(wanted.into):
+                by_file.setdefault(wanted.file, []).append(wanted)
         for rank, these in by_file.items():
             for first in range(0, len(these), _RANGES_MAX):
                 some = these[first : first + _RANGES_MAX]
-                ranges = [(wish.at, len(wish.into)) for wish in some]
-                self._asks({"do": "read", "path": path, "name": name, "rank": rank, "ranges": ranges})
-                for wish in some:
-                    self._wire.receive(wish.into)
+                places = [(wanted.at, len(wanted.into)) for wanted in some]
+                self._asks({"do": "read", "path": path, "name": name, "rank": rank, "ranges": places})
+                for wanted in some:
+                    self._wire.receive(wanted.into)
 
     def close(self) -> None:
         self._wire.close()

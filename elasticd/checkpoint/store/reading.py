@@ -35,8 +35,8 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A range of bytes that a caller wants from a shard: ``into`` is filled with the bytes from ``at`` on."""
+class WantedRange:
+    """A range of a shard's bytes, from ``at`` on, that is to be read into ``into``."""
 
     file: int
     at: int
@@ -129,21 +129,21 @@ def _silent(_: int) -> None:
 def fill(
     store: CheckpointStore,
     manifest: Manifest,
-    wishes: Iterable[Wish],
+    ranges: Iterable[WantedRange],
     progress: Callable[[int], None] = _silent,
     *,
     readers: int = 1,
 ) -> None:
-    """Read and verify what the wishes ask for. A block that lies wholly within one wish is read without a
-    copy. After BadCheckpoint the content of the wishes is undefined.
+    """Read and verify the ranges. A block that lies wholly within one wanted range is read without a
+    copy. After BadCheckpoint the content of the ranges is undefined.
 
     ``progress`` is called from several threads with the number of bytes read since the last call.
     ``readers``: how many processes of this machine read at the same time and share its processors.
     """
-    by_file: dict[int, list[Wish]] = {}
-    for wish in wishes:
-        if len(wish.into):
-            by_file.setdefault(wish.file, []).append(wish)
+    by_file: dict[int, list[WantedRange]] = {}
+    for wanted in ranges:
+        if len(wanted.into):
+            by_file.setdefault(wanted.file, []).append(wanted)
     tasks = [
         (manifest.files[number], first, some)
         for number, these in by_file.items()
@@ -187,17 +187,17 @@ def verify(
 
 # ------------------------------------------------------------ blocks
 
-_Task = tuple[File, int, list[Wish]]
+_Task = tuple[File, int, list[WantedRange]]
 
 
-def _by_block(wishes: list[Wish], block: int) -> Iterator[tuple[int, list[Wish]]]:
-    """Yield the number of each block that is needed, with the wishes that need it."""
-    wishes.sort(key=lambda w: w.at)
-    wanted: dict[int, list[Wish]] = {}
-    for wish in wishes:
-        for n in range(wish.at // block, (wish.end - 1) // block + 1):
-            wanted.setdefault(n, []).append(wish)
-    yield from sorted(wanted.items(), key=lambda item: item[0])
+def _by_block(ranges: list[WantedRange], block: int) -> Iterator[tuple[int, list[WantedRange]]]:
+    """Yield the number of each block that is needed, with the wanted ranges in it."""
+    ranges.sort(key=lambda w: w.at)
+    by_number: dict[int, list[WantedRange]] = {}
+    for wanted in ranges:
+        for n in range(wanted.at // block, (wanted.end - 1) // block + 1):
+            by_number.setdefault(n, []).append(wanted)
+    yield from sorted(by_number.items(), key=lambda item: item[0])
 
 
 def _runs(tasks: Sequence[_Task], count: int) -> list[Sequence[_Task]]:
@@ -216,17 +216,17 @@ def _read_blocks(
     scratch: memoryview | None = None
     shard = _Shard(store, "")
     try:
-        for file, number, wishes in tasks:
+        for file, number, ranges in tasks:
             where = f"{manifest.name}/{file.name}"
             if where != shard.where:
                 shard.close()
                 shard = _Shard(store, where)
             start = number * manifest.block
             length = _length(file, number, manifest.block)
-            direct = len(wishes) == 1 and wishes[0].at <= start and wishes[0].end >= start + length
+            direct = len(ranges) == 1 and ranges[0].at <= start and ranges[0].end >= start + length
             if direct:
-                at = start - wishes[0].at
-                block = wishes[0].into[at : at + length]
+                at = start - ranges[0].at
+                block = ranges[0].into[at : at + length]
             else:
                 scratch = scratch or memoryview(bytearray(manifest.block))
                 block = scratch[:length]
@@ -235,9 +235,9 @@ def _read_blocks(
                 raise BadCheckpoint(_wrong(manifest, file, number))
             progress(length)
             if not direct:
-                for wish in wishes:
-                    first, last = max(wish.at, start), min(wish.end, start + length)
-                    wish.into[first - wish.at : last - wish.at] = block[first - start : last - start]
+                for wanted in ranges:
+                    first, last = max(wanted.at, start), min(wanted.end, start + length)
+                    wanted.into[first - wanted.at : last - wanted.at] = block[first - start : last - start]
     finally:
         shard.close()
 
