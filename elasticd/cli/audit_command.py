@@ -9,7 +9,7 @@ from typing import assert_never
 
 import click
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.say import say
 from elasticd.data.audit import (
     AuditVerdict,
@@ -61,7 +61,7 @@ def audit(run: tuple[str, ...], against: tuple[str, ...]) -> int:
     if against:
         compared = compare(verdict, _judged(against))
         if not compared.losses and not compared.weights:
-            raise Complaint("the two runs have not a single step in common, so nothing can be compared")
+            raise CommandError("the two runs have not a single step in common, so nothing can be compared")
         alike = compared.difference is None
         say(_comparison(compared), fg=None if alike else "red")
         return 0 if alike and not verdict.findings else NOT_PROVED
@@ -74,13 +74,13 @@ def _judged(names: tuple[str, ...]) -> AuditVerdict:
     try:
         notes = _notes(folders)
         if not notes:
-            raise Complaint(
+            raise CommandError(
                 f"there are no notes for an audit of {listing(names)}: start the job with "
                 "`elasticd run --audit`, and use worker.State in its script"
             )
         return judge(notes)
     except OSError as error:
-        raise Complaint(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise CommandError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def _folders(name: str) -> list[Path]:
@@ -88,7 +88,7 @@ def _folders(name: str) -> list[Path]:
         return [run.folder for run in known]
     if Path(name).is_dir():
         return [Path(name)]
-    raise Complaint(f"{name} is neither a job that ran on this machine nor a folder")
+    raise CommandError(f"{name} is neither a job that ran on this machine nor a folder")
 
 
 def _notes(folders: Iterable[Path]) -> dict[str, Numbered]:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from elasticd.cli.complaint import USAGE
+from elasticd.cli.command_error import USAGE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Manifest
 from elasticd.checkpoint.store import BadStore, CheckpointStore, disk, reading, store_at
 from elasticd.checkpoint.store.disk import Disk
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.say import say, table
 from elasticd.core.checkpoint_names import parse_folder
 from elasticd.core.facts import Checkpoint, Saved
@@ -147,7 +147,7 @@ def verify(store: CheckpointStore, which: str | None, every: bool) -> int:
     Exit code 5: something is damaged. What is damaged is named.
     """
     if every and which is not None:
-        raise Complaint("give a checkpoint or --all, not both")
+        raise CommandError("give a checkpoint or --all, not both")
     damaged = 0
     known = _known(store)
     for saved in known.saved if every else (_find(known, which),):
@@ -177,12 +177,14 @@ def export(store: CheckpointStore, out: Path, which: str | None, only: tuple[str
     torch.load, holds the whole state as a nested dict.
     """
     if out.suffix not in (".safetensors", ".pt", ".pth"):
-        raise Complaint(f"the file name {out.name} must end in .safetensors or .pt")
+        raise CommandError(f"the file name {out.name} must end in .safetensors or .pt")
     manifest = _whole(store, which)
     names = {str(path[0]) for path in manifest.index.paths.values()}
     unknown = [name for name in only if name not in names]
     if unknown:
-        raise Complaint(f"{manifest.name} has no part {unknown[0]}; it has {describe.listing(sorted(names))}")
+        raise CommandError(
+            f"{manifest.name} has no part {unknown[0]}; it has {describe.listing(sorted(names))}"
+        )
     import torch
 
     from elasticd.checkpoint.client.load_plan import Target
@@ -202,9 +204,9 @@ def export(store: CheckpointStore, out: Path, which: str | None, only: tuple[str
             torch.save(state, fresh)
         disk.settle(fresh, out)
     except BadCheckpoint as error:
-        raise Complaint(f"{error}", NOT_WHOLE) from error
+        raise CommandError(f"{error}", NOT_WHOLE) from error
     except OSError as error:
-        raise Complaint(f"{out} cannot be written: {error.strerror}") from error
+        raise CommandError(f"{out} cannot be written: {error.strerror}") from error
     finally:
         fresh.unlink(missing_ok=True)
     say(f"{out}: step {manifest.step}, {describe.count(len(flat.tensors), 'tensor')}")
@@ -223,7 +225,7 @@ def rm(store: CheckpointStore, which: str, force: bool) -> None:
     known = _known(store)
     saved = _find(known, which)
     if not force and saved == next((s for s in reversed(known.saved) if not _inspect(store, s).wrong), None):
-        raise Complaint(
+        raise CommandError(
             f"step {saved.step} is the newest whole checkpoint, from which a job that runs or is started "
             "again resumes; give --force to remove it nevertheless"
         )
@@ -231,7 +233,7 @@ def rm(store: CheckpointStore, which: str, force: bool) -> None:
         FilePointer(store).forget(saved.name)
         store.remove(saved.name)
     except OSError as error:
-        raise Complaint(f"{error.filename or store.url} cannot be changed: {error.strerror}") from error
+        raise CommandError(f"{error.filename or store.url} cannot be changed: {error.strerror}") from error
     say(f"{saved.name}: removed")
 
 
@@ -242,7 +244,7 @@ def _known(store: CheckpointStore) -> Checkpoint:
     try:
         return FilePointer(store, lambda said: say(f"elasticd: {said}.", err=True)).read()
     except BadCheckpoint as error:
-        raise Complaint(f"{error}", NOT_WHOLE) from error
+        raise CommandError(f"{error}", NOT_WHOLE) from error
     except OSError as error:
         raise _unreadable(store, error) from error
 
@@ -256,21 +258,23 @@ def _names(store: CheckpointStore) -> Sequence[str]:
         raise _unreadable(store, error) from error
 
 
-def _unreadable(store: CheckpointStore, error: OSError) -> Complaint:
-    return Complaint(f"{error.filename or store.url} cannot be read: {error.strerror}")
+def _unreadable(store: CheckpointStore, error: OSError) -> CommandError:
+    return CommandError(f"{error.filename or store.url} cannot be read: {error.strerror}")
 
 
 def _find(known: Checkpoint, which: str | None) -> Saved:
     saved = known.saved
     if not saved:
-        raise Complaint(f"there is no committed checkpoint in {known.path}", NOT_WHOLE)
+        raise CommandError(f"there is no committed checkpoint in {known.path}", NOT_WHOLE)
     if which is None:
         return saved[-1]
     for one in reversed(saved):
         if which in (one.name, str(one.step)):
             return one
     steps = describe.listing([str(s.step) for s in saved], most=10)
-    raise Complaint(f"there is no checkpoint {which} in {known.path}; there are checkpoints of steps {steps}")
+    raise CommandError(
+        f"there is no checkpoint {which} in {known.path}; there are checkpoints of steps {steps}"
+    )
 
 
 def _inspect(store: CheckpointStore, saved: Saved) -> _Inspected:
@@ -283,7 +287,7 @@ def _inspect(store: CheckpointStore, saved: Saved) -> _Inspected:
 def _whole(store: CheckpointStore, which: str | None) -> Manifest:
     looked = _inspect(store, _find(_known(store), which))
     if looked.manifest is None:
-        raise Complaint(looked.wrong, NOT_WHOLE)
+        raise CommandError(looked.wrong, NOT_WHOLE)
     return looked.manifest
 
 
@@ -305,5 +309,5 @@ def _save_safetensors(tensors: dict[str, Any], out: Path, manifest: Manifest) ->
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise Complaint("safetensors is not installed: install it, or export a .pt file") from error
+        raise CommandError("safetensors is not installed: install it, or export a .pt file") from error
     save_file(tensors, out, metadata={"step": str(manifest.step), "name": manifest.name})

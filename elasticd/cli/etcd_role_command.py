@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from elasticd.cli import passwords
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.job_access import etcd_errors_explained, named_etcd
 from elasticd.cli.options import etcd_options
 from elasticd.cli.rendezvous import check_name
@@ -82,15 +82,15 @@ def etcd_role(
     """
     wanted = _wanted(job, user, password_file, generate, torchrun)
     if remove and password_file is not None:
-        raise Complaint("--remove takes no --password-file.")
+        raise CommandError("--remove takes no --password-file.")
     if only_print:
         if generate:
-            raise Complaint("--generate makes a password, and --print changes nothing: give one of them.")
+            raise CommandError("--generate makes a password, and --print changes nothing: give one of them.")
         say(*(_removal_lines(wanted) if remove else _lines(wanted)))
         return
     access = named_etcd(etcd)
     if access is None:
-        raise Complaint("give --etcd: the etcd of a standalone run has no roles.")
+        raise CommandError("give --etcd: the etcd of a standalone run has no roles.")
     with _as_root(access) as roles:
         if remove:
             _remove(roles, wanted)
@@ -102,21 +102,21 @@ def _wanted(
     job: str, user: str | None, password_file: Path | None, generate: bool, torchrun: bool
 ) -> RoleAndUser:
     if generate and (password_file is None or str(password_file) == "-"):
-        raise Complaint("--generate needs --password-file FILE, to write the password to.")
+        raise CommandError("--generate needs --password-file FILE, to write the password to.")
     if torchrun:
         from elasticd.torchrun.rendezvous_records import prefix_of
 
         if job in ("", "none"):
-            raise Complaint("JOB is torchrun's --rdzv-id: give the job one other than '' and 'none'.")
+            raise CommandError("JOB is torchrun's --rdzv-id: give the job one other than '' and 'none'.")
         prefix = prefix_of(job)
     else:
         prefix = job_prefix(check_name("job", job)).decode()
     name = check_name("user", job if user is None else user)
     otherwise = "give the job's user another name with --user"
     if name == "root":
-        raise Complaint(f"the user root may do everything in etcd: {otherwise}.")
+        raise CommandError(f"the user root may do everything in etcd: {otherwise}.")
     if password_file is None and len(name) > _COMMON_NAME_MAX:
-        raise Complaint(
+        raise CommandError(
             f"{name} is longer than the {_COMMON_NAME_MAX} characters of a certificate's common name: "
             f"{otherwise}."
         )
@@ -131,7 +131,7 @@ def _lines(wanted: RoleAndUser) -> list[str]:
     how = "--no-password"
     if wanted.password_file is not None:
         if ":" in wanted.user:
-            raise Complaint(
+            raise CommandError(
                 f"etcdctl takes what follows the colon in {wanted.user} for a password: give another user "
                 "with --user, or leave out --print."
             )
@@ -167,14 +167,16 @@ def _as_root(access: EtcdAccess) -> Iterator[Roles]:
                 raise NoLogins("")
             yield roles
         except NoLogins as error:
-            raise Complaint(
+            raise CommandError(
                 f"etcd at {access.url} has authentication off, so a role would have no effect: enable it "
                 "(etcdctl user add root; etcdctl auth enable), then run this command again as root."
             ) from error
         except StoreRefused as error:
             if "permission denied" not in str(error):
                 raise
-            raise Complaint(f"{error}: only a user with the role root may make and remove roles.") from error
+            raise CommandError(
+                f"{error}: only a user with the role root may make and remove roles."
+            ) from error
 
 
 def _make(roles: Roles, wanted: RoleAndUser) -> None:
@@ -183,12 +185,12 @@ def _make(roles: Roles, wanted: RoleAndUser) -> None:
     role, user = wanted.role, wanted.user
     allowed, own = all_below(wanted.prefix), roles.roles_of(user)
     if own is not None and "root" in own:
-        raise Complaint(
+        raise CommandError(
             f"the user {user} has the role root, and so may do everything: give another user with --user."
         )
     there = roles.permissions_of(role)
     if there is not None and set(there) - {allowed}:
-        raise Complaint(
+        raise CommandError(
             f"the role {role} exists, and allows something other than {wanted.prefix}: see "
             f"`etcdctl role get {shlex.quote(role)}`, and remove the role with --remove."
         )
@@ -209,7 +211,7 @@ def _make(roles: Roles, wanted: RoleAndUser) -> None:
     else:
         roles.set_password(user, password)
         if not roles.accepts_password(user, password):
-            raise Complaint(
+            raise CommandError(
                 f"the user {user} was created to log in with a certificate, and takes no password: remove "
                 "the user with --remove first, or give another user with --user."
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.option_types import Name, Whole
 from elasticd.cli.say import on_screen, say
 from elasticd.procs.linux import started_at
@@ -72,7 +72,7 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
         return
     newest = {run.node: run for run in known}  # the last run of each node
     if node is not None and node not in newest:
-        raise Complaint(
+        raise CommandError(
             f"no node of {job} named {node} ran on this machine; known: {describe.listing(sorted(newest))}"
         )
     found = [
@@ -83,21 +83,21 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
     ]
     if not found:
         whose = f" in slot {slot}" if slot is not None else ""
-        raise Complaint(f"no output of a worker of {job}{whose} is kept on this machine")
+        raise CommandError(f"no output of a worker of {job}{whose} is kept on this machine")
     _print(found)
 
 
 def known_runs(job: str | None) -> tuple[str, list[runs.KnownRun]]:
-    """Return the job, by default the one that ran last, and the runs of its agents. Raises Complaint."""
+    """Return the job, by default the one that ran last, and the runs of its agents. Raises CommandError."""
     state = runs.state_dir()
     there = runs.jobs(state)
     if job is None and not there:
-        raise Complaint("no files of a run are kept on this machine")
+        raise CommandError("no files of a run are kept on this machine")
     name = there[-1] if job is None else job
     known = runs.of_job(state, name)
     if not known:
         have = f"; known: {describe.listing(there[::-1], most=10)}" if there else ""
-        raise Complaint(f"no files of a job named {name} are kept on this machine{have}")
+        raise CommandError(f"no files of a job named {name} are kept on this machine{have}")
     return name, known
 
 
@@ -154,10 +154,10 @@ def _lines(event: Event) -> list[str]:
 
 
 def _last_failure(job: str, folders: list[Path]) -> tuple[str, Path]:
-    """Return a sentence about the last failure, and the path of its output. Raises Complaint."""
+    """Return a sentence about the last failure, and the path of its output. Raises CommandError."""
     known = failures(files.read(folders))
     if not known:
-        raise Complaint(f"no failure of {job} is known on this machine")
+        raise CommandError(f"no failure of {job} is known on this machine")
     # The leader's event names the failure that broke the round, and has no "round". Otherwise the first
     # failure of the round counts: the later ones follow from it.
     last = known[-1]
@@ -166,7 +166,7 @@ def _last_failure(job: str, folders: list[Path]) -> tuple[str, Path]:
     log = Path(str(last.get("log") or os.devnull))
     if not log.is_dir() and not log.is_file():
         node = last.get("failed_node") or last["node"]
-        raise Complaint(f"{last['text']}; its output is on the machine of node {node}")
+        raise CommandError(f"{last['text']}; its output is on the machine of node {node}")
     return str(last["text"]), log
 
 

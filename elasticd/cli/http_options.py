@@ -6,7 +6,7 @@ import re
 import ssl
 from pathlib import Path
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.interfaces import host_is_loopback
 from elasticd.cli.machine import is_local_address
 from elasticd.cli.options import RunOptions
@@ -16,7 +16,7 @@ HTTP_DEFAULT = ("127.0.0.1", 9408)
 
 
 def http_place(asked: str | None) -> tuple[str, int] | None:
-    """Return the host and port of --http; None for off. Raises Complaint.
+    """Return the host and port of --http; None for off. Raises CommandError.
 
     The default is loopback, because the pages show paths, hosts and errors.
     """
@@ -27,46 +27,46 @@ def http_place(asked: str | None) -> tuple[str, int] | None:
     host, _, port = asked.strip().rpartition(":")
     host = host.strip("[]")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
-        raise Complaint(f"--http {asked!r} is neither HOST:PORT (127.0.0.1:9408) nor off.")
+        raise CommandError(f"--http {asked!r} is neither HOST:PORT (127.0.0.1:9408) nor off.")
     if not is_local_address(host):
-        raise Complaint(f"--http {asked}: {host} is not an address of this machine.")
+        raise CommandError(f"--http {asked}: {host} is not an address of this machine.")
     return host, int(port)
 
 
 def http_tls(options: RunOptions) -> Tls | None:
-    """Return the files of --http-cert and --http-key, which must be given together. Raises Complaint."""
+    """Return the files of --http-cert and --http-key, which must be given together. Raises CommandError."""
     cert, key = options.http_cert, options.http_key
     if cert is None and key is None:
         return None
     if cert is None or key is None:
         given, missing = ("--http-cert", "--http-key") if key is None else ("--http-key", "--http-cert")
-        raise Complaint(f"{given} is given without {missing}; they only work together.")
+        raise CommandError(f"{given} is given without {missing}; they only work together.")
     tls = Tls(cert, key)
     try:
         context(tls)
     except ssl.SSLError as error:
-        raise Complaint(
+        raise CommandError(
             f"--http-cert {cert} and --http-key {key} are no PEM certificate and its unencrypted key"
             f" ({error.reason or 'not PEM'})."
         ) from error
     except OSError as error:
-        raise Complaint(f"--http-cert {cert}, --http-key {key}: {error.strerror}.") from error
+        raise CommandError(f"--http-cert {cert}, --http-key {key}: {error.strerror}.") from error
     return tls
 
 
 def http_token(options: RunOptions) -> str | None:
-    """Return the token in --http-token-file. Raises Complaint."""
+    """Return the token in --http-token-file. Raises CommandError."""
     file = options.http_token_file
     if file is None:
         return None
     try:
         token = Path(file).read_text(encoding="ascii").strip()
     except OSError as error:
-        raise Complaint(f"--http-token-file {file}: {error.strerror}.") from error
+        raise CommandError(f"--http-token-file {file}: {error.strerror}.") from error
     except UnicodeDecodeError:
         token = ""
     if not token.isprintable() or not token or " " in token:
-        raise Complaint(f"--http-token-file {file} holds no token: write one word of ASCII into it.")
+        raise CommandError(f"--http-token-file {file} holds no token: write one word of ASCII into it.")
     return token
 
 

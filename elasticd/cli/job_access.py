@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elasticd.cli import passwords
-from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
+from elasticd.cli.command_error import ETCD_UNREACHABLE, CommandError
 from elasticd.core.facts import Fact
 from elasticd.core.ports import Listing
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
@@ -42,7 +42,7 @@ class Place:
 
 def places(options: Mapping[str, Any], job: str | None = None) -> list[Place]:
     """Return where jobs may be. ``options``: click's values of ``etcd_options``. ``job``: the job that is
-    searched; a role that is limited to this job may not read others. Raises Complaint."""
+    searched; a role that is limited to this job may not read others. Raises CommandError."""
     access = named_etcd(options)
     if access is not None:
         from elasticd.etcd.client import Client
@@ -57,24 +57,24 @@ def places(options: Mapping[str, Any], job: str | None = None) -> list[Place]:
     try:
         return [Place(run.access, (run.job,), shared=False) for run in standalone_runs()]
     except PermissionError as error:
-        raise Complaint(f"{error}.") from error
+        raise CommandError(f"{error}.") from error
 
 
 def find(options: Mapping[str, Any], job: str) -> Place:
-    """Return where the job is. Raises Complaint, with the names of the known jobs."""
+    """Return where the job is. Raises CommandError, with the names of the known jobs."""
     there = places(options, job)
     for place in there:
         if job in place.jobs:
             return place
-    raise Complaint(_no_such(job, there))
+    raise CommandError(_no_such(job, there))
 
 
 def only_job(known: Sequence[Place], who: str) -> tuple[Place, str]:
-    """Return the only job, and where it is. ``who``: what needs a job. Raises Complaint if there are
+    """Return the only job, and where it is. ``who``: what needs a job. Raises CommandError if there are
     several, or none."""
     jobs = [(place, name) for place in known for name in place.jobs]
     if len(jobs) != 1:
-        raise Complaint(f"{who} needs a job: {there_are([name for _, name in jobs])}.")
+        raise CommandError(f"{who} needs a job: {there_are([name for _, name in jobs])}.")
     return jobs[0]
 
 
@@ -89,17 +89,17 @@ def _check_name(job: str) -> None:
     try:
         check_name(job, "job")
     except ValueError as error:
-        raise Complaint(f"{error}.") from error
+        raise CommandError(f"{error}.") from error
 
 
 def _check(client: Client, job: str | None) -> None:
-    """Check that etcd works. Raises StoreError; Complaint if the user must name a job."""
+    """Check that etcd works. Raises StoreError; CommandError if the user must name a job."""
     try:
         client.check(ROOT if job is None else job_prefix(job))
     except StoreRefused as error:
         if job is not None or "permission denied" not in str(error):
             raise
-        raise Complaint(f"{error}: this user may not list jobs; give the name of a job.") from error
+        raise CommandError(f"{error}: this user may not list jobs; give the name of a job.") from error
 
 
 def _jobs(client: Client, job: str | None) -> tuple[str, ...]:
@@ -131,24 +131,24 @@ def facts_of(listing: Listing) -> dict[str, Fact]:
     return {e.key: e.fact for e in listing.entries if e.fact is not None}
 
 
-def unusable(job: str, bad: Sequence[BadRecord]) -> Complaint | None:
-    """Return a Complaint if the job's spec or round cannot be read, so that its status is unknown; else
+def unusable(job: str, bad: Sequence[BadRecord]) -> CommandError | None:
+    """Return a CommandError if the job's spec or round cannot be read, so that its status is unknown; else
     None."""
     worst = next((error for error in bad if error.key in ("spec", "round")), None)
-    return None if worst is None else Complaint(f"{job}: {worst}.")
+    return None if worst is None else CommandError(f"{job}: {worst}.")
 
 
 @contextmanager
 def etcd_errors_explained() -> Iterator[None]:
-    """Turn errors of etcd into complaints: code 4 if etcd is unreachable, else 2."""
+    """Turn errors of etcd into CommandError: code 4 if etcd is unreachable, else 2."""
     try:
         yield
     except NoSpace as error:
-        raise Complaint(f"{error}.", ETCD_UNREACHABLE) from error
+        raise CommandError(f"{error}.", ETCD_UNREACHABLE) from error
     except StoreUnavailable as error:
-        raise Complaint(f"etcd cannot be reached: {error}.", ETCD_UNREACHABLE) from error
+        raise CommandError(f"etcd cannot be reached: {error}.", ETCD_UNREACHABLE) from error
     except StoreError as error:
-        raise Complaint(f"{error}.") from error
+        raise CommandError(f"{error}.") from error
 
 
 @contextmanager
@@ -158,20 +158,20 @@ def job_errors_explained(place: Place, job: str) -> Iterator[None]:
     try:
         with etcd_errors_explained():
             yield
-    except Complaint as complaint:
-        if complaint.code == ETCD_UNREACHABLE and place.ended(job):
-            raise Complaint(f"{job} has ended already.") from complaint
+    except CommandError as error:
+        if error.code == ETCD_UNREACHABLE and place.ended(job):
+            raise CommandError(f"{job} has ended already.") from error
         raise
 
 
 def named_etcd(options: Mapping[str, Any]) -> EtcdAccess | None:
-    """Return the etcd of ``etcd_options``; None if not given. Raises Complaint."""
+    """Return the etcd of ``etcd_options``; None if not given. Raises CommandError."""
     etcd = options.get("etcd")
     tls = {name: options.get(f"etcd_{name}") for name in ("cacert", "cert", "key")}
     user = options.get("etcd_user")
     if etcd is None:
         if any(tls.values()):
-            raise Complaint("certificates for etcd are given, but no --etcd to use them with.")
+            raise CommandError("certificates for etcd are given, but no --etcd to use them with.")
         return None
     password = passwords.of_login(options)
     try:
@@ -184,4 +184,4 @@ def named_etcd(options: Mapping[str, Any]) -> EtcdAccess | None:
             password=password,
         )
     except ValueError as error:
-        raise Complaint(f"{error}.") from error
+        raise CommandError(f"{error}.") from error

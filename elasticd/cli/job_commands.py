@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
+from elasticd.cli.command_error import ETCD_UNREACHABLE, CommandError
 from elasticd.cli.job_access import Place, find, job_errors_explained, places, there_are
 from elasticd.cli.option_types import Name, Whole
 from elasticd.cli.options import etcd_options
@@ -27,7 +27,7 @@ from elasticd.telemetry import describe
 def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
     """Change how many workers JOB may have, while it runs."""
     if least is None and most is None:
-        raise Complaint("nothing to change: give --min N, --max N, or both.")
+        raise CommandError("nothing to change: give --min N, --max N, or both.")
 
     def change(spec: Spec) -> Spec:
         low = spec.limits.min if least is None else least
@@ -35,7 +35,7 @@ def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
         if low > high:
             kept = f" (which {job} has now)"
             low_said, high_said = (kept if said is None else "" for said in (least, most))
-            raise Complaint(f"--min {low}{low_said} is above --max {high}{high_said}.")
+            raise CommandError(f"--min {low}{low_said} is above --max {high}{high_said}.")
         return replace(spec, limits=Limits(low, high))
 
     spec = _edit(find(etcd, job), job, change)
@@ -87,7 +87,7 @@ def forget(job: str, **etcd: Any) -> None:
                 at_work = (
                     f"{describe.count(len(live), 'node')} ({describe.listing(live)})" if live else "a leader"
                 )
-                raise Complaint(
+                raise CommandError(
                     f"{job} is alive, with {at_work}: end it first with `elasticd stop {job}`; a killed node "
                     "counts as alive until its lease expires, which takes --node-ttl seconds."
                 )
@@ -97,7 +97,7 @@ def forget(job: str, **etcd: Any) -> None:
             if isinstance(answer, Refused):
                 continue  # another process changed the job: look again
             if not isinstance(answer, Applied) and client.list(job)[0].entries:
-                raise Complaint(
+                raise CommandError(
                     f"etcd did not confirm that the job is removed ({answer.why}); try again.",
                     ETCD_UNREACHABLE,
                 )
@@ -109,7 +109,7 @@ def _edit(place: Place, job: str, change: Callable[[Spec], Spec]) -> Spec:
     """Write the spec that ``change`` returns. After a concurrent change, call ``change`` with the newer spec
     and try again.
 
-    Raises Complaint if the job has ended, or etcd does not respond.
+    Raises CommandError if the job has ended, or etcd does not respond.
     """
     from elasticd.etcd.client import Client
 
@@ -118,9 +118,9 @@ def _edit(place: Place, job: str, change: Callable[[Spec], Spec]) -> Spec:
             found, round_ = client.get(job, "spec"), client.get(job, "round")
             # The round is checked first, because a job that ends loses its spec.
             if round_ is not None and isinstance(round_.fact, Round) and round_.fact.phase is Phase.ENDED:
-                raise Complaint(f"{job} has ended already.")
+                raise CommandError(f"{job} has ended already.")
             if found is None or not isinstance(found.fact, Spec):
-                raise Complaint(f"{job} has no spec in etcd yet; try again once its first node is up.")
+                raise CommandError(f"{job} has no spec in etcd yet; try again once its first node is up.")
             wanted = change(found.fact)
             if wanted == found.fact:
                 return wanted
@@ -134,14 +134,14 @@ def _edit(place: Place, job: str, change: Callable[[Spec], Spec]) -> Spec:
                     now = client.get(job, "spec")
                     if now is not None and now.fact == wanted:
                         return wanted
-                    raise Complaint(
+                    raise CommandError(
                         f"etcd did not confirm the change ({answer.why}); see `elasticd status {job}`.",
                         ETCD_UNREACHABLE,
                     )
 
 
 def _locate(node: str, job: str | None, etcd: Any) -> tuple[Place, str, str]:
-    """Return the place, the job and the incarnation of a node. Raises Complaint."""
+    """Return the place, the job and the incarnation of a node. Raises CommandError."""
     from elasticd.etcd.client import Client
 
     candidates = (
@@ -158,10 +158,10 @@ def _locate(node: str, job: str | None, etcd: Any) -> tuple[Place, str, str]:
                 if entry.fact.name == node:
                     hits.append((place, name, entry.fact.incarnation))
     if len(hits) > 1:
-        raise Complaint(
+        raise CommandError(
             f"{node} takes part in {describe.listing([j for _, j, _ in hits])}: say which with --job."
         )
     if not hits:
         hint = "" if etcd.get("etcd") else " (for others give --etcd)"
-        raise Complaint(f"no node is named {node}{f' in {job}' if job else ''}: {there_are(known)}{hint}.")
+        raise CommandError(f"no node is named {node}{f' in {job}' if job else ''}: {there_are(known)}{hint}.")
     return hits[0]

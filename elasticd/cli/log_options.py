@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.options import RunOptions, flag
 from elasticd.daemon.config import LogOptions
 
@@ -17,11 +17,11 @@ _STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")  # torch's own pattern: ten
 
 
 def logs(options: RunOptions, environ: Mapping[str, str]) -> LogOptions:
-    """Return where the workers' output goes. Raises Complaint."""
+    """Return where the workers' output goes. Raises CommandError."""
     for name in ("redirects", "tee"):
         value = getattr(options, name)
         if value is not None and not _STREAMS.fullmatch(value):
-            raise Complaint(
+            raise CommandError(
                 f"{flag(name)} {value!r} is neither 0, 1, 2 or 3 nor of the form RANK:0-3,RANK:0-3."
             )
     if options.log_dir is not None:
@@ -30,7 +30,7 @@ def logs(options: RunOptions, environ: Mapping[str, str]) -> LogOptions:
         known = sorted(e.name for e in metadata.entry_points(group="torchrun.logs_specs"))
         if options.logs_specs not in known:
             have = f"those installed are {', '.join(known)}" if known else "none is installed"
-            raise Complaint(
+            raise CommandError(
                 f"--logs-specs {options.logs_specs} names no entry point of torchrun.logs_specs: {have}."
             )
     return LogOptions(
@@ -54,14 +54,14 @@ def _check_writable(folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".elasticd-", dir=existing):
             pass
     except OSError as error:
-        raise Complaint(f"--log-dir {folder} cannot be written to: {error.strerror}.") from error
+        raise CommandError(f"--log-dir {folder} cannot be written to: {error.strerror}.") from error
 
 
 def _ranks(text: str | None) -> frozenset[int] | None:
     if not text:
         return None
     if not re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", text):
-        raise Complaint(f"--local-ranks-filter {text!r} is not a list of numbers such as 0,1,2.")
+        raise CommandError(f"--local-ranks-filter {text!r} is not a list of numbers such as 0,1,2.")
     return frozenset(int(part) for part in text.split(","))
 
 
@@ -73,13 +73,13 @@ def _commas(text: str | None) -> tuple[str, ...]:
 
 
 def signals(text: str) -> tuple[str, ...]:
-    """Return the names of the signals to handle, without duplicates. Raises Complaint."""
+    """Return the names of the signals to handle, without duplicates. Raises CommandError."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for name in names:
         if name not in signal.Signals.__members__:
-            raise Complaint(f"--signals-to-handle: there is no signal named {name}.")
+            raise CommandError(f"--signals-to-handle: there is no signal named {name}.")
         if name in ("SIGKILL", "SIGSTOP"):
-            raise Complaint(f"--signals-to-handle: no process can handle {name}.")
+            raise CommandError(f"--signals-to-handle: no process can handle {name}.")
     if not names:
-        raise Complaint("--signals-to-handle names no signal.")
+        raise CommandError("--signals-to-handle names no signal.")
     return names

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from elasticd import __version__
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.machine import working_directory_fault
 from elasticd.cli.say import say
 from elasticd.procs.init import fork_from_process_1
@@ -89,9 +89,9 @@ def _exit_code(argv: Sequence[str] | None) -> int:
     try:
         result = cli.main(args=argv, prog_name="elasticd", standalone_mode=False)
         sys.stdout.flush()
-    except Complaint as complaint:
-        _say(complaint.sentence)
-        return complaint.code
+    except CommandError as error:
+        _say(error.sentence)
+        return error.code
     except click.exceptions.NoArgsIsHelpError as error:
         say(*error.format_message().splitlines())
         return 2

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.procs.linux import hide_memory
 
 VARIABLE = "ELASTICD_ETCD_PASSWORD"
@@ -21,18 +21,18 @@ _READ_MAX = 4096
 
 def of_login(options: Mapping[str, Any]) -> str | None:
     """Return the password for --etcd-user. ``options``: click's values of ``etcd_options``. Raises
-    Complaint."""
+    CommandError."""
     file = options.get("etcd_password_file")
     if not options.get("etcd_user"):
         if file is not None:
-            raise Complaint(f"--etcd-password-file {file} is given without --etcd-user.")
+            raise CommandError(f"--etcd-password-file {file} is given without --etcd-user.")
         return None  # a password in the environment needs --etcd-user too
     hide_memory()  # from the scripts that the agent runs
     return os.environ.get(VARIABLE) if file is None else read(file)
 
 
 def read(file: Path) -> str:
-    """Return the line in the file; ``-`` is standard input. Raises Complaint."""
+    """Return the line in the file; ``-`` is standard input. Raises CommandError."""
     shown = "standard input" if str(file) == "-" else str(file)
     try:
         if str(file) == "-":
@@ -42,31 +42,31 @@ def read(file: Path) -> str:
         with file.open(encoding="utf-8") as opened:
             return _checked(opened.read(_READ_MAX), shown)
     except OSError as error:
-        raise Complaint(f"the password cannot be read from {shown}: {error.strerror}.") from error
+        raise CommandError(f"the password cannot be read from {shown}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise Complaint(f"the password in {shown} is not text in UTF-8.") from error
+        raise CommandError(f"the password in {shown} is not text in UTF-8.") from error
 
 
 def _checked(text: str, shown: str) -> str:
     password = text.removesuffix("\n").removesuffix("\r")
     if not password:
-        raise Complaint(f"there is no password in {shown}: it is empty.")
+        raise CommandError(f"there is no password in {shown}: it is empty.")
     if not password.isprintable():
-        raise Complaint(f"the password in {shown} is more than one line, or has unprintable characters.")
+        raise CommandError(f"the password in {shown} is more than one line, or has unprintable characters.")
     return password
 
 
 def check_length(password: str) -> str:
-    """Return the password if etcd uses all of it. Raises Complaint."""
+    """Return the password if etcd uses all of it. Raises CommandError."""
     if (length := len(password.encode())) > MOST:
-        raise Complaint(
+        raise CommandError(
             f"the password is {length} bytes long, and etcd uses {MOST} at most: choose a shorter one."
         )
     return password
 
 
 def make(file: Path) -> str:
-    """Make a password, and write it to a new file that only its owner can read. Raises Complaint,
+    """Make a password, and write it to a new file that only its owner can read. Raises CommandError,
     FileExistsError."""
     password = secrets.token_urlsafe(32)
     try:
@@ -82,5 +82,5 @@ def make(file: Path) -> str:
     except FileExistsError:
         raise
     except OSError as error:
-        raise Complaint(f"the password cannot be written to {file}: {error.strerror}.") from error
+        raise CommandError(f"the password cannot be written to {file}: {error.strerror}.") from error
     return password

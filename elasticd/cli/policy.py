@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.option_types import MOST, InvalidValue, Ratio, Seconds, Whole
 from elasticd.cli.options import RunOptions
 from elasticd.core.facts import Policy, Resume
@@ -47,17 +47,17 @@ SETTINGS: Final[Mapping[str, click.ParamType[Any]]] = {
 
 
 def settings_in(path: Path | None) -> Settings:
-    """Return the settings in a TOML file, checked one by one. Raises Complaint."""
+    """Return the settings in a TOML file, checked one by one. Raises CommandError."""
     if path is None:
         return {}
     try:
         found = tomllib.loads(path.read_text())
     except OSError as error:
-        raise Complaint(f"--policy {path}: {error.strerror}.") from error
+        raise CommandError(f"--policy {path}: {error.strerror}.") from error
     except ValueError as error:  # neither UTF-8 nor TOML
-        raise Complaint(f"--policy {path} is not TOML: {error}.") from error
+        raise CommandError(f"--policy {path} is not TOML: {error}.") from error
     except RecursionError as error:
-        raise Complaint(f"--policy {path} is nested too deeply: each setting is a number.") from error
+        raise CommandError(f"--policy {path} is nested too deeply: each setting is a number.") from error
     return {name: _checked(path, name, value) for name, value in found.items()}
 
 
@@ -66,22 +66,22 @@ def _checked(path: Path, name: str, value: object) -> Any:
     if kind is None:
         close = difflib.get_close_matches(name, SETTINGS, 1)
         meant = f"; did you mean {close[0]}?" if close else f": the settings are {', '.join(SETTINGS)}."
-        raise Complaint(f"--policy {path}: there is no setting {name}{meant}")
+        raise CommandError(f"--policy {path}: there is no setting {name}{meant}")
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Complaint(f"--policy {path}: {name} is not a number.")
+        raise CommandError(f"--policy {path}: {name} is not a number.")
     if isinstance(value, int) and abs(value) > MOST:  # it may have too many digits to be shown
-        raise Complaint(f"--policy {path}: {name} is not between -{MOST:,} and {MOST:,}.")
+        raise CommandError(f"--policy {path}: {name} is not between -{MOST:,} and {MOST:,}.")
     try:
         return kind.convert(value, None, None)
     except InvalidValue as error:
-        raise Complaint(f"--policy {path}: {name}: {error.message}") from None
+        raise CommandError(f"--policy {path}: {name}: {error.message}") from None
 
 
 def policy(
     options: RunOptions, settings: Settings, environ: Mapping[str, str], torchruns: Settings
 ) -> Policy:
     """Return the policy from elasticd's options, then the file's ``settings``, then torchrun's, then the
-    defaults. None stands for a setting that was not given. Raises Complaint."""
+    defaults. None stands for a setting that was not given. Raises CommandError."""
     default = Policy()
     ours = {
         "grow_cooldown_s": options.grow_cooldown,
@@ -102,7 +102,7 @@ def policy(
     given.setdefault("quarantine_max_s", max(default.quarantine_max_s, given.get("quarantine_s", 0.0)))
     given.setdefault("quarantine_s", min(default.quarantine_s, given["quarantine_max_s"]))
     if given["quarantine_s"] > given["quarantine_max_s"]:
-        raise Complaint(
+        raise CommandError(
             f"--policy: quarantine_s, {given['quarantine_s']:g}, is above quarantine_max_s, "
             f"{given['quarantine_max_s']:g}."
         )
@@ -110,12 +110,12 @@ def policy(
 
 
 def patience(options: RunOptions, settings: Settings) -> Patience | None:
-    """Return the limits after which a worker counts as hung; None: no limit. Raises Complaint."""
+    """Return the limits after which a worker counts as hung; None: no limit. Raises CommandError."""
     default = Patience()
     floor_s = settings.get("hang_floor_s", default.floor_s)
     ceiling_s = settings.get("hang_ceiling_s", max(default.ceiling_s, floor_s))
     if ceiling_s < floor_s:
-        raise Complaint(f"--policy: hang_ceiling_s, {ceiling_s:g}, is below hang_floor_s, {floor_s:g}.")
+        raise CommandError(f"--policy: hang_ceiling_s, {ceiling_s:g}, is below hang_floor_s, {floor_s:g}.")
     after = options.hang_after or "auto"
     if after == "auto":
         return Patience(floor_s, ceiling_s)
@@ -126,7 +126,7 @@ def patience(options: RunOptions, settings: Settings) -> Patience | None:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= MOST:
-        raise Complaint(f"--hang-after {after} is neither auto nor off nor a number of seconds above 0.")
+        raise CommandError(f"--hang-after {after} is neither auto nor off nor a number of seconds above 0.")
     return Patience(fixed_s=seconds)
 
 
@@ -139,7 +139,7 @@ def _torch_shutdown_s(environ: Mapping[str, str]) -> float | None:
     except ValueError:
         seconds = -1
     if not 0 <= seconds <= MOST:
-        raise Complaint(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT is {text!r}; expected a number of seconds.")
+        raise CommandError(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT is {text!r}; expected a number of seconds.")
     return float(seconds)
 
 

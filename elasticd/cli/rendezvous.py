@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.option_types import MOST
 from elasticd.cli.options import OptionSource, RunOptions
 from elasticd.etcd import names
@@ -51,9 +51,9 @@ class _Conf:
         try:
             value = float(text)
         except ValueError:
-            raise Complaint(f"--rdzv-conf {said}={text} is not a number.") from None
+            raise CommandError(f"--rdzv-conf {said}={text} is not a number.") from None
         if not 0 <= value <= MOST:
-            raise Complaint(f"--rdzv-conf {said}={text} is not a length of time.")
+            raise CommandError(f"--rdzv-conf {said}={text} is not a length of time.")
         return value
 
     def unused(self) -> list[str]:
@@ -62,19 +62,19 @@ class _Conf:
 
 def check_name(what: str, name: str) -> str:
     """Return the name if it can be part of a key and an argument of a command. ``what``: "job" or "node".
-    Raises Complaint."""
+    Raises CommandError."""
     try:
         names.check_name(name, what)
     except ValueError as error:
-        raise Complaint(f"{error}.") from None
+        raise CommandError(f"{error}.") from None
     if name.startswith("-"):
-        raise Complaint(f"{name!r} cannot be the name of a {what}: it begins with a dash.")
+        raise CommandError(f"{name!r} cannot be the name of a {what}: it begins with a dash.")
     return name
 
 
 def rendezvous(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Rendezvous:
     """Return where the nodes meet. ``nodes_min`` and ``nodes_max`` come from torchrun's --nnodes. Raises
-    Complaint."""
+    CommandError."""
     notes: list[str] = []
     conf = _Conf(_parse_conf(options.rdzv_conf or ""))
     etcd = _etcd(options, conf, notes)
@@ -119,7 +119,7 @@ def _etcd(options: RunOptions, conf: _Conf, notes: list[str]) -> EtcdAccess | No
     protocol, read_timeout_s = conf.text("protocol"), conf.seconds("read_timeout")
     if alone:
         if alone is ours:
-            raise Complaint(
+            raise CommandError(
                 "--standalone runs without a shared etcd, so it takes no --etcd: give one of them."
             )
         if alone >= max(ours, torchruns):
@@ -133,10 +133,10 @@ def _etcd(options: RunOptions, conf: _Conf, notes: list[str]) -> EtcdAccess | No
         if "://" not in text and protocol:
             text = ",".join(f"{protocol}://{part}" for part in text.split(","))
     elif backend in ETCD_BACKENDS:
-        raise Complaint(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT, an etcd.")
+        raise CommandError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT, an etcd.")
     else:
         if any(tls.values()):
-            raise Complaint("certificates for etcd are given, but no --etcd to use them with.")
+            raise CommandError("certificates for etcd are given, but no --etcd to use them with.")
         return None
     try:
         return parse_endpoints(
@@ -147,7 +147,7 @@ def _etcd(options: RunOptions, conf: _Conf, notes: list[str]) -> EtcdAccess | No
             timeout_s=read_timeout_s or 2.0,
         )
     except ValueError as error:
-        raise Complaint(f"{error}.") from error
+        raise CommandError(f"{error}.") from error
 
 
 def _check_alone(options: RunOptions, nodes_min: int, nodes_max: int, notes: list[str]) -> None:
@@ -155,13 +155,13 @@ def _check_alone(options: RunOptions, nodes_min: int, nodes_max: int, notes: lis
     backend, endpoint = options.rdzv_backend, options.rdzv_endpoint
     if options.standalone:
         if nodes_min > 1:
-            raise Complaint(f"--standalone runs one node, but --nnodes asks for at least {nodes_min}.")
+            raise CommandError(f"--standalone runs one node, but --nnodes asks for at least {nodes_min}.")
         if backend or endpoint:
             notes.append("--rdzv-backend and --rdzv-endpoint are ignored with --standalone")
         return
     if nodes_max > 1:
         told = f" (elasticd does not use the rendezvous of --rdzv-backend {backend})" if backend else ""
-        raise Complaint(f"--nnodes {options.nnodes} needs an etcd in which the nodes meet: {_HOW}{told}.")
+        raise CommandError(f"--nnodes {options.nnodes} needs an etcd in which the nodes meet: {_HOW}{told}.")
     said = [f for f, value in (("--rdzv-backend", backend), ("--rdzv-endpoint", endpoint)) if value]
     if said:
         verb = "mean" if len(said) > 1 else "means"
@@ -187,6 +187,6 @@ def _parse_conf(text: str) -> dict[str, str]:
     for part in text.split(",") if text.strip() else ():
         key, equals, value = (p.strip() for p in part.partition("="))
         if not key or not equals or not value:
-            raise Complaint(f"--rdzv-conf {text!r} is not of the form key=value,key=value.")
+            raise CommandError(f"--rdzv-conf {text!r} is not of the form key=value,key=value.")
         values[key] = value
     return values

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from elasticd import __version__
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.history_commands import known_runs, last_run, living
 from elasticd.cli.say import on_screen, say
 from elasticd.telemetry import events as files
@@ -36,7 +36,7 @@ def report(run: str | None, out: Path | None, text: bool) -> None:
     network.
     """
     if run == "":
-        raise Complaint("the name of a run cannot be empty.")
+        raise CommandError("the name of a run cannot be empty.")
     folders = _folders(run)
     parts = []
     for folder in folders:
@@ -46,7 +46,7 @@ def report(run: str | None, out: Path | None, text: bool) -> None:
     try:
         found = run_report(parts)
     except ValueError:
-        raise Complaint(f"no agent has written anything about this run in {folders[-1]}") from None
+        raise CommandError(f"no agent has written anything about this run in {folders[-1]}") from None
     say(*on_screen(runreporttext.lines(found)))
     if text:
         return
@@ -54,7 +54,9 @@ def report(run: str | None, out: Path | None, text: bool) -> None:
     try:
         page.write_text(runreportpage.render(found, __version__, time.time()), encoding="utf-8")
     except OSError as error:
-        raise Complaint(f"{page} cannot be written: {error.strerror}; say where with --out FILE") from error
+        raise CommandError(
+            f"{page} cannot be written: {error.strerror}; say where with --out FILE"
+        ) from error
     say("", f"The page: {page}")
 
 
@@ -62,7 +64,7 @@ def _folders(run: str | None) -> list[Path]:
     if run is not None and (os.sep in run or os.path.isdir(run)):
         folder = Path(run)
         if not (folder / files.FILE).exists():
-            raise Complaint(f"{folder} is not the folder of a run: there is no {files.FILE} in it")
+            raise CommandError(f"{folder} is not the folder of a run: there is no {files.FILE} in it")
         return [folder]
     _, known = known_runs(run)
     return [one.folder for one in last_run(known)]

@@ -17,7 +17,7 @@ from elasticd import torchparts
 from elasticd.checkpoint.store import CheckpointStore, store_at
 from elasticd.cli import passwords
 from elasticd.cli.begin import Stopped
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.machine import ThisMachine, reserve_node_name, working_directory_fault
 from elasticd.cli.options import CONTEXT_SETTINGS, REMOVED_OPTIONS, RunOptions, collect, run_options
 from elasticd.cli.run_configuration import plan
@@ -60,17 +60,17 @@ def run(ctx: click.Context, /, **_: object) -> int:
     termination_log = TerminationLog(options.termination_log)
     try:
         if gone := working_directory_fault():  # else torch or the script would fail with an unclear error
-            raise Complaint(gone)
+            raise CommandError(gone)
         _check_variables(os.environ)
         return _run(options, termination_log)
-    except (Complaint, Stopped) as end:
+    except (CommandError, Stopped) as end:
         termination_log.write(end.sentence)
         raise
 
 
 def _run(options: RunOptions, termination_log: TerminationLog) -> int:
     if unfit := torchparts.unfit():
-        raise Complaint(unfit)
+        raise CommandError(unfit)
     planned = plan(options, os.environ, ThisMachine())
     if untested := torchparts.untested(torchparts.installed()):
         planned = replace(planned, notes=(*planned.notes, untested))
@@ -95,7 +95,7 @@ def _run(options: RunOptions, termination_log: TerminationLog) -> int:
                 line=view.line,
             )
         except ValueError as error:
-            raise Complaint(f"LOGLEVEL: {error}.") from error
+            raise CommandError(f"LOGLEVEL: {error}.") from error
         _spell_log_level(os.environ)
         log.bind(job=config.job, node=config.node)
         for note in planned.notes:
@@ -110,7 +110,7 @@ def _check_variables(environ: Mapping[str, str]) -> None:
     for option, setting in REMOVED_OPTIONS.items():
         name = f"ELASTICD_{option.replace('-', '_').upper()}"
         if environ.get(name):  # as for options, an empty variable counts as unset
-            raise Complaint(
+            raise CommandError(
                 f"the environment variable {name} is no longer read: set {setting} in a TOML file, and name "
                 "the file with --policy or ELASTICD_POLICY."
             )
@@ -123,14 +123,14 @@ def _spell_log_level(environ: MutableMapping[str, str]) -> None:
 
 
 def _try_store(config: RunConfig) -> str:
-    """Return a note if checkpoints cannot be written at present. Raises Complaint if they never can."""
+    """Return a note if checkpoints cannot be written at present. Raises CommandError if they never can."""
     where = config.env.get("ELASTICD_CHECKPOINTS")
     return _try_to_write(store_at(where)) if where else ""
 
 
 def _try_to_write(store: CheckpointStore, within_s: float = _STORE_TIMEOUT_S) -> str:
     """Return an empty string, or a note if the store does not respond: it may respond later, and training
-    goes on. Raises Complaint if the store does not exist, or may not be written to."""
+    goes on. Raises CommandError if the store does not exist, or may not be written to."""
     answers: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
 
     def try_it() -> None:
@@ -152,5 +152,5 @@ def _try_to_write(store: CheckpointStore, within_s: float = _STORE_TIMEOUT_S) ->
         return ""
     why = error.strerror or str(error)
     if error.errno in _PERMANENT_ERRORS:
-        raise Complaint(f"checkpoints cannot be written to {store.url}: {why}.")
+        raise CommandError(f"checkpoints cannot be written to {store.url}: {why}.")
     return f"{store.url} cannot be written to now ({why}): until it can, no checkpoint outlives the job"

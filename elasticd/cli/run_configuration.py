@@ -13,7 +13,7 @@ from elasticd.checkpoint.client.schedule import parse_cadence
 from elasticd.checkpoint.store import BadStore, store_at
 from elasticd.checkpoint.store.rate_limit import parse_rate
 from elasticd.cli import script as scripts
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.http_options import http_note, http_place, http_tls, http_token
 from elasticd.cli.interfaces import network_environment
 from elasticd.cli.log_options import logs, signals
@@ -48,7 +48,7 @@ class Planned:
 def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> Planned:
     """Return the configuration for these options. Starts nothing, and leaves nothing behind.
 
-    Raises Complaint for every fault that can be found before the start.
+    Raises CommandError for every fault that can be found before the start.
     """
     notes: list[str] = []
     _check_together(options)
@@ -123,19 +123,19 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
 
 
 def _checkpoints(options: RunOptions) -> dict[str, str]:
-    """Return the workers' environment variables for checkpoints. Raises Complaint."""
+    """Return the workers' environment variables for checkpoints. Raises CommandError."""
     env = {"ELASTICD_RESUME": options.resume} if options.resume != Resume.AUTO else {}
     if options.checkpoint_every is not None:
         try:
             parse_cadence(options.checkpoint_every)
         except ValueError as error:
-            raise Complaint(f"--checkpoint-every: {error}.") from error
+            raise CommandError(f"--checkpoint-every: {error}.") from error
         env["ELASTICD_CHECKPOINT_EVERY"] = options.checkpoint_every
     if options.checkpoints:
         try:
             env["ELASTICD_CHECKPOINTS"] = store_at(options.checkpoints).url
         except BadStore as error:
-            raise Complaint(f"--checkpoints: {error}.") from error
+            raise CommandError(f"--checkpoints: {error}.") from error
     return env
 
 
@@ -145,12 +145,12 @@ def _checkpoint_rate(options: RunOptions) -> int | None:
     try:
         return parse_rate(options.checkpoint_rate)
     except ValueError as error:
-        raise Complaint(f"--checkpoint-rate: {error}.") from error
+        raise CommandError(f"--checkpoint-rate: {error}.") from error
 
 
 def _check_together(options: RunOptions) -> None:
     if options.module and options.no_python and not options.run_path:
-        raise Complaint("-m and --no-python exclude each other: a module needs Python.")
+        raise CommandError("-m and --no-python exclude each other: a module needs Python.")
 
 
 def _check_programs(options: RunOptions, environ: Mapping[str, str]) -> None:
@@ -158,11 +158,11 @@ def _check_programs(options: RunOptions, environ: Mapping[str, str]) -> None:
     python, path = environ.get("PYTHON_EXEC"), environ.get("PATH")
     if python is not None and _kind(options) is not CommandKind.PROGRAM:
         if not python:
-            raise Complaint("PYTHON_EXEC is empty; unset it, or have it name a Python interpreter.")
+            raise CommandError("PYTHON_EXEC is empty; unset it, or have it name a Python interpreter.")
         if shutil.which(python, path=path) is None:
-            raise Complaint(f"PYTHON_EXEC names {python}, which is no program that can be run here.")
+            raise CommandError(f"PYTHON_EXEC names {python}, which is no program that can be run here.")
     if options.numa_binding is not None and shutil.which("numactl", path=path) is None:
-        raise Complaint("--numa-binding needs the program numactl, which is not on the PATH here.")
+        raise CommandError("--numa-binding needs the program numactl, which is not on the PATH here.")
 
 
 def _kind(options: RunOptions) -> CommandKind:
@@ -200,7 +200,7 @@ def _went_to_the_script(options: RunOptions) -> list[str]:
 def _new_name(stem: str, etcd: EtcdAccess | None, limits: Limits, slots: int) -> str:
     """Return a readable, unique job name."""
     if etcd is not None and limits.min > slots:
-        raise Complaint(
+        raise CommandError(
             f"this node offers {slots} of at least {limits.min} workers, "
             "and the other nodes need the job's name to join it: give --job NAME on each."
         )
@@ -214,9 +214,9 @@ def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
     if asked is not None:
         asked = asked.strip("[]")
         if not asked or any(c.isspace() or c == "/" for c in asked):
-            raise Complaint(f"{flag(name)} {asked!r} is not an address.")
+            raise CommandError(f"{flag(name)} {asked!r} is not an address.")
         if not is_local_address(asked):
-            raise Complaint(f"{flag(name)} {asked} is not an address of this machine.")
+            raise CommandError(f"{flag(name)} {asked} is not an address of this machine.")
         return asked
     places = hosts_and_ports(etcd.endpoints) if etcd is not None else []
     if not places:  # no other machine can join
@@ -232,7 +232,7 @@ def _master_port(options: RunOptions, address: str) -> tuple[tuple[str, ...], in
     if not port:  # 0 means any free port, as in torchrun
         return None
     if not 0 < port < 65536:
-        raise Complaint(f"--master-port {port} is not a port: give a number from 1 to 65535.")
+        raise CommandError(f"--master-port {port} is not a port: give a number from 1 to 65535.")
     named = options.master_addr or address
     return tuple({address, "127.0.0.1", named if is_local_address(named) else address}), port
 
@@ -241,5 +241,5 @@ def _audit(options: RunOptions, settings: Settings) -> int | None:
     if not options.audit:
         return None
     if options.logs_specs is not None:
-        raise Complaint("--audit needs torch's own layout of the log folder: leave out --logs-specs.")
+        raise CommandError("--audit needs torch's own layout of the log folder: leave out --logs-specs.")
     return int(settings.get("audit_every", 100))

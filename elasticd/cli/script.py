@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.daemon.config import Command, CommandKind
 
 
@@ -27,13 +27,13 @@ class Script:
 
 
 def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: bool = True) -> Script:
-    """Return the script, checked. Raises Complaint.
+    """Return the script, checked. Raises CommandError.
 
     ``own_python``: whether workers run this interpreter. If they run another (PYTHON_EXEC), modules and
     syntax are not checked here.
     """
     if not target:
-        raise Complaint("the script's name is empty.")
+        raise CommandError("the script's name is empty.")
     command = Command(kind, target, args)
     match kind:
         case CommandKind.SCRIPT:
@@ -47,14 +47,14 @@ def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: b
 def _read_script(path: Path, own_python: bool) -> str:
     if os.path.isdir(path):  # like Path.is_dir, but accepts any name
         if not (path / "__main__.py").is_file():
-            raise Complaint(f"{path} is a directory; expected a Python script.")
+            raise CommandError(f"{path} is a directory; expected a Python script.")
         path = path / "__main__.py"
     try:
         source = path.read_bytes()
     except FileNotFoundError:
-        raise Complaint(f"the script {path} does not exist.") from None
+        raise CommandError(f"the script {path} does not exist.") from None
     except OSError as error:
-        raise Complaint(f"the script {path} cannot be read: {error.strerror}.") from error
+        raise CommandError(f"the script {path} cannot be read: {error.strerror}.") from error
     if own_python and not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(path)):
         _check_syntax(source, path)
     return _digest(source)
@@ -69,25 +69,25 @@ def _check_syntax(source: bytes, path: Path) -> None:
     except SyntaxError as error:
         where = f"{path}:{error.lineno}" if error.lineno else str(path)
         text = f": {error.text.strip()}" if error.text and error.text.strip() else ""
-        raise Complaint(f"the script has a syntax error at {where}: {error.msg}{text}") from error
+        raise CommandError(f"the script has a syntax error at {where}: {error.msg}{text}") from error
     except ValueError as error:  # null bytes
-        raise Complaint(f"{path} is not a Python script: {error}.") from error
+        raise CommandError(f"{path} is not a Python script: {error}.") from error
 
 
 def _read_module(name: str, own_python: bool) -> str:
     if not own_python:
         return _digest(name.encode())
     if name.endswith(".py"):
-        raise Complaint(f"-m takes a module, such as package.job, not a file; leave -m out to run {name}.")
+        raise CommandError(f"-m takes a module, such as package.job, not a file; leave -m out to run {name}.")
     spec = _locate(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _locate(f"{name}.__main__")
         if spec is None:
-            raise Complaint(f"{name} is a package without a __main__ module, so -m cannot run it.")
+            raise CommandError(f"{name} is a package without a __main__ module, so -m cannot run it.")
     if spec is None:
-        raise Complaint(f"there is no module named {name}.")
+        raise CommandError(f"there is no module named {name}.")
     if spec.origin == "built-in":
-        raise Complaint(f"{name} is built into Python, so -m cannot run it.")
+        raise CommandError(f"{name} is built into Python, so -m cannot run it.")
     if spec.origin is None or not os.path.isfile(spec.origin):
         return _digest(name.encode())
     path = Path(spec.origin)
@@ -127,18 +127,18 @@ def _find_spec(full_name: str, part: str, path: list[str] | None) -> ModuleSpec 
 
 
 def _program(name: str) -> str:
-    """Return the program's path, found as the shell finds it. Raises Complaint."""
+    """Return the program's path, found as the shell finds it. Raises CommandError."""
     found = shutil.which(name)
     if found is not None:
         return found
     if os.path.isdir(name):
-        raise Complaint(f"{name} is a directory; expected a program.")
+        raise CommandError(f"{name} is a directory; expected a program.")
     if os.path.exists(name):
         hint = (
             f"write ./{name}" if os.sep not in name and os.access(name, os.X_OK) else "it is not executable"
         )
-        raise Complaint(f"{name} cannot be run as a program: {hint}.")
-    raise Complaint(f"there is no program named {name}.")
+        raise CommandError(f"{name} cannot be run as a program: {hint}.")
+    raise CommandError(f"there is no program named {name}.")
 
 
 def _digest(data: bytes) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.machine import Machine
 from elasticd.cli.option_types import MOST
 from elasticd.cli.options import OptionSource, RunOptions
@@ -26,26 +26,26 @@ class Sizes:
 def nodes(options: RunOptions) -> tuple[int, int]:
     """Return torchrun's --nnodes as (least, most); (1, 1) if not given or not in effect.
 
-    Raises Complaint, also if limits in nodes and limits in workers contradict each other.
+    Raises CommandError, also if limits in nodes and limits in workers contradict each other.
     """
     if options.source("nnodes") is options.source("min", "max") is not OptionSource.NOT_GIVEN:
-        raise Complaint("--min and --max count workers and --nnodes counts nodes: give one or the other.")
+        raise CommandError("--min and --max count workers and --nnodes counts nodes: give one or the other.")
     if not _counts_nodes(options) or options.nnodes is None:
         return 1, 1
     least, colon, most = options.nnodes.partition(":")
     try:
         low, high = int(least), int(most if colon else least)
     except ValueError:
-        raise Complaint(f"--nnodes {options.nnodes!r} is neither a number nor MIN:MAX.") from None
+        raise CommandError(f"--nnodes {options.nnodes!r} is neither a number nor MIN:MAX.") from None
     if low < 1 or high < low:
-        raise Complaint(f"--nnodes {options.nnodes} must have 1 <= MIN <= MAX.")
+        raise CommandError(f"--nnodes {options.nnodes} must have 1 <= MIN <= MAX.")
     if high > MOST:
-        raise Complaint(f"--nnodes {options.nnodes} is more than {MOST:,} nodes.")
+        raise CommandError(f"--nnodes {options.nnodes} is more than {MOST:,} nodes.")
     return low, high
 
 
 def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
-    """Return the limits in workers, and the slots of this node including spares. Raises Complaint.
+    """Return the limits in workers, and the slots of this node including spares. Raises CommandError.
 
     ``standalone``: no other node can join.
     """
@@ -56,7 +56,7 @@ def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
     if (gpus := machine.gpus()) and slots > gpus:  # spares then take some of the node's GPUs
         slots = max(found.slots, gpus)
     if slots <= options.spares:
-        raise Complaint(
+        raise CommandError(
             f"--spares {options.spares} leaves none of this node's {slots} slots for training: give fewer."
         )
     return replace(found, slots=slots)
@@ -89,20 +89,20 @@ def _by_workers(
     notes: tuple[str, ...],
 ) -> Sizes:
     if options.min is not None and options.max is not None and options.min > options.max:
-        raise Complaint(f"--min {options.min} is above --max {options.max}.")
+        raise CommandError(f"--min {options.min} is above --max {options.max}.")
     low = options.min if options.min is not None else 1
     slots = offered if offered is not None else _auto(machine)
     high = options.max
     if high is None:
         if not standalone:
-            raise Complaint("--min needs --max beside it, as other nodes may bring any number of workers.")
+            raise CommandError("--min needs --max beside it, as other nodes may bring any number of workers.")
         high = max(low, slots)
     if offered is None:
         slots = min(slots, high)
         if standalone:
             slots = _at_most(max(slots, low), "--min", "; for more nodes give --etcd")
     elif standalone and slots < low:
-        raise Complaint(
+        raise CommandError(
             f"this one node offers {slots} slots, so it can never run --min {low} workers; "
             "raise --slots, lower --min, or give --etcd for more nodes."
         )
@@ -113,7 +113,7 @@ def _offered(options: RunOptions, machine: Machine) -> int | None:
     """Return the requested slots; None for as many as fit."""
     ours, torchruns = options.source("slots"), options.source("nproc_per_node")
     if ours and ours is torchruns:
-        raise Complaint("--slots and --nproc-per-node mean the same: give one or the other.")
+        raise CommandError("--slots and --nproc-per-node mean the same: give one or the other.")
     if ours > torchruns:
         return _slots(options.slots or "", machine)
     if options.nproc_per_node is not None and torchruns is not OptionSource.NOT_GIVEN:
@@ -127,13 +127,13 @@ def _slots(text: str, machine: Machine) -> int | None:
     try:
         slots = int(text)
     except ValueError:
-        raise Complaint(f"--slots {text!r} is neither a number nor auto.") from None
+        raise CommandError(f"--slots {text!r} is neither a number nor auto.") from None
     if slots < 1:
-        raise Complaint(f"--slots is {slots}, but a node offers at least 1.")
+        raise CommandError(f"--slots is {slots}, but a node offers at least 1.")
     _at_most(slots, "--slots")
     gpus = machine.gpus()
     if gpus and slots > gpus:
-        raise Complaint(
+        raise CommandError(
             f"--slots {slots} is more than the {gpus} GPU{'s' if gpus > 1 else ''} of this machine; "
             "set CUDA_VISIBLE_DEVICES= to train on its cores."
         )
@@ -156,18 +156,18 @@ def _nproc(text: str, machine: Machine) -> int:
                 found = machine.torch_devices(text)
             else:
                 if number < 1:
-                    raise Complaint(f"--nproc-per-node is {number}, but a node runs at least 1 worker.")
+                    raise CommandError(f"--nproc-per-node is {number}, but a node runs at least 1 worker.")
                 return _at_most(number, "--nproc-per-node")
     if found is None:
-        raise Complaint(f"--nproc-per-node {text!r} is none of a number, auto, cpu, gpu and xpu.")
+        raise CommandError(f"--nproc-per-node {text!r} is none of a number, auto, cpu, gpu and xpu.")
     if found == 0:
-        raise Complaint(f"--nproc-per-node {text} asks for devices that this machine does not have.")
+        raise CommandError(f"--nproc-per-node {text} asks for devices that this machine does not have.")
     return found
 
 
 def _at_most(slots: int, option: str, hint: str = "") -> int:
     if slots > SLOTS_MAX:
-        raise Complaint(
+        raise CommandError(
             f"{option} {slots} is more than the {SLOTS_MAX} workers that one node runs at most{hint}."
         )
     return slots

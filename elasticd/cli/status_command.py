@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
+from elasticd.cli.command_error import ETCD_UNREACHABLE, CommandError
 from elasticd.cli.job_access import Place, etcd_errors_explained, facts_of, find, only_job, places, unusable
 from elasticd.cli.option_types import Name
 from elasticd.cli.options import etcd_options
@@ -64,8 +64,8 @@ def _look(access: EtcdAccess, job: str) -> JobStatus:
         full = False
         with suppress(StoreRefused):  # the user may lack the permission
             full = client.full()
-    if complaint := unusable(job, bad):
-        raise complaint from bad[0]
+    if failure := unusable(job, bad):
+        raise failure from bad[0]
     for error in bad:
         say(f"elasticd: {job}: {error}.", err=True)
     return job_status(job, facts_of(listing), time.time(), etcd_full=full)
@@ -76,10 +76,10 @@ def _look_if_there(place: Place, job: str) -> JobStatus | None:
     (which is printed), so that the other jobs can still be listed."""
     try:
         return _look(place.access, job)
-    except Complaint as complaint:
-        if isinstance(complaint.__cause__, BadRecord):
-            say(f"elasticd: {complaint.sentence}", err=True)
-        elif place.shared or complaint.code != ETCD_UNREACHABLE:
+    except CommandError as error:
+        if isinstance(error.__cause__, BadRecord):
+            say(f"elasticd: {error.sentence}", err=True)
+        elif place.shared or error.code != ETCD_UNREACHABLE:
             raise
         return None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.job_access import find, only_job, places
 from elasticd.cli.option_types import Name
 from elasticd.cli.options import etcd_options
@@ -28,7 +28,7 @@ def top(job: str | None, **etcd: Any) -> None:
     Ctrl-C quits. Without JOB: the only job.
     """
     if not sys.stdout.isatty():
-        raise Complaint("top needs a terminal; elsewhere use `elasticd status --watch`")
+        raise CommandError("top needs a terminal; elsewhere use `elasticd status --watch`")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell script ran "top &"
     place, job = only_job(places(etcd), "top") if job is None else (find(etcd, job), job)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.job_access import Place, facts_of, unusable
 from elasticd.cli.say import say
 from elasticd.core.facts import Fact, Round
@@ -25,7 +25,7 @@ EVERY_S = 1.0  # heartbeats of all nodes are shown together, at this interval
 
 def watch(place: Place, job: str, show: Callable[[JobStatus], None]) -> None:
     """Show the job at once, at each new phase and round, and otherwise at most every EVERY_S if anything
-    changed, until the job has ended. Waits if etcd goes away. Raises Complaint."""
+    changed, until the job has ended. Waits if etcd goes away. Raises CommandError."""
     _Watch(place, job, show).run()
 
 
@@ -80,12 +80,12 @@ class _Watch:
         if isinstance(seen, KeyboardInterrupt):
             raise seen
         if isinstance(seen, BadRecord):
-            if complaint := unusable(self._job, [seen]):
-                raise complaint from seen
+            if failure := unusable(self._job, [seen]):
+                raise failure from seen
             say(f"elasticd: {self._job}: {seen}.", err=True)
             return
         if isinstance(seen, StoreError):
-            raise Complaint(f"{seen}.") from seen
+            raise CommandError(f"{seen}.") from seen
         if isinstance(seen, Listing):
             self._facts = facts_of(seen)
         else:
@@ -117,7 +117,7 @@ class _Watch:
     def _look(self) -> bool:
         """Show the job. Return whether it has ended."""
         if self._is_gone():
-            raise Complaint(f"{self._job} is no longer in etcd.")
+            raise CommandError(f"{self._job} is no longer in etcd.")
         if self._full:
             self._is_back()  # etcd may have space again
         now = job_status(self._job, self._facts, time.time(), self._rates, etcd_full=self._full)
@@ -139,13 +139,15 @@ class _Watch:
                     full = client.full()
         except StoreUnavailable as error:
             if self._place.ended(self._job):
-                raise Complaint(f"the standalone run {self._job} has ended, and its etcd with it.") from error
+                raise CommandError(
+                    f"the standalone run {self._job} has ended, and its etcd with it."
+                ) from error
             if not self._away:
                 say("elasticd: etcd cannot be reached; waiting.", err=True)
             self._away = True
             return False
         except StoreError as error:
-            raise Complaint(f"{error}.") from error
+            raise CommandError(f"{error}.") from error
         if full != self._full:
             self._full, self._changed = full, bool(self._facts)
         return self._away

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from elasticd.cli.audit_command import audit
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.data.auditnotes import FOLDER, BatchNote, CommitNote, EntryNote, Note, Weights, encode, pack
 from elasticd.data.order import Shuffled
 from elasticd.telemetry import events, runs
@@ -111,14 +111,14 @@ def test_two_runs_are_compared_step_by_step(folder):
 
 
 def test_runs_of_which_nothing_is_known_are_refused_in_a_sentence(folder):
-    with pytest.raises(Complaint, match="nowhere is neither a job that ran on this machine nor a folder"):
+    with pytest.raises(CommandError, match="nowhere is neither a job that ran on this machine nor a folder"):
         say("nowhere")
     folder.mkdir()
     for others in (events.FILE, events.TIMELINE):
         (folder / others).write_text('{"at": 1.0}\n')
-    with pytest.raises(Complaint, match=r"there are no notes for an audit of .*: start the job with"):
+    with pytest.raises(CommandError, match=r"there are no notes for an audit of .*: start the job with"):
         say(str(folder))
     one = write(folder / "one", training())
     other = write(folder / "other", training()[:1])
-    with pytest.raises(Complaint, match="not a single step in common"):
+    with pytest.raises(CommandError, match="not a single step in common"):
         say(one, "--against", other)

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.machine import ThisMachine
 from elasticd.cli.main import _exit_code, _sentence
 from elasticd.cli.options import REMOVED_OPTIONS, collect
@@ -42,7 +42,7 @@ def planned(argv: Sequence[str]) -> Planned:
 
 
 def refused(argv: Sequence[str]) -> str:
-    with pytest.raises((Complaint, click.ClickException)) as caught:
+    with pytest.raises((CommandError, click.ClickException)) as caught:
         planned(argv)
     if isinstance(caught.value, click.ClickException):
         return _sentence(caught.value)

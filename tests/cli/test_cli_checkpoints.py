@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from elasticd.checkpoint.client import saver_connection
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.format.manifest import MANIFEST, decode, digest, encode, encode_index
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.main import cli
 from elasticd.worker.checkpoints import Checkpoints
 
@@ -50,8 +50,8 @@ def damage(folder: Path, step: int) -> None:
         file.write(b"\xff\0\xff\0")
 
 
-def complaint(result: Result) -> Complaint:
-    assert isinstance(result.exception, Complaint), result.exception
+def complaint(result: Result) -> CommandError:
+    assert isinstance(result.exception, CommandError), result.exception
     return result.exception
 
 

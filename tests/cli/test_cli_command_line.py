@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.options import RunOptions, collect
 from elasticd.cli.run_command import run
 from elasticd.cli.run_configuration import Planned, plan
@@ -64,7 +64,7 @@ def planned(*argv: str, environ: Mapping[str, str] | None = None, machine: Prete
 
 
 def complaint(*argv: str, machine: Pretend | None = None) -> str:
-    with pytest.raises(Complaint) as caught:
+    with pytest.raises(CommandError) as caught:
         planned(*argv, machine=machine)
     assert caught.value.code == 2
     return caught.value.sentence
@@ -514,7 +514,9 @@ def test_whether_to_resume_is_the_policy_s_and_the_workers_(job: str) -> None:
 def test_how_fast_checkpoints_are_written_is_the_agent_s_to_know(job: str) -> None:
     assert planned("--checkpoint-rate", "200M", job).config.checkpoint_rate == 200_000_000
     assert planned(job).config.checkpoint_rate is None
-    with pytest.raises(Complaint, match="--checkpoint-rate: 'slow' is no number of bytes a second, such as"):
+    with pytest.raises(
+        CommandError, match="--checkpoint-rate: 'slow' is no number of bytes a second, such as"
+    ):
         planned("--checkpoint-rate", "slow", job)
 
 
@@ -766,7 +768,7 @@ def test_another_interpreters_syntax_is_not_judged(tmp_path: Path) -> None:
 def test_another_interpreter_must_be_a_program(job: str, tmp_path: Path) -> None:
     environ = {"PATH": str(tmp_path)}
     for wrong in (str(tmp_path / "nothing"), "python9", str(tmp_path), job, ""):
-        with pytest.raises(Complaint, match="PYTHON_EXEC") as caught:
+        with pytest.raises(CommandError, match="PYTHON_EXEC") as caught:
             planned(job, environ={**environ, "PYTHON_EXEC": wrong})
         assert caught.value.code == 2
     assert planned("--no-python", "/bin/sh", environ={**environ, "PYTHON_EXEC": "unused"})
@@ -776,7 +778,7 @@ def test_another_interpreter_must_be_a_program(job: str, tmp_path: Path) -> None
 
 def test_binding_needs_its_program(job: str, tmp_path: Path) -> None:
     environ = {"PATH": str(tmp_path)}
-    with pytest.raises(Complaint, match="numactl, which is not on the PATH") as caught:
+    with pytest.raises(CommandError, match="numactl, which is not on the PATH") as caught:
         planned("--numa-binding", "node", job, environ=environ)
     assert caught.value.code == 2
     program(tmp_path / "numactl")

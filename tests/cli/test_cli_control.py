@@ -24,7 +24,7 @@ import pytest
 from click.testing import CliRunner
 
 from elasticd.cli import job_commands
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.job_access import Place
 from elasticd.cli.main import _exit_code
 from elasticd.core.facts import Cause, Drained, Exit, Fact, Failure, Limits, Node, Outcome, Phase, Round, Spec
@@ -397,7 +397,7 @@ def test_top_draws_on_the_whole_terminal_and_gives_it_back_when_it_is_interrupte
 
 def test_scale_by_the_click_runner_raises_a_complaint_and_no_traceback(etcd: Client) -> None:
     result = CliRunner().invoke(job_commands.scale, ["nobody", "--max", "2"])
-    assert isinstance(result.exception, Complaint)
+    assert isinstance(result.exception, CommandError)
 
 
 def test_a_standalone_run_that_ended_since_it_was_found_has_ended_and_is_not_out_of_reach(
@@ -406,6 +406,6 @@ def test_a_standalone_run_that_ended_since_it_was_found_has_ended_and_is_not_out
     """Its etcd went with it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     gone = Place(EtcdAccess((f"unix:{tmp_path}/clients:1",), timeout_s=0.5), ("j",), shared=False)
-    with pytest.raises(Complaint) as met:
+    with pytest.raises(CommandError) as met:
         job_commands._edit(gone, "j", lambda spec: spec)
     assert (met.value.sentence, met.value.code) == ("j has ended already.", 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.history_commands import events, logs
 from elasticd.core.facts import Cause, Exit, Failure, Outcome
 from elasticd.core.reasons import (
@@ -90,7 +90,7 @@ def test_logs_are_those_of_each_slots_last_worker_whatever_its_local_rank_was(ra
     assert "printed in 0 by 0" in said and "printed in 1 by 0" in said and "by 1" not in said
     assert "printed in 1 by 0" in say(logs, "train", "--slot", "1")
     assert "printed in 0 by 0" in say(logs, "train", "--slot", "0"), "which was left out since"
-    with pytest.raises(Complaint, match="slot 2"):
+    with pytest.raises(CommandError, match="slot 2"):
         say(logs, "train", "--slot", "2")
 
 
@@ -146,7 +146,7 @@ def test_who_leads_says_which_failure_it_was_and_where_its_output_is(tmp_path: P
     echo = printed(tmp_path / "attempt_0" / "0", "by an echo")
     on_b = Failure("b", Exit(1, 1, 1, 0.5, "boom", log="/only/there"))
     wrote(tmp_path / "x", (failed(0, 1, echo), {}), (FailureCharged(on_b, 1, 10), {}))
-    with pytest.raises(Complaint, match="boom.*; its output is on the machine of node b"):
+    with pytest.raises(CommandError, match="boom.*; its output is on the machine of node b"):
         say(logs, "--failed")
 
 
@@ -161,9 +161,9 @@ def test_only_the_last_run_of_a_name_is_told_of_unless_all_are_asked_for(tmp_pat
     told = [json.loads(line) for line in say(events, "--json").splitlines()]
     assert {(e["node"], e["at"] >= 200) for e in told} == {("a", True), ("b", True)}, "both nodes of the last"
     assert len(say(events, "--json", "--all-runs").splitlines()) == len(told) + 5
-    with pytest.raises(Complaint, match="no failure of train is known"):
+    with pytest.raises(CommandError, match="no failure of train is known"):
         say(logs, "--failed")
-    with pytest.raises(Complaint, match="no output of a worker of train is kept"):
+    with pytest.raises(CommandError, match="no output of a worker of train is kept"):
         say(logs)
 
 
@@ -176,10 +176,10 @@ def test_that_a_worker_printed_nothing_is_said(ran: Path) -> None:
 def test_what_is_not_here_is_said_in_a_sentence(
     ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Complaint, match="named other are kept on this machine; known: train"):
+    with pytest.raises(CommandError, match="named other are kept on this machine; known: train"):
         say(events, "other")
-    with pytest.raises(Complaint, match="named b ran on this machine; known: a"):
+    with pytest.raises(CommandError, match="named b ran on this machine; known: a"):
         say(logs, "train", "--node", "b")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "empty"))
-    with pytest.raises(Complaint, match="no files of a run are kept"):
+    with pytest.raises(CommandError, match="no files of a run are kept"):
         say(events)

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.options import REMOVED_OPTIONS, collect
 from elasticd.cli.policy import SETTINGS
 from elasticd.cli.run_command import run
@@ -113,15 +113,15 @@ def test_bounds_of_hangs_that_one_limit_for_all_outweighs_are_named(tmp_path: Pa
     ],
 )
 def test_what_makes_no_sense_in_a_file_is_one_sentence(text: str | bytes, says: str, tmp_path: Path) -> None:
-    with pytest.raises(Complaint) as caught:
+    with pytest.raises(CommandError) as caught:
         configured(tmp_path, text)
     assert says in caught.value.sentence
 
 
 def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(Complaint, match="--policy .*gone.toml: No such file or directory"):
+    with pytest.raises(CommandError, match="--policy .*gone.toml: No such file or directory"):
         config_of(tmp_path, "--policy", str(tmp_path / "gone.toml"))
-    with pytest.raises(Complaint, match="Is a directory"):
+    with pytest.raises(CommandError, match="Is a directory"):
         config_of(tmp_path, "--policy", str(tmp_path))
 
 
@@ -137,7 +137,7 @@ def test_an_option_that_became_a_setting_says_so(
         config_of(tmp_path, f"--{option}", "2")
     variable = f"ELASTICD_{option.replace('-', '_').upper()}"
     monkeypatch.setenv(variable, "2")
-    with pytest.raises(Complaint, match=f"{variable} is no longer read: set {setting} in a TOML file"):
+    with pytest.raises(CommandError, match=f"{variable} is no longer read: set {setting} in a TOML file"):
         run.main([str(tmp_path / "job.py")], standalone_mode=False)
 
 

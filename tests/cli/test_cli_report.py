@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.history_commands import living
 from elasticd.cli.report_command import report
 from elasticd.core.facts import Cause
@@ -57,7 +57,7 @@ def test_the_page_goes_where_it_is_asked_to_or_nowhere(tmp_path: Path) -> None:
     say("train", "--text")
     say("train", "--out", str(tmp_path / "mine.html"))
     assert (tmp_path / "mine.html").exists() and not (folder / "report.html").exists()
-    with pytest.raises(Complaint, match="cannot be written: .* --out FILE"):
+    with pytest.raises(CommandError, match="cannot be written: .* --out FILE"):
         say("train", "--out", str(tmp_path / "gone" / "mine.html"))
 
 
@@ -88,7 +88,7 @@ def test_the_folder_of_any_run_will_do(tmp_path: Path) -> None:
     older = agent(tmp_path / "1", 100, outcome="failed")
     agent(tmp_path / "2", 200)
     assert "\n  100 " in say(str(older), "--text")
-    with pytest.raises(Complaint, match=r"not the folder of a run: there is no events\.jsonl"):
+    with pytest.raises(CommandError, match=r"not the folder of a run: there is no events\.jsonl"):
         say(str(tmp_path))
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from elasticd.cli import watch as watching
-from elasticd.cli.complaint import Complaint
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.job_access import Place
 from elasticd.core.facts import Cause, Fact, Node, Phase, Progress, Round, SlotProgress
 from elasticd.core.ports import Changes, Entry, Listing
@@ -74,7 +74,7 @@ def test_what_changed_together_is_shown_together(watched: Watched) -> None:
 
 
 def test_a_job_that_vanishes_is_told_at_once(watched: Watched) -> None:
-    with pytest.raises(Complaint, match="no longer in etcd"):
+    with pytest.raises(CommandError, match="no longer in etcd"):
         watched.hears(round=None, nodes__a=None)
 
 
@@ -84,7 +84,7 @@ def test_a_standalone_run_may_have_written_nothing_yet(monkeypatch: pytest.Monke
     watched.hears()
     watched.hears(round=LIVE)
     assert [r.phase for r in watched.told] == ["starting", "live"]
-    with pytest.raises(Complaint, match="no longer in etcd"):
+    with pytest.raises(CommandError, match="no longer in etcd"):
         watched.hears(round=None)
 
 

@@ -33,7 +33,7 @@ class Machine:
 
 
 def planned(argv: Sequence[str], env: Mapping[str, str], gpus: int = 0) -> Planned:
-    """Raises Complaint, or click's errors, where the command would refuse."""
+    """Raises CommandError, or click's errors, where the command would refuse."""
     ours = {k for k in env if k.startswith(("ELASTICD_", "PET_"))}
     assert ours <= VARIABLES, f"no option reads {ours - VARIABLES}"
     with mock.patch.dict("os.environ", env, clear=True), run.make_context("run", list(argv)) as ctx:

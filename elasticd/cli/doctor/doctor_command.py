@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
+from elasticd.cli.command_error import ETCD_UNREACHABLE, CommandError
 from elasticd.cli.doctor.checks import CHECKS, Candidate, Finding, Grade, ask_python
 from elasticd.cli.interfaces import network_environment
 from elasticd.cli.job_access import named_etcd
@@ -59,7 +59,7 @@ def doctor(
     usage; 4, only etcd cannot be reached, so a later try may succeed.
     """
     if gone := working_directory_fault():
-        raise Complaint(gone)
+        raise CommandError(gone)
     access = named_etcd(etcd)
     endpoints = hosts_and_ports(access.endpoints) if access is not None else []
     key = job_prefix(check_name("job", job)) if job is not None else ROOT

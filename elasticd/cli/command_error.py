@@ -6,7 +6,7 @@ USAGE = 2  # bad usage or bad input
 ETCD_UNREACHABLE = 4  # a new try may succeed
 
 
-class Complaint(Exception):
+class CommandError(Exception):
     """An error that the user can fix. ``sentence`` says what is wrong and what to do."""
 
     def __init__(self, sentence: str, code: int = USAGE) -> None:
