@@ -12,7 +12,7 @@ from elasticd.channel import framing
 from elasticd.channel.codec import ChannelClosed, Codec
 from elasticd.channel.framing import Channel, QueuedChannel
 from elasticd.checkpoint.replication.replicas import Offer
-from elasticd.core.facts import Checkpoint, Holder
+from elasticd.core.facts import Checkpoint, SaverAddress
 
 SILENCE_S: Final = (
     60.0  # a saver that is silent for longer counts as stuck; a start on a busy machine takes less
@@ -132,7 +132,7 @@ class AskOffers:
 @dataclass(frozen=True, slots=True)
 class AskShards:
     """Asks for the shards of the state ``name``. The answer is a ``ShardHeld`` for each shard on this node,
-    and then ``Places``, the addresses of the savers of ``nodes``."""
+    and then ``SaverAddresses``, the addresses of the savers of ``nodes``."""
 
     path: str
     name: str
@@ -241,8 +241,8 @@ class Offers:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    holders: tuple[Holder, ...]
+class SaverAddresses:
+    addresses: tuple[SaverAddress, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ SaverToWorker = (
     | Known
     | KnownUnreadable
     | Offers
-    | Places
+    | SaverAddresses
     | Alive
 )
 

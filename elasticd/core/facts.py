@@ -606,7 +606,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class SaverAddress:
     """The address of a node's saver, for other nodes' savers, which must prove that they know ``secret``. Key
     ``savers/<node>``, on the agent's lease, and only in jobs that hold copies in other nodes' memory."""
 
@@ -630,5 +630,5 @@ Fact = (
     | Leadership
     | Checkpoint
     | NodeLedger
-    | Holder
+    | SaverAddress
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from elasticd.core.agent_messages import StoreComplained, StoreFilled
-from elasticd.core.facts import Holder
+from elasticd.core.facts import SaverAddress
 from elasticd.daemon.config import CannotStart, CommandKind, RunConfig
 from elasticd.daemon.http_pages import Pages
 from elasticd.daemon.master_port import MasterPort
@@ -118,7 +118,7 @@ def open_master_port(config: RunConfig, cleanup: ExitStack) -> MasterPort | None
         return None
 
 
-def hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
+def listen_for_replicas(config: RunConfig) -> tuple[socket.socket, SaverAddress] | None:
     """Return the socket for other nodes' shards and its address; None without replication. Raise CannotStart
     if the agent cannot listen."""
     if not config.replicate:

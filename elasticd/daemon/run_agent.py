@@ -100,8 +100,8 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         destinations = Destinations(logs_specs(config.logs), audit=config.audit is not None)
         procs = edges.procs(config, warden, view, destinations.reify, clock)
         cleanup.callback(procs.close)
-        held = edges.hold(config)
-        saver = SaverService(warden, access, config.job, held, config.checkpoint_rate)
+        replica_listener = edges.listen_for_replicas(config)
+        saver = SaverService(warden, access, config.job, replica_listener, config.checkpoint_rate)
         cleanup.callback(saver.close)
 
         snapshot = ""
@@ -120,7 +120,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
                 master_port.leads_to(round.store)
             return assignments(round, member, setting)
 
-        setting = identity.setting_of(config, saver.name, began_at, holds=held is not None)
+        setting = identity.setting_of(config, saver.name, began_at, holds=replica_listener is not None)
         hangs = None
         if config.patience is not None:
             inspector = LocalInspector(procs, destinations.run_folder)
@@ -180,8 +180,8 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         )
         service = Service(manager, lambda: driver.state)
         routines = [reserve.routine, publisher.routine, service.routine]
-        if held is not None:
-            routines.append(etcd_peers.Announcement(held[1], driver, store).routine)
+        if replica_listener is not None:
+            routines.append(etcd_peers.Announcement(replica_listener[1], driver, store).routine)
 
         served_at = edges.serve_pages(config, pages, cleanup)
         warden.on_lost(lambda: inbox.post(WardenLost()))

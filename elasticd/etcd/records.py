@@ -16,7 +16,6 @@ from elasticd.core.facts import (
     Checkpoint,
     Fact,
     Hang,
-    Holder,
     Leadership,
     Node,
     NodeLedger,
@@ -24,6 +23,7 @@ from elasticd.core.facts import (
     Progress,
     Report,
     Round,
+    SaverAddress,
     Spec,
     Stall,
     Stragglers,
@@ -49,7 +49,7 @@ _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "stalls": Stall,
     "paces": Paces,
     "ledger": NodeLedger,
-    "savers": Holder,
+    "savers": SaverAddress,
 }
 
 

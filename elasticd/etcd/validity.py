@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, Final
 
-from elasticd.core.facts import Fact, Holder, Limits, Node, Round, Saved
+from elasticd.core.facts import Fact, Limits, Node, Round, Saved, SaverAddress
 from elasticd.etcd.names import NAME_MAX, check_name
 
 COUNT_MAX: Final = 2**31 - 1  # workers, slots, processes: the kernel's and torch's limit
@@ -128,8 +128,8 @@ _BY_FIELD: Final[dict[tuple[type, str], Callable[[Any], None]]] = {
     (Node, "slots"): _slots,
     (Node, "ready"): _slots,
     (Node, "holders"): _slots,
-    (Holder, "host"): _address,
-    (Holder, "port"): _between(1, 65535),
+    (SaverAddress, "host"): _address,
+    (SaverAddress, "port"): _between(1, 65535),
     (Limits, "max"): _COUNT,
     (Saved, "name"): _word,
 }

@@ -35,10 +35,10 @@ from elasticd.checkpoint.protocol import (
     Layout,
     MissSave,
     OpenWorld,
-    Places,
     PlanShard,
     SaveCommitted,
     SaveFailed,
+    SaverAddresses,
     SaverChannel,
     SaverToWorker,
     SaveShard,
@@ -726,7 +726,7 @@ def test_a_peer_that_does_not_read_its_answers_stops_no_other_and_gets_all_when_
     good.socket.settimeout(30.0)
     hears(good, SaveCommitted)
     got: list[type[SaverToWorker]] = []
-    while got.count(Places) < asked:
+    while got.count(SaverAddresses) < asked:
         message, files = deaf.receive()
         close_all(files)
         got.append(type(message))

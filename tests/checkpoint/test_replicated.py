@@ -34,7 +34,7 @@ from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import store_at
 from elasticd.core.checkpoint_names import folder_name
-from elasticd.core.facts import Holder
+from elasticd.core.facts import SaverAddress
 from elasticd.daemon.saver import etcd_peers
 from tests.checkpoint.faults import Helper
 from tests.checkpoint.test_memory import held_by
@@ -84,8 +84,8 @@ class Nodes:
         for saved in FilePointer(store_at(self.path)).read().saved:
             shutil.rmtree(self.path / saved.name, ignore_errors=True)  # the saver may be at it too
 
-    def holder(self, node: str) -> Holder:
-        return msgspec.json.decode((self.peers / node).read_bytes(), type=Holder)
+    def holder(self, node: str) -> SaverAddress:
+        return msgspec.json.decode((self.peers / node).read_bytes(), type=SaverAddress)
 
 
 @pytest.fixture
@@ -158,10 +158,10 @@ def test_strangers_are_told_nothing_and_damage_on_the_way_is_noticed(nodes):
 class Alone:
     """Nobody else has anything."""
 
-    def find(self, node: str) -> Holder:
+    def find(self, node: str) -> SaverAddress:
         raise PeerGone(node)
 
-    def others(self) -> list[Holder]:
+    def others(self) -> list[SaverAddress]:
         return []
 
 

@@ -70,7 +70,7 @@ KEYS: dict[type, str] = {
     facts.Paces: "paces/a",
     facts.Stragglers: "stragglers",
     facts.NodeLedger: "ledger/a",
-    facts.Holder: "savers/a",
+    facts.SaverAddress: "savers/a",
 }
 
 

@@ -19,7 +19,7 @@ ROUND = Round(3, Phase.LIVE, (A, B), "10.0.0.1:29500", Cause.START, 1.0)
 REPORT = Report("a", "a#1", 3, (Exit(0, 0, 1, 1.0, message="ok"),))
 NODE = node("a")
 SPEC = Spec(Limits(1, 2), Limits(1, 2), "job.py", "f")
-HOLDER = facts.Holder("a", "10.0.0.1", 1234, "secret")
+SAVER = facts.SaverAddress("a", "10.0.0.1", 1234, "secret")
 
 
 def read(key: str, fact: facts.Fact) -> facts.Fact | None:
@@ -30,7 +30,7 @@ def read(key: str, fact: facts.Fact) -> facts.Fact | None:
     ("key", "fact"),
     [
         ("spec", SPEC),
-        ("savers/a", HOLDER),
+        ("savers/a", SAVER),
         ("nodes/node 1 in K\xf6ln", replace(NODE, name="node 1 in K\xf6ln")),
         ("round", ROUND),
         ("round", replace(ROUND, members=(), store="")),
@@ -72,8 +72,8 @@ def test_what_agents_write_is_read(key: str, fact: Any) -> None:
         ("reports/a", REPORT, {"exits": (Exit(0, -1, 1, 0.0),)}, "rank: -1 is not between"),
         ("reports/ a", REPORT, {"node": " a"}, "blanks at its ends"),
         ("reports/a\x1b[2J", REPORT, {"node": "a\x1b[2J"}, "cannot be seen"),
-        ("savers/a", HOLDER, {"port": 0}, "port: 0 is not between"),
-        ("savers/a", HOLDER, {"host": "/etc"}, "is not an address"),
+        ("savers/a", SAVER, {"port": 0}, "port: 0 is not between"),
+        ("savers/a", SAVER, {"host": "/etc"}, "is not an address"),
         ("spec", SPEC, {"limits": Limits(1, 10**20)}, "max: 100000000000000000000 is not between"),
         ("spec", SPEC, {"drain": (facts.Drained("a/b", "i"),)}, "has a slash"),
         ("leader", facts.Leadership("a", "b"), {"incarnation": "\x1b]0;gone\x07"}, "is not a word"),

@@ -20,7 +20,7 @@ from elasticd.checkpoint.protocol import (
     KnownUnreadable,
     Layout,
     Offers,
-    Places,
+    SaverAddresses,
     SaverChannel,
     SaverSilent,
     SaverToWorker,
@@ -31,7 +31,7 @@ from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Offer, WholeState
 from elasticd.checkpoint.replication.wire import PeerGone
 from elasticd.checkpoint.store.reading import WantedRange
-from elasticd.core.facts import Checkpoint, Holder
+from elasticd.core.facts import Checkpoint, SaverAddress
 
 _log = logging.getLogger(__name__)
 
@@ -57,20 +57,20 @@ class Recalled:
     name: str
     index: Index
     near: Mapping[int, int]
-    far: Mapping[int, Holder]
+    far: Mapping[int, SaverAddress]
     read: set[str] = field(default_factory=set)  # nodes that data was read from; "" is this node
 
     def fill(self, ranges: Iterable[WantedRange]) -> None:
         """Fill the ranges. Raises HolderLost; their contents are then undefined."""
-        by_holder: dict[Holder, list[WantedRange]] = {}
+        by_saver: dict[SaverAddress, list[WantedRange]] = {}
         for wanted in ranges:
             if wanted.file in self.near:
                 self._read_here(wanted)
             elif len(wanted.into):
-                by_holder.setdefault(self.far[wanted.file], []).append(wanted)
-        if by_holder:
-            with ThreadPoolExecutor(min(8, len(by_holder)), "recall") as pool:
-                list(pool.map(self._read_there, by_holder.keys(), by_holder.values()))
+                by_saver.setdefault(self.far[wanted.file], []).append(wanted)
+        if by_saver:
+            with ThreadPoolExecutor(min(8, len(by_saver)), "recall") as pool:
+                list(pool.map(self._read_there, by_saver.keys(), by_saver.values()))
 
     def close(self) -> None:
         close_all(self.near.values())
@@ -85,13 +85,13 @@ class Recalled:
             into, at = into[read:], at + read
         self.read.add("")
 
-    def _read_there(self, holder: Holder, ranges: Sequence[WantedRange]) -> None:
+    def _read_there(self, saver: SaverAddress, ranges: Sequence[WantedRange]) -> None:
         try:
-            with PeerSaver(holder) as peer:
+            with PeerSaver(saver) as peer:
                 peer.read(self.path, self.name, ranges)
         except PeerGone as error:
-            raise HolderLost(holder.node, str(error)) from error
-        self.read.add(holder.node)
+            raise HolderLost(saver.node, str(error)) from error
+        self.read.add(saver.node)
 
 
 class SaverQueries:
@@ -115,15 +115,15 @@ class SaverQueries:
     def recall(self, choice: WholeState) -> Recalled:
         """Return the chosen state. Raises HolderLost if the state is not as offered."""
         near: dict[int, int] = {}
-        far: dict[int, Holder] = {}
+        far: dict[int, SaverAddress] = {}
         raw = b""
         wanted = sorted({nodes[0] for nodes in choice.holders})
-        places: dict[str, Holder] = {}
+        savers: dict[str, SaverAddress] = {}
         try:
             for message, files in self._ask(AskShards(self._path, choice.name, tuple(wanted))):
                 match message, files:
-                    case Places(holders), _:
-                        places = {its.node: its for its in holders}
+                    case SaverAddresses(addresses), _:
+                        savers = {its.node: its for its in addresses}
                         break
                     case ShardHeld(rank), [memory, layout]:
                         raw = raw or Layout.of(layout).index
@@ -131,12 +131,12 @@ class SaverQueries:
                         near.setdefault(rank, memory)
             for rank, nodes in enumerate(choice.holders):
                 if rank not in near:
-                    place = next((places[node] for node in nodes if node in places), None)
-                    if place is None:
+                    saver = next((savers[node] for node in nodes if node in savers), None)
+                    if saver is None:
                         raise HolderLost(
                             nodes[0], f"no address is known of a saver that has the shard of rank {rank}"
                         )
-                    far[rank] = place
+                    far[rank] = saver
             index = _index(raw) if raw else self._index_of(choice.name, next(iter(far.values())))
             if len(index.files) != len(choice.holders):
                 raise HolderLost("", f"{choice.name} in memory is not of {len(choice.holders)} ranks")
@@ -167,12 +167,12 @@ class SaverQueries:
             self._line.close()
         self._line = None
 
-    def _index_of(self, name: str, holder: Holder) -> Index:
+    def _index_of(self, name: str, saver: SaverAddress) -> Index:
         try:
-            with PeerSaver(holder) as peer:
+            with PeerSaver(saver) as peer:
                 return decode_index(peer.index(self._path, name))
         except (PeerGone, ValueError) as error:
-            raise HolderLost(holder.node, str(error)) from error
+            raise HolderLost(saver.node, str(error)) from error
 
     def _ask(self, question: WorkerToSaver) -> Iterator[tuple[SaverToWorker, list[int]]]:
         """Yield the saver's answers, until the saver is lost. The caller stops at the last one."""

@@ -14,7 +14,7 @@ from elasticd.checkpoint.replication.wire import Message, PeerGone, Wire
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store.reading import WantedRange
 from elasticd.core.checkpoint_names import require_name
-from elasticd.core.facts import Holder
+from elasticd.core.facts import SaverAddress
 
 WAIT: Final[Message] = {"wait": True}  # sent from time to time to a caller that must wait for its turn
 _RANGES_MAX: Final = 4096  # byte ranges of a shard in one request
@@ -24,9 +24,9 @@ _T = TypeVar("_T")
 class Peers(Protocol):
     """Looks up the savers of the job's other nodes. Both methods raise PeerGone if the lookup fails."""
 
-    def find(self, node: str) -> Holder: ...
+    def find(self, node: str) -> SaverAddress: ...
 
-    def others(self) -> Sequence[Holder]: ...
+    def others(self) -> Sequence[SaverAddress]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,12 @@ def _hold(wire: Wire, host: Host, label: Label, size: int) -> None:
 class PeerSaver:
     """A connection to another node's saver. All methods raise PeerGone, also when the saver refuses."""
 
-    def __init__(self, holder: Holder) -> None:
-        self.node = holder.node
+    def __init__(self, address: SaverAddress) -> None:
+        self.node = address.node
         try:
-            self._wire = Wire.connect(holder.host, holder.port, holder.secret)
+            self._wire = Wire.connect(address.host, address.port, address.secret)
         except PeerGone as error:
-            raise PeerGone(f"the saver of {holder.node}: {error}") from error
+            raise PeerGone(f"the saver of {address.node}: {error}") from error
 
     def offers(self, path: str) -> list[Offer]:
         answer = self._asks({"do": "offers", "path": path})
@@ -123,7 +123,7 @@ class PeerSaver:
             ) from error
         return offered
 
-    def hold(self, label: Label, index: bytes, content: memoryview) -> None:
+    def store_replica(self, label: Label, index: bytes, content: memoryview) -> None:
         """Store a replica on the other node. Returns once the node has the whole replica."""
         self._asks({"do": "hold", "label": msgspec.to_builtins(label), "size": len(content)})
         self._wire.say_raw(index)

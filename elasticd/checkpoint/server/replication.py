@@ -16,7 +16,7 @@ from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, Repl
 from elasticd.checkpoint.replication.wire import SILENCE_S, PeerGone, Wire
 from elasticd.checkpoint.server.background import Background
 from elasticd.checkpoint.shared_memory import Memory, available
-from elasticd.core.facts import Holder
+from elasticd.core.facts import SaverAddress
 
 _T = TypeVar("_T")
 _CALLERS_MAX: Final = 64  # served at the same time; further callers wait
@@ -30,7 +30,7 @@ class Replication:
 
     def __init__(
         self,
-        me: Holder,
+        me: SaverAddress,
         listener: socket.socket,
         peers: Peers,
         *,
@@ -83,7 +83,7 @@ class Replication:
 
         def send() -> None:
             with PeerSaver(self._peers.find(node)) as peer:
-                peer.hold(label, index, memory.view)
+                peer.store_replica(label, index, memory.view)
 
         def sent(outcome: BaseException | None) -> None:
             then("" if outcome is None else str(outcome))
@@ -95,16 +95,16 @@ class Replication:
         near = self.offers(path)
         assert self._jobs is not None
 
-        def ask(holder: Holder) -> list[Offer]:
+        def ask(saver: SaverAddress) -> list[Offer]:
             try:
-                with PeerSaver(holder) as peer:
-                    return [offer for offer in peer.offers(path) if offer.node == holder.node]
+                with PeerSaver(saver) as peer:
+                    return [offer for offer in peer.offers(path) if offer.node == saver.node]
             except PeerGone:
                 return []  # a node that cannot be reached offers nothing
 
         def look() -> list[Offer]:
             try:
-                others = [holder for holder in self._peers.others() if holder.node != self._me.node]
+                others = [saver for saver in self._peers.others() if saver.node != self._me.node]
             except PeerGone as error:
                 self._say(f"the shards in other nodes' memory are not known: {error}")
                 return []
@@ -118,14 +118,14 @@ class Replication:
 
         self._jobs.run(self._senders, look, looked)
 
-    def places(self, nodes: Iterable[str], then: Callable[[list[Holder]], None]) -> None:
+    def addresses(self, nodes: Iterable[str], then: Callable[[list[SaverAddress]], None]) -> None:
         """Call ``then`` with the addresses of the known nodes among ``nodes``."""
         assert self._jobs is not None
 
         wanted = set(nodes)
 
-        def look() -> list[Holder]:
-            return [holder for holder in self._peers.others() if holder.node in wanted]
+        def look() -> list[SaverAddress]:
+            return [saver for saver in self._peers.others() if saver.node in wanted]
 
         self._jobs.run(
             self._senders, look, lambda found: then([] if isinstance(found, BaseException) else found)

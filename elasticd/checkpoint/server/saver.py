@@ -40,9 +40,9 @@ from elasticd.checkpoint.protocol import (
     MissSave,
     Offers,
     OpenWorld,
-    Places,
     PlanShard,
     ProveSecret,
+    SaverAddresses,
     SaveShard,
     ShardHeld,
     ShareBuffer,
@@ -62,7 +62,7 @@ from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import CheckpointStore, error_text, store_at
 from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.checkpoint_names import require_name
-from elasticd.core.facts import Checkpoint, Holder
+from elasticd.core.facts import Checkpoint, SaverAddress
 
 _SHORT_PAUSE_S: Final = 0.1
 _UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may not have reached the newest
@@ -415,11 +415,11 @@ class Saver:
                 finally:
                     os.close(layout)
 
-        def found(places: list[Holder]) -> None:
-            client.line.try_send(Places(tuple(places)))
+        def found(addresses: list[SaverAddress]) -> None:
+            client.line.try_send(SaverAddresses(tuple(addresses)))
 
         if self._replication is not None:
-            self._replication.places(message.nodes, found)
+            self._replication.addresses(message.nodes, found)
         else:
             found([])
 

@@ -3,4 +3,4 @@
 from typing import Final
 
 OPTIONS: Final = "ELASTICD_SAVER_OPTIONS"  # in the environment of the saver process
-HOLDER: Final = "ELASTICD_SAVER_HOLDER"  # the saver's own address, in jobs that replicate
+ADDRESS: Final = "ELASTICD_SAVER_ADDRESS"  # the saver's own address, in jobs that replicate

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from elasticd.checkpoint.replication.wire import PeerGone
-from elasticd.core.facts import Holder
+from elasticd.core.facts import SaverAddress
 from elasticd.core.ports import Applied, Put, Store
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
@@ -26,7 +26,7 @@ _AGAIN_S: Final = 1.0
 _LOOK_S: Final = 5.0
 
 
-def listen(node: str, address: str) -> tuple[socket.socket, Holder]:
+def listen(node: str, address: str) -> tuple[socket.socket, SaverAddress]:
     """Return a socket at a free port of the address, and the record that other savers need to call it. Raise
     OSError if the socket cannot listen."""
     family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -37,7 +37,7 @@ def listen(node: str, address: str) -> tuple[socket.socket, Holder]:
     except OSError:
         listener.close()
         raise
-    return listener, Holder(node, address, listener.getsockname()[1], secrets.token_hex(16))
+    return listener, SaverAddress(node, address, listener.getsockname()[1], secrets.token_hex(16))
 
 
 class EtcdPeers:
@@ -47,31 +47,31 @@ class EtcdPeers:
         self._access = access
         self._job = job
 
-    def find(self, node: str) -> Holder:
+    def find(self, node: str) -> SaverAddress:
         """Return the saver of a node. Raise PeerGone if none is registered or etcd does not answer."""
         found = self._read(lambda client: [client.get(self._job, _FOLDER + node)])
         if not found:
             raise PeerGone(f"no saver of {node} is registered in etcd")
         return found[0]
 
-    def others(self) -> list[Holder]:
+    def others(self) -> list[SaverAddress]:
         """Return all savers. Raise PeerGone if etcd does not answer."""
         return self._read(lambda client: list(client.list(self._job, _FOLDER)[0].entries))
 
-    def _read(self, ask: Callable[[Client], list[object]]) -> list[Holder]:
+    def _read(self, ask: Callable[[Client], list[object]]) -> list[SaverAddress]:
         try:
             with Client(self._access) as client:
                 entries = ask(client)
         except StoreError as error:
             raise PeerGone(f"cannot read the addresses of savers from etcd: {error}") from error
         facts = (getattr(entry, "fact", None) for entry in entries)
-        return [fact for fact in facts if isinstance(fact, Holder)]
+        return [fact for fact in facts if isinstance(fact, SaverAddress)]
 
 
 class Announcement:
     """``routine(now)`` keeps the saver's address in etcd, on this agent's lease."""
 
-    def __init__(self, me: Holder, driver: Driver, store: Store) -> None:
+    def __init__(self, me: SaverAddress, driver: Driver, store: Store) -> None:
         self._me = me
         self._driver = driver
         self._store = store

@@ -18,8 +18,8 @@ from elasticd.checkpoint.server.save_report import Footprint, SaveReport
 from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.server.standalone import be_modest, say
 from elasticd.checkpoint.store.rate_limit import RateLimit
-from elasticd.core.facts import Holder
-from elasticd.daemon.saver import HOLDER, OPTIONS
+from elasticd.core.facts import SaverAddress
+from elasticd.daemon.saver import ADDRESS, OPTIONS
 from elasticd.daemon.saver.etcd_peers import EtcdPeers
 from elasticd.daemon.saver.etcd_pointer import EtcdPointer, settle
 from elasticd.etcd.access import EtcdAccess
@@ -56,8 +56,8 @@ def main() -> None:
     listener = socket.socket(fileno=0)
 
     replication = None
-    if HOLDER in os.environ:
-        me = msgspec.json.Decoder(Holder).decode(os.environ[HOLDER])
+    if ADDRESS in os.environ:
+        me = msgspec.json.Decoder(SaverAddress).decode(os.environ[ADDRESS])
         replication = Replication(me, socket.socket(fileno=3), EtcdPeers(access, job), say=say)
 
     def tell(report: SaveReport | Footprint) -> None:

@@ -19,8 +19,8 @@ import msgspec
 from elasticd.channel.warden_messages import Ended
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport, from_line
-from elasticd.core.facts import Holder
-from elasticd.daemon.saver import HOLDER, OPTIONS
+from elasticd.core.facts import SaverAddress
+from elasticd.daemon.saver import ADDRESS, OPTIONS
 from elasticd.etcd.access import EtcdAccess
 from elasticd.procs.warden_client import Warden, WardenError
 from elasticd.telemetry import describe, log
@@ -45,8 +45,8 @@ class SaverService:
     agent, after its last commits. ``reports`` has the saver's reports, oldest first. ``footprint``: the
     saver's memory.
 
-    ``holding``: the socket for copies of other nodes' shards, and its address. ``bytes_s``: the most bytes
-    that the saver writes per second while training does not wait for the saver.
+    ``replica_listener``: the socket for copies of other nodes' shards, and its address. ``bytes_s``: the
+    most bytes that the saver writes per second while training does not wait for the saver.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class SaverService:
         warden: Warden,
         access: EtcdAccess,
         job: str,
-        holding: tuple[socket.socket, Holder] | None = None,
+        replica_listener: tuple[socket.socket, SaverAddress] | None = None,
         bytes_s: int | None = None,
     ) -> None:
         self._warden = warden
-        self._also = [holding[0]] if holding is not None else []
+        self._also = [replica_listener[0]] if replica_listener is not None else []
         self.reports: deque[SaveReport] = deque(maxlen=_REPORTS_MAX)
         self.footprint = Footprint()
         self.newest: SaveReport | None = None  # the last commit
@@ -90,8 +90,8 @@ class SaverService:
         }
         self._password = access.password
         self._env = {**os.environ, OPTIONS: json.dumps(options)}
-        if holding is not None:
-            self._env[HOLDER] = msgspec.json.encode(holding[1]).decode()
+        if replica_listener is not None:
+            self._env[ADDRESS] = msgspec.json.encode(replica_listener[1]).decode()
         self._await()
 
     def _await(self) -> None:

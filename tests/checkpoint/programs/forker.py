@@ -24,7 +24,7 @@ from elasticd.checkpoint.server.replication import Replication
 from elasticd.checkpoint.server.save_report import SaveReport, sentence
 from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.store.rate_limit import RateLimit
-from elasticd.core.facts import Holder
+from elasticd.core.facts import SaverAddress
 
 _write, _open, _fsync, _rename = os.write, os.open, os.fsync, os.rename
 
@@ -73,13 +73,13 @@ class FilePeers:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def find(self, node: str) -> Holder:
+    def find(self, node: str) -> SaverAddress:
         try:
-            return msgspec.json.decode((self._folder / node).read_bytes(), type=Holder)
+            return msgspec.json.decode((self._folder / node).read_bytes(), type=SaverAddress)
         except OSError as error:
             raise PeerGone(f"{node} is not known") from error
 
-    def others(self) -> list[Holder]:
+    def others(self) -> list[SaverAddress]:
         return [self.find(file.name) for file in self._folder.iterdir()]
 
 
