@@ -202,8 +202,8 @@ def test_who_waits_for_its_turn_is_told_so_for_as_long_as_it_takes(monkeypatch):
         first = PeerSaver(me)
         assert first.offers("/anywhere") == []  # and stays
         with Wire.connect(me.host, me.port, me.secret) as second:
-            second.say({"do": "offers", "path": "/anywhere"})
-            assert [second.hear() for _ in range(3)] == [{"wait": True}] * 3
+            second.send_message({"do": "offers", "path": "/anywhere"})
+            assert [second.receive_message() for _ in range(3)] == [{"wait": True}] * 3
         third = thread.submit(lambda: PeerSaver(me).offers("/anywhere"))
         first.close()
         assert third.result(60.0) == []
@@ -234,13 +234,13 @@ def test_no_bit_flipped_between_two_nodes_is_taken():
     for _ in range(BITS):
         ours, theirs = socket.socketpair()
         with Wire(ours) as sender, Wire(theirs) as receiver:
-            sender.send(memoryview(weights))
+            sender.send_data(memoryview(weights))
             raw = bytearray(theirs.recv(1 << 16))
             bit = chance.randrange(8 * len(raw))
             raw[bit // 8] ^= 1 << bit % 8
             ours.sendall(raw)
             with pytest.raises(PeerGone):
-                receiver.receive(memoryview(bytearray(len(weights))))
+                receiver.receive_data(memoryview(bytearray(len(weights))))
 
 
 def test_a_shard_that_its_node_cannot_write_fails_the_checkpoint_on_all_nodes(nodes):

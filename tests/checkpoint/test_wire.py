@@ -90,9 +90,9 @@ def heard_of(change: Callable[[Frames], Frames]) -> bytes:
         sender = threading.Thread(target=sent, args=(client,))
         sender.start()
         try:
-            assert server.hear() == MESSAGE
+            assert server.receive_message() == MESSAGE
             into = bytearray(3 * PIECE)
-            server.receive(memoryview(into))
+            server.receive_data(memoryview(into))
             return bytes(into)
         finally:
             server.close()
@@ -102,8 +102,8 @@ def heard_of(change: Callable[[Frames], Frames]) -> bytes:
 
 def sent(client: Wire) -> None:
     with contextlib.suppress(PeerGone):
-        client.say(MESSAGE)
-        client.send(memoryview(bytes(3 * PIECE)))
+        client.send_message(MESSAGE)
+        client.send_data(memoryview(bytes(3 * PIECE)))
 
 
 def with_a_billion(frame: bytes) -> bytes:
@@ -140,12 +140,12 @@ def test_what_one_conversation_said_is_worth_nothing_in_another_nor_the_other_wa
     with relayed(lambda frames: frames) as (client, server, relay):
         sender = threading.Thread(target=sent, args=(client,))
         sender.start()
-        server.hear()
-        server.receive(memoryview(bytearray(3 * PIECE)))
+        server.receive_message()
+        server.receive_data(memoryview(bytearray(3 * PIECE)))
         sender.join()
         earlier = relay.seen
         server._send([earlier[0]])  # as if the server had said so
         with pytest.raises(PeerGone, match="its seal is wrong"):
-            client.hear()
+            client.receive_message()
     with pytest.raises(PeerGone, match="its seal is wrong"):
         heard_of(lambda _: earlier)

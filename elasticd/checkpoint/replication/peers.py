@@ -48,16 +48,16 @@ def serve(wire: Wire, host: Host) -> None:
     """Answer the requests of one caller until the caller disconnects."""
     try:
         while True:
-            message = wire.hear()
+            message = wire.receive_message()
             match message:
                 case {"do": "offers", "path": str(path)}:
-                    wire.say({"offers": msgspec.to_builtins(host.offers(path))})
+                    wire.send_message({"offers": msgspec.to_builtins(host.offers(path))})
                 case {"do": "hold", "label": dict(label), "size": int(size)} if size >= 0:
                     _hold(wire, host, _as(label, Label), size)
                 case {"do": "index", "path": str(path), "name": str(name)}:
                     replica = _found(wire, host.find(path, name, None))
                     if replica is not None:
-                        wire.say_raw(replica.index)
+                        wire.send_raw_message(replica.index)
                 case {"do": "read", "path": str(path), "name": str(name), "rank": int(rank), **more}:
                     replica = _found(wire, host.find(path, name, rank))
                     if replica is not None:
@@ -67,7 +67,7 @@ def serve(wire: Wire, host: Host) -> None:
                         ):
                             raise PeerGone("it asks for bytes that a shard does not have")
                         for at, length in ranges:
-                            wire.send(replica.memory.view[at : at + length])
+                            wire.send_data(replica.memory.view[at : at + length])
                 case _:
                     raise PeerGone("it sends a request that this saver does not know")
     except PeerGone:
@@ -77,7 +77,7 @@ def serve(wire: Wire, host: Host) -> None:
 
 
 def _found(wire: Wire, replica: Replica | None) -> Replica | None:
-    wire.say({"why": "it does not hold this shard"} if replica is None else {"ok": True})
+    wire.send_message({"why": "it does not hold this shard"} if replica is None else {"ok": True})
     return replica
 
 
@@ -85,17 +85,17 @@ def _hold(wire: Wire, host: Host, label: Label, size: int) -> None:
     try:
         memory = host.room(label, size)
     except OSError as error:
-        wire.say({"why": f"there is no memory for {size} bytes ({error.strerror})"})
+        wire.send_message({"why": f"there is no memory for {size} bytes ({error.strerror})"})
         return
     try:
-        wire.say({"ok": True})
-        index = wire.hear_raw()
-        wire.receive(memory.view)
+        wire.send_message({"ok": True})
+        index = wire.receive_raw_message()
+        wire.receive_data(memory.view)
     except BaseException:
         host.give_up(size)
         raise
     host.keep(Replica(label, index, memory))
-    wire.say({"ok": True})
+    wire.send_message({"ok": True})
 
 
 # ------------------------------------------------------------ the client
@@ -112,7 +112,7 @@ class PeerSaver:
             raise PeerGone(f"the saver of {address.node}: {error}") from error
 
     def offers(self, path: str) -> list[Offer]:
-        answer = self._asks({"do": "offers", "path": path})
+        answer = self._request({"do": "offers", "path": path})
         offered = _as(answer.get("offers"), list[Offer])
         try:
             for its in offered:
@@ -125,14 +125,14 @@ class PeerSaver:
 
     def store_replica(self, label: Label, index: bytes, content: memoryview) -> None:
         """Store a replica on the other node. Returns once the node has the whole replica."""
-        self._asks({"do": "hold", "label": msgspec.to_builtins(label), "size": len(content)})
-        self._wire.say_raw(index)
-        self._wire.send(content)
-        self._heard()
+        self._request({"do": "hold", "label": msgspec.to_builtins(label), "size": len(content)})
+        self._wire.send_raw_message(index)
+        self._wire.send_data(content)
+        self._answer()
 
     def index(self, path: str, name: str) -> bytes:
-        self._asks({"do": "index", "path": path, "name": name})
-        return self._wire.hear_raw()
+        self._request({"do": "index", "path": path, "name": name})
+        return self._wire.receive_raw_message()
 
     def read(self, path: str, name: str, ranges: Iterable[WantedRange]) -> None:
         """Read the ranges from one or more shards."""
@@ -144,9 +144,9 @@ class PeerSaver:
             for first in range(0, len(these), _RANGES_MAX):
                 some = these[first : first + _RANGES_MAX]
                 places = [(wanted.at, len(wanted.into)) for wanted in some]
-                self._asks({"do": "read", "path": path, "name": name, "rank": rank, "ranges": places})
+                self._request({"do": "read", "path": path, "name": name, "rank": rank, "ranges": places})
                 for wanted in some:
-                    self._wire.receive(wanted.into)
+                    self._wire.receive_data(wanted.into)
 
     def close(self) -> None:
         self._wire.close()
@@ -157,12 +157,12 @@ class PeerSaver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _asks(self, message: Message) -> Message:
-        self._wire.say(message)
-        return self._heard()
+    def _request(self, message: Message) -> Message:
+        self._wire.send_message(message)
+        return self._answer()
 
-    def _heard(self) -> Message:
-        while (answer := self._wire.hear()) == WAIT:
+    def _answer(self) -> Message:
+        while (answer := self._wire.receive_message()) == WAIT:
             pass
         if "why" in answer:
             raise PeerGone(f"the saver of {self.node}: {answer['why']}")

@@ -23,7 +23,7 @@ import msgspec
 
 Message = dict[str, Any]
 PIECE: Final = 4 << 20  # bytes of raw data in a frame at most
-_SAID_MAX: Final = 256 << 20  # bytes of a message; the index of a large model is the largest
+_MESSAGE_MAX: Final = 256 << 20  # bytes of a message; the index of a large model is the largest
 _HEAD = struct.Struct("<Q16s")  # length and seal
 _SEALED = struct.Struct("<QQ32s")  # number, length and SHA-256
 _NONCE: Final = 32
@@ -42,7 +42,7 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._keys = b"", b""  # for sent frames, for received frames
-        self._sent = self._heard = 0  # frames
+        self._sent = self._received = 0  # frames
         sock.settimeout(SILENCE_S)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -98,36 +98,36 @@ class Wire:
 
     # ------------------------------------------------------------ messages
 
-    def say(self, message: Message) -> None:
-        self.say_raw(msgspec.json.encode(message))
+    def send_message(self, message: Message) -> None:
+        self.send_raw_message(msgspec.json.encode(message))
 
-    def hear(self) -> Message:
+    def receive_message(self) -> Message:
         try:
-            heard = msgspec.json.decode(self.hear_raw(), type=dict)
+            message = msgspec.json.decode(self.receive_raw_message(), type=dict)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise PeerGone(f"it sends an invalid message: {error}") from error
-        return heard
+        return message
 
-    def say_raw(self, content: bytes) -> None:
+    def send_raw_message(self, content: bytes) -> None:
         self._send([self._head(len(content), _digest(content)), content])
 
-    def hear_raw(self) -> bytes:
+    def receive_raw_message(self) -> bytes:
         length, seal = _HEAD.unpack(self._take(_HEAD.size))
-        if length > _SAID_MAX:
-            raise PeerGone(f"it announces a message of {length} bytes, more than {_SAID_MAX}")
+        if length > _MESSAGE_MAX:
+            raise PeerGone(f"it announces a message of {length} bytes, more than {_MESSAGE_MAX}")
         content = self._take(length)
         self._check(length, seal, _digest(content))
         return content
 
     # ------------------------------------------------------------ raw data
 
-    def send(self, content: memoryview) -> None:
+    def send_data(self, content: memoryview) -> None:
         """Send raw bytes in frames. The other end must know how many bytes come."""
         pieces = _pieces(content)
         for piece, digest in zip(pieces, _digests(pieces, len(pieces)), strict=True):
             self._send([self._head(len(piece), digest), piece])
 
-    def receive(self, into: memoryview) -> None:
+    def receive_data(self, into: memoryview) -> None:
         """Fill ``into`` with the bytes that the other end sends. Raises PeerGone if a seal is wrong; the
         content of ``into`` is then undefined."""
         pieces = _pieces(into)
@@ -164,9 +164,9 @@ class Wire:
 
     def _check(self, length: int, seal: bytes, digest: bytes) -> None:
         """Check the seal of the next received frame. Raises PeerGone."""
-        if not hmac.compare_digest(seal, _seal(self._keys[1], self._heard, length, digest)):
+        if not hmac.compare_digest(seal, _seal(self._keys[1], self._received, length, digest)):
             raise PeerGone("a frame was changed on its way: its seal is wrong")
-        self._heard += 1
+        self._received += 1
 
     # ------------------------------------------------------------ bytes
 

@@ -160,7 +160,7 @@ class Replication:
                 self._strangers.pop(sock, None)
         try:
             while not self._callers.acquire(timeout=SILENCE_S / 4):
-                wire.say(WAIT)
+                wire.send_message(WAIT)
         except PeerGone:
             wire.close()
             return
