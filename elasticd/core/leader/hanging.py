@@ -13,7 +13,7 @@ from elasticd.core.facts import Hang, Phase
 from elasticd.core.hang import REPEAT_S, Allowance, Doing, Look, judge_round
 from elasticd.core.leader.members import has_left, is_present, surely_gone
 from elasticd.core.leader.plan import Plan
-from elasticd.core.leader.view import Heard, View
+from elasticd.core.leader.view import ReceivedStall, View
 from elasticd.core.ports import Put
 
 LATER_S = 0.01  # added to a limit, so that it has passed at the wake-up, whatever the clock's resolution
@@ -36,25 +36,25 @@ def name_the_hung(view: View, now: float) -> Plan:
         return Plan(wake_at=again_at)
     assert view.reports is not None
     finished = {name for name, r in view.reports.items() if r.round == round.number and r.finished}
-    told: list[Heard] = []
+    received: list[ReceivedStall] = []
     silent = False
     for member in round.members:
         known = view.stalls.get(member.node)
         of_this = (round.number, member.incarnation)
         if known is not None and (known.stall.round, known.stall.incarnation) == of_this:
-            told.append(known)
+            received.append(known)
         elif not is_present(view, member) and surely_gone(view, member.node, now):
             pass  # a lost node reports nothing more
         elif member.node not in finished and not has_left(view, member, round.number):
             silent = True  # its workers make steps, or the report is still to come
-    if not told:
+    if not received:
         return Plan()
     if silent and found is not None and now < again_at:  # the agents have been asked
         return Plan(wake_at=again_at)
-    looks = _looks(told, now)
+    looks = _looks(received, now)
     if silent:  # without all reports, only stopped workers are certain
         looks = [look for look in looks if look.doing is Doing.STOPPED]
-    allowed = _most_patient([heard.stall.allowed for heard in told])
+    allowed = _most_patient([one.stall.allowed for one in received])
     verdict = judge_round(looks, allowed)
     if verdict is None:
         wakes = (at for at in (*_limits(looks, allowed, now), view.absence_counts_from) if at > now)
@@ -62,10 +62,10 @@ def name_the_hung(view: View, now: float) -> Plan:
     return Plan(writes=(Put("hang", Hang(round.number, verdict, asks=silent), leased=True),))
 
 
-def _looks(told: Sequence[Heard], now: float) -> list[Look]:
+def _looks(received: Sequence[ReceivedStall], now: float) -> list[Look]:
     """Return the looks, with their standstills up to now."""
     return [
-        replace(look, still_s=look.still_s + (now - heard.at)) for heard in told for look in heard.stall.looks
+        replace(look, still_s=look.still_s + (now - one.at)) for one in received for look in one.stall.looks
     ]
 
 

@@ -26,7 +26,7 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ReceivedStall:
     """An agent's report of workers that stand still, and when the leader received it."""
 
     stall: Stall
@@ -52,7 +52,7 @@ class View:
     absence_counts_from: float = 0.0
     stragglers: Stragglers | None = None
     comparison: PaceComparison = field(default_factory=PaceComparison)
-    stalls: Mapping[str, Heard] = field(default_factory=dict)
+    stalls: Mapping[str, ReceivedStall] = field(default_factory=dict)
     hang: Hang | None = None
     hang_at: float = 0.0
 
@@ -142,7 +142,7 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
             case "stalls", Stall() as stall if stalls is not None:
                 known = stalls.get(name)
                 if known is None or known.stall != stall:
-                    stalls[name] = Heard(stall, now)
+                    stalls[name] = ReceivedStall(stall, now)
             case "stalls", None if stalls is not None:
                 stalls.pop(name, None)
             case _:
