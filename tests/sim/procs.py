@@ -221,7 +221,7 @@ class World:
         else:
             self._go_on()
 
-    def let_go_on(self) -> None:
+    def continue_after_checkpoint(self) -> None:
         if self.held and self.running and not self.broken:
             self._go_on()
         self.held = False
@@ -646,7 +646,7 @@ class SimProcs:
         for slot in slots:
             worker = self.workers.get(slot)
             if worker is not None and worker.world is not None:
-                worker.world.let_go_on()
+                worker.world.continue_after_checkpoint()
 
     def fence(self, until: float | None) -> None:
         self._fence_at = None if until is None else until - self.host.skew_s

@@ -225,11 +225,11 @@ class AgentState:
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended, perhaps before this agent came: see ``old_news``."""
+        """Whether the job has ended, perhaps before this agent came: see ``ended_before_joining``."""
         return self.round is not None and self.round.phase is Phase.ENDED
 
     @property
-    def old_news(self) -> bool:
+    def ended_before_joining(self) -> bool:
         """Whether the job had ended before this agent came.
 
         The revision decides: a job that runs again, and ends before its first world, has the same round

@@ -28,7 +28,7 @@ def follow_the_round(do: Decisions) -> None:
         return
     policy = state.policy_source.policy
     if state.over:
-        return  # ``leaving.heed_the_end`` stops the workers
+        return  # ``leaving.end_with_the_job`` stops the workers
     if round.anew:
         dismiss_holders(do)
     if state.crew is not None:
@@ -149,7 +149,7 @@ def _cause(do: Decisions, crew: Crew) -> Cause:
     return Cause.NODE_DRAINED if state.departure is not None else Cause.NODE_LOST
 
 
-def let_go_on(do: Decisions) -> None:
+def continue_after_checkpoint(do: Decisions) -> None:
     """Let workers go on after their checkpoint, unless the round is to be resized there."""
     state, crew, round = do.state, do.state.crew, do.state.round
     if crew is None or not crew.report.checkpointed or crew.order is not None:

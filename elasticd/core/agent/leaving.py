@@ -14,17 +14,17 @@ from elasticd.core.reasons import Draining
 DRAIN_PATIENCE_S = 5.0  # how long a leaving node waits for the leader to end the round
 
 
-def heed_the_operator(do: Decisions) -> None:
+def begin_requested_drain(do: Decisions) -> None:
     spec, me = do.state.spec, do.state.me
     if spec and do.state.departure is None and Drained(me.node, me.incarnation) in spec.drain:
         do.set(departure=Departure(0, do.now + DRAIN_PATIENCE_S))
         do.reasons.append(Draining(0))
 
 
-def heed_the_end(do: Decisions) -> None:
+def end_with_the_job(do: Decisions) -> None:
     """Stop the workers and exit once the job is over."""
     state, round = do.state, do.state.round
-    if round is None or not state.registration.joined or not state.over or state.old_news:
+    if round is None or not state.registration.joined or not state.over or state.ended_before_joining:
         return
     stop(do, SIGTERM, state.policy_source.policy.broken_s)
     if do.state.exiting is None:
@@ -68,7 +68,7 @@ def depart(do: Decisions) -> None:
     elif hands_over(do):
         do.wakes.append(until)
         return
-    elif _has_yet_to_tell(do):
+    elif _finish_not_reported_yet(do):
         return
     do.set(exiting=LeaveJob(128 + (departure.signal or SIGTERM), "drained"))
 
@@ -86,7 +86,7 @@ def hands_over(do: Decisions) -> bool:
     return bool(state.waiting) and state.me.node in state.round.leaving and do.now < state.stays_until
 
 
-def _has_yet_to_tell(do: Decisions) -> bool:
+def _finish_not_reported_yet(do: Decisions) -> bool:
     """Whether etcd has yet to take the report that this node's workers finished. Without the report, the job
     would repeat their work."""
     state, departure = do.state, do.state.departure

@@ -67,11 +67,11 @@ def move_the_fence(do: Decisions) -> None:
         do.actions.append(Fence(until))
 
 
-def notice_a_false_start(do: Decisions) -> None:
+def rejoin_if_spec_was_deleted(do: Decisions) -> None:
     """Join again if the spec has been deleted: this agent had joined a job that was just ending."""
     state = do.state
     withdrawn = state.registration.joined and "spec" in state.seen and state.spec is None
-    if withdrawn and (state.round is None or state.old_news):
+    if withdrawn and (state.round is None or state.ended_before_joining):
         do.registration(joined=False)
 
 
@@ -217,7 +217,7 @@ def _ready(state: AgentState) -> tuple[int, ...]:
     return tuple(sorted(state.waiting))
 
 
-def tell_of_workers(do: Decisions) -> None:
+def write_worker_features(do: Decisions) -> None:
     """Write into the spec that the job's workers keep their process, or report checkpoints of their own.
 
     A node that joins later then has its workers ready before it gets work.

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from elasticd.core.agent.agent_state import AgentState, AgentStep, Decisions, Identity
-from elasticd.core.agent.crew import follow_the_round, let_go_on, note_report, release, report
+from elasticd.core.agent.crew import continue_after_checkpoint, follow_the_round, note_report, release, report
 from elasticd.core.agent.hearing import absorb
 from elasticd.core.agent.leaving import (
+    begin_requested_drain,
     depart,
+    end_with_the_job,
     finish_leaving,
     hands_over,
-    heed_the_end,
-    heed_the_operator,
 )
 from elasticd.core.agent.membership import (
     campaign,
     join,
     move_the_fence,
-    notice_a_false_start,
     outlast_the_store,
     register,
-    tell_of_workers,
+    rejoin_if_spec_was_deleted,
+    write_worker_features,
 )
 from elasticd.core.agent.standbys import keep_standbys
 from elasticd.core.agent_messages import Event
@@ -41,15 +41,15 @@ def step(state: AgentState, event: Event, now: float) -> AgentStep:
 
 def decide(do: Decisions) -> None:
     move_the_fence(do)
-    heed_the_operator(do)
+    begin_requested_drain(do)
     outlast_the_store(do)
-    notice_a_false_start(do)
+    rejoin_if_spec_was_deleted(do)
     if not do.state.registration.joined and do.state.exiting is None and do.state.departure is None:
         join(do)
-    heed_the_end(do)
-    tell_of_workers(do)
+    end_with_the_job(do)
+    write_worker_features(do)
     follow_the_round(do)
-    let_go_on(do)
+    continue_after_checkpoint(do)
     note_report(do)
     release(do)
     depart(do)
