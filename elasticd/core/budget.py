@@ -143,7 +143,7 @@ def note_broken_world(budget: Budget, step: int, now: float) -> Budget:
     return replace(budget, apart=replace(before, times=before.times + 1))
 
 
-def hopeless(budget: Budget, policy: Policy, now: float) -> str | None:
+def why_broken_too_often(budget: Budget, policy: Policy, now: float) -> str | None:
     """Return why workers that lose each other should not try again, in a sentence; else None.
 
     The job waits for the join timeout, since a network may be away for that long. A script that makes one
@@ -160,7 +160,7 @@ def hopeless(budget: Budget, policy: Policy, now: float) -> str | None:
     )
 
 
-def exhausted(budget: Budget, policy: Policy, *, commits: bool = False) -> str | None:
+def why_exhausted(budget: Budget, policy: Policy, *, commits: bool = False) -> str | None:
     """Return why the job must end now, in a sentence; None while it may go on. ``commits``: see
     ``progressed``."""
     spent = len(budget.charges)

@@ -99,10 +99,10 @@ def test_the_budget_bears_as_many_failures_as_allowed_and_not_one_more() -> None
     spent = Budget()
     for i in range(3):
         spent = budget.charge(spent, failure(), True, POLICY, NOW + i)
-        assert budget.exhausted(spent, POLICY) is None
+        assert budget.why_exhausted(spent, POLICY) is None
         assert budget.left(spent, POLICY, NOW + i) == 2 - i
     spent = budget.charge(spent, failure(), True, POLICY, NOW + 3)
-    why = budget.exhausted(spent, POLICY)
+    why = budget.why_exhausted(spent, POLICY)
     assert why is not None and "4 failures within 100 s, where 3 are allowed" in why
 
 
@@ -111,7 +111,7 @@ def test_a_budget_of_one_is_told_as_one() -> None:
     spent = Budget()
     for i in range(2):
         spent = budget.charge(spent, failure(), True, policy, NOW + i)
-    assert "2 failures within 100 s, where 1 is allowed" in str(budget.exhausted(spent, policy))
+    assert "2 failures within 100 s, where 1 is allowed" in str(budget.why_exhausted(spent, policy))
 
 
 def test_the_budget_refills_as_charges_leave_the_window() -> None:
@@ -122,22 +122,25 @@ def test_the_budget_refills_as_charges_leave_the_window() -> None:
 
 def test_no_restarts_allowed_means_the_first_failure_ends_the_job() -> None:
     strict = replace(POLICY, restarts_max=0)
-    assert budget.exhausted(Budget(), strict) is None
-    why = budget.exhausted(budget.charge(Budget(), failure(), True, strict, NOW), strict)
+    assert budget.why_exhausted(Budget(), strict) is None
+    why = budget.why_exhausted(budget.charge(Budget(), failure(), True, strict, NOW), strict)
     assert why == "a worker failed, and no restarts are allowed"
 
 
 def test_failures_without_progress_end_the_job_before_the_budget_does() -> None:
     patient = replace(POLICY, restarts_max=100)
-    assert budget.exhausted(charges(*[("a", 0)] * 3), patient) is None
-    why = budget.exhausted(charges(*[("a", 0)] * 4), patient)
+    assert budget.why_exhausted(charges(*[("a", 0)] * 3), patient) is None
+    why = budget.why_exhausted(charges(*[("a", 0)] * 4), patient)
     assert why is not None and "4 failures in a row without a single step" in why
 
 
 def test_progress_in_between_forgives_what_was_futile() -> None:
     patient = replace(POLICY, restarts_max=100)
     futile, useful = Charge(NOW, "a", 0, False), Charge(NOW, "a", 0, True)
-    assert budget.exhausted(Budget((futile, futile, futile, useful, futile, futile, futile)), patient) is None
+    assert (
+        budget.why_exhausted(Budget((futile, futile, futile, useful, futile, futile, futile)), patient)
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,13 +151,13 @@ def test_steps_committed_between_failures_forgive_too(steps: tuple[int, ...], fu
     patient, spent = replace(POLICY, restarts_max=100), Budget()
     for i, step in enumerate(steps):
         spent = budget.charge(spent, failure(), False, patient, NOW + i, step)
-    why = budget.exhausted(spent, patient, commits=True)
+    why = budget.why_exhausted(spent, patient, commits=True)
     assert why == ("4 failures in a row without a single committed step" if futile else None)
 
 
 def test_futility_can_be_switched_off() -> None:
     patient = replace(POLICY, restarts_max=100, futile_max=0)
-    assert budget.exhausted(charges(*[("a", 0)] * 50), patient) is None
+    assert budget.why_exhausted(charges(*[("a", 0)] * 50), patient) is None
 
 
 @given(st.lists(st.tuples(st.floats(0, 60), st.booleans()), max_size=40), st.integers(0, 6))
@@ -166,7 +169,7 @@ def test_the_budget_is_never_overspent(failures: list[tuple[float, bool]], allow
         now += pause_s
         spent = budget.charge(spent, failure(), progressed, policy, now)
         assert 0 <= budget.left(spent, policy, now) <= allowed
-        if budget.exhausted(spent, policy) is not None:
+        if budget.why_exhausted(spent, policy) is not None:
             break
         borne.append(now)
     for end in borne:

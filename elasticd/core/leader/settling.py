@@ -85,14 +85,14 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
             budget = budgets.go_back(budget, step)
             if (why := budgets.why_no_rollback(budget)) is not None:
                 return end(view, round, now, Outcome.DIVERGED, why, reasons)
-        why = unrunnable or budgets.exhausted(budget, spec.policy, commits=spec.inplace)
+        why = unrunnable or budgets.why_exhausted(budget, spec.policy, commits=spec.inplace)
         if why is not None:
             return end(view, round, now, Outcome.FAILED, why, reasons)
     elif budgets.progressed(round, reports, commits=spec.inplace):
         budget = budgets.note_progress(budget)
     if round.closing is Cause.WORLD_BROKEN and goes_on_from is not None:
         budget = budgets.note_broken_world(budget, goes_on_from, now)
-        if (why := budgets.hopeless(budget, spec.policy, now)) is not None:
+        if (why := budgets.why_broken_too_often(budget, spec.policy, now)) is not None:
             return end(view, replace(round, failure=None), now, Outcome.FAILED, why)
     if spec.stop:
         return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
