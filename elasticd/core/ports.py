@@ -87,13 +87,13 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class NoAnswer:
     """No answer came in time. The writes may have happened, or may still happen: read again."""
 
     why: str
 
 
-Answer = Applied | Refused | Unknown
+Answer = Applied | Refused | NoAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ Seen = Listing | Changes
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LeaseHeld:
     """The agent's lease is held: the store keeps it until ``until`` at least (seconds since the epoch,
     counted from before the request was sent)."""
 
@@ -124,15 +124,15 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LeaseExpired:
     """The lease ran out or was revoked, and all its keys are gone. A new lease is being requested, and
-    ``Held`` announces it. ``late_s``: how late this process was with its renewal."""
+    ``LeaseHeld`` announces it. ``late_s``: how late this process was with its renewal."""
 
     late_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Silent:
+class StoreSilent:
     """The store does not answer.
 
     ``cut_off``: the store may be answering others, since most of its endpoints cannot be reached over TCP
@@ -145,7 +145,7 @@ class Silent:
     as_of: float = 0.0
 
 
-LeaseNews = Held | Lost | Silent
+LeaseNews = LeaseHeld | LeaseExpired | StoreSilent
 
 
 class Store(Protocol):

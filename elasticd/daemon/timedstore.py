@@ -6,7 +6,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from elasticd.core.ports import Answer, Guard, Held, LeaseNews, Lost, Seen, Silent, Store, Unknown, Write
+from elasticd.core.ports import (
+    Answer,
+    Guard,
+    LeaseExpired,
+    LeaseHeld,
+    LeaseNews,
+    NoAnswer,
+    Seen,
+    Store,
+    StoreSilent,
+    Write,
+)
 
 NOTES_MAX = 10_000  # the most records kept, if nothing reads them
 
@@ -26,7 +37,7 @@ class TimedStore:
         asked_at = time.monotonic()
 
         def answered(what: Answer) -> None:
-            if not isinstance(what, Unknown):
+            if not isinstance(what, NoAnswer):
                 self.requests_s.append(time.monotonic() - asked_at)
             answer(what)
 
@@ -41,11 +52,11 @@ class TimedStore:
         def heard(what: LeaseNews) -> None:
             nonlocal silent_since
             match what:
-                case Held():
+                case LeaseHeld():
                     self.leases.append("renewed")
-                case Lost():
+                case LeaseExpired():
                     self.leases.append("lost")
-                case Silent(since) if since != silent_since:  # ``Silent`` comes again with each new ``as_of``
+                case StoreSilent(since) if since != silent_since:  # not only a new ``as_of``
                     silent_since = since
                     self.leases.append("unanswered")
             news(what)

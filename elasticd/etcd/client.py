@@ -12,10 +12,10 @@ from elasticd.core.ports import (
     Entry,
     Guard,
     Listing,
+    NoAnswer,
     Put,
     Refused,
     StillThere,
-    Unknown,
     Write,
 )
 from elasticd.etcd import kv, records
@@ -150,7 +150,7 @@ class Client:
         self, job: str, guards: tuple[Guard, ...], writes: tuple[Write, ...], *, lease: int = 0
     ) -> Answer:
         """Apply the writes if the guards hold. Leased puts use ``lease``; if the lease has ended, return
-        Refused. Return Unknown if the writes may have happened; all other errors raise."""
+        Refused. Return NoAnswer if the writes may have happened; all other errors raise."""
         root = job_prefix(job)
         compares = [
             kv.if_created(root + g.key.encode(), g.created)
@@ -173,7 +173,7 @@ class Client:
             return Refused()
         except StoreUnavailable as error:
             if error.sent:
-                return Unknown(str(error))
+                return NoAnswer(str(error))
             raise
         return Applied(response.header.revision) if response.succeeded else Refused()
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from elasticd.core.ports import Held, LeaseNews, Lost, Silent
+from elasticd.core.ports import LeaseExpired, LeaseHeld, LeaseNews, StoreSilent
 from elasticd.etcd._client3 import rpc
 from elasticd.etcd.actor import Actor
 from elasticd.etcd.connection import Connection
@@ -46,7 +46,7 @@ class Lease:
         self._asking = False
         self._silent_since: float | None = None
         self._asked_last = 0.0  # when the last unanswered request was sent
-        self._told: Silent | None = None
+        self._told: StoreSilent | None = None
         self._complaint = ""
         self._closing = False
         self._settled = threading.Event()  # closing, and no request pending
@@ -191,14 +191,14 @@ class LeaseKeeper:
             lease._complaint = ""
             lease._due = sent_at + min(result.TTL, lease.ttl_s) / 3
             lease._late_s = 0.0
-            self._tell(lease, Held(sent_at + result.TTL))
+            self._tell(lease, LeaseHeld(sent_at + result.TTL))
 
     def _lost(self, lease: Lease) -> None:
         self._note_silence(lease, None)
         lease._due = 0.0
         if lease._id:
             lease._id = 0
-            self._tell(lease, Lost(lease._late_s))
+            self._tell(lease, LeaseExpired(lease._late_s))
         lease._late_s = 0.0
 
     def _unanswered(self, lease: Lease, sent_at: float, error: StoreError) -> None:
@@ -233,7 +233,7 @@ class LeaseKeeper:
             return
         # The latest time that both the probe of the hosts and an unanswered request cover.
         as_of = max(lease._silent_since, min(lease._asked_last, self._looked_at))
-        silence = Silent(lease._silent_since, self._cut_off, as_of)
+        silence = StoreSilent(lease._silent_since, self._cut_off, as_of)
         if silence != lease._told:
             lease._told = silence
             self._tell(lease, silence)

@@ -17,12 +17,12 @@ from elasticd.core.ports import (
     Guard,
     LeaseNews,
     Listing,
+    NoAnswer,
     Put,
     Refused,
     Seen,
     StillThere,
     Unchanged,
-    Unknown,
     Write,
 )
 from elasticd.etcd import kv, records
@@ -125,7 +125,7 @@ class EtcdStore:
                     self._writing = True
                     self._link.writers.submit(self._write)
                 return
-        transaction.end(Unknown("the store is closed"))
+        transaction.end(NoAnswer("the store is closed"))
 
     def _write(self) -> None:
         """Apply the queued transactions in order."""
@@ -140,18 +140,18 @@ class EtcdStore:
                 result = self._apply(transaction)
             except Exception as error:  # noqa: BLE001  (nothing may end this thread)
                 _log.exception("a transaction failed unexpectedly")
-                result = Unknown(f"unexpected: {error!r}")
+                result = NoAnswer(f"unexpected: {error!r}")
             transaction.end(result)
 
     def _apply(self, transaction: _Transaction) -> Answer:
         if self._closed:
-            return Unknown("the store is closed")
+            return NoAnswer("the store is closed")
         lease_id = 0
         if any(isinstance(w, Put) and w.leased for w in transaction.writes):
             assert self._lease is not None, "hold_lease comes before any leased put"
             lease_id = transaction.lease or self._lease.wait(self._link.access.timeout_s)
             if not lease_id:
-                return Refused()  # nothing was written; ``Held`` reports the next lease
+                return Refused()  # nothing was written; ``LeaseHeld`` reports the next lease
         operations = [
             kv.put_op(self._key(write.key), value, lease_id if write.leased else 0)
             if isinstance(write, Put)
@@ -168,7 +168,7 @@ class EtcdStore:
         except StoreError as error:
             if isinstance(error, NoSpace) or not isinstance(error, StoreUnavailable):
                 self._complain(error)
-            return Unknown(str(error))
+            return NoAnswer(str(error))
         if self._is_full and any(isinstance(w, Put) for w in transaction.writes):
             self._is_full = False
             self._tell_full("")
@@ -211,7 +211,7 @@ class EtcdStore:
 
     def close(self) -> None:
         """Revoke the lease, which deletes its keys at once, and end the watches. Waits for the pending
-        transaction; later ones are answered Unknown. Takes a few seconds at most, even if etcd is down."""
+        transaction; later ones get NoAnswer. Takes a few seconds at most, even if etcd is down."""
         timeout_s = self._link.access.timeout_s
         with self._lock:
             if self._closed:

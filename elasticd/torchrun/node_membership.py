@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
-from elasticd.core.ports import Held, LeaseNews, Lost, Silent
+from elasticd.core.ports import LeaseExpired, LeaseHeld, LeaseNews, StoreSilent
 from elasticd.etcd import kv
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
@@ -68,7 +68,7 @@ class Membership:
         self._wrote = 0  # the newest revision that this node wrote; an older view is not used
         self._responded_at = time.monotonic()
         self._problem: Exception | None = None
-        self._silence: Silent | None = None
+        self._silence: StoreSilent | None = None
         self._link = EtcdLink(access, boot_time_s)
         self.backend = EtcdV3RendezvousBackend(self._link.calls, self._prefix + b"round")
         self._unwatch = self._link.watcher.watch(self._prefix, True, self)
@@ -215,16 +215,16 @@ class Membership:
 
     def _lease_news(self, news: LeaseNews) -> None:
         match news:
-            case Held(until):
+            case LeaseHeld(until):
                 self._silence = None
                 self._responded_at = time.monotonic()
                 self._on_renewed(until)
-            case Lost():
+            case LeaseExpired():
                 log.warning("the lease of node %s has run out", self.node)
                 with self.changed:
                     self._silence = None
                     self.changed.notify_all()
-            case Silent():
+            case StoreSilent():
                 before, self._silence = self._silence, news
                 if before is None or before.cut_off != news.cut_off:
                     log.warning(

@@ -11,15 +11,15 @@ from elasticd.core.ports import (
     Changes,
     Delete,
     Entry,
-    Held,
+    LeaseExpired,
+    LeaseHeld,
     Listing,
-    Lost,
+    NoAnswer,
     Put,
     Refused,
-    Silent,
     StillThere,
+    StoreSilent,
     Unchanged,
-    Unknown,
     Write,
 )
 
@@ -51,7 +51,7 @@ def apply_once_back(harness: Harness, agent: str, *writes: Write) -> None:
     inbox that waits for what nobody asks again for would wait in vain."""
     deadline = time.monotonic() + PATIENCE_S
     while not isinstance(answer := apply(harness, agent, *writes), Applied):
-        assert isinstance(answer, Unknown) and time.monotonic() < deadline, answer
+        assert isinstance(answer, NoAnswer) and time.monotonic() < deadline, answer
 
 
 def follow(harness: Harness, agent: str, key: str = "", prefix: bool = True) -> Inbox:
@@ -66,7 +66,7 @@ def hold(harness: Harness, agent: str) -> Inbox:
     """Take a lease, and wait until it is held."""
     news = harness.inbox()
     harness.store(agent).hold_lease(news)
-    harness.until(lambda: any(isinstance(n, Held) for n in news))
+    harness.until(lambda: any(isinstance(n, LeaseHeld) for n in news))
     return news
 
 
@@ -240,7 +240,7 @@ def test_an_agent_that_lost_its_lease_hears_of_it_and_gets_another(harness: Harn
     apply(harness, "a", leader("a"), budget(1))
     harness.until(lambda: "leader" in state(seen))
     harness.expire("a")
-    harness.until(lambda: any(isinstance(n, Lost) for n in news) and isinstance(news[-1], Held))
+    harness.until(lambda: any(isinstance(n, LeaseExpired) for n in news) and isinstance(news[-1], LeaseHeld))
     harness.until(lambda: state(seen).keys() == {"budget"})
     assert isinstance(apply(harness, "a", leader("a"), guards=(Unchanged("leader", 0),)), Applied)
 
@@ -248,9 +248,9 @@ def test_an_agent_that_lost_its_lease_hears_of_it_and_gets_another(harness: Harn
 def test_a_held_lease_outlives_its_time_to_live_many_times(harness: Harness) -> None:
     news = hold(harness, "a")
     apply(harness, "a", leader("a"))
-    harness.until(lambda: sum(isinstance(n, Held) for n in news) >= 8)
-    assert not any(isinstance(n, Lost) for n in news)
-    untils = [n.until for n in news if isinstance(n, Held)]
+    harness.until(lambda: sum(isinstance(n, LeaseHeld) for n in news) >= 8)
+    assert not any(isinstance(n, LeaseExpired) for n in news)
+    untils = [n.until for n in news if isinstance(n, LeaseHeld)]
     assert untils == sorted(untils)
     assert "leader" in state(follow(harness, "b"))
 
@@ -262,7 +262,7 @@ def test_every_transaction_is_answered_once_while_etcd_is_away(harness: Harness)
     for total in range(3):
         harness.store("a").transact((), (budget(total),), answers)
     harness.until(lambda: len(answers) == 3)
-    assert all(isinstance(answer, Unknown) for answer in answers)
+    assert all(isinstance(answer, NoAnswer) for answer in answers)
     harness.restore()
     answers.clear()
     apply_once_back(harness, "a", budget(9))
@@ -276,7 +276,7 @@ def test_every_transaction_is_answered_once_while_etcd_hangs(harness: Harness) -
     for total in range(1, 3):
         harness.store("a").transact((), (budget(total),), answers)
     harness.until(lambda: len(answers) == 2)
-    assert all(isinstance(answer, Unknown) for answer in answers)
+    assert all(isinstance(answer, NoAnswer) for answer in answers)
     harness.restore()
     apply_once_back(harness, "a", budget(9))
     assert len(answers) == 2
@@ -309,8 +309,8 @@ def test_silence_is_told_with_its_beginning_and_ends_with_the_lease_held(harness
     news = hold(harness, "a")
     apply(harness, "a", leader("a"))
     harness.outage()
-    harness.until(lambda: isinstance(news[-1], Silent))
-    last_held = [n for n in news if isinstance(n, Held)][-1]
+    harness.until(lambda: isinstance(news[-1], StoreSilent))
+    last_held = [n for n in news if isinstance(n, LeaseHeld)][-1]
     assert news[-1].since <= last_held.until
     harness.restore()
-    harness.until(lambda: isinstance(news[-1], Held))
+    harness.until(lambda: isinstance(news[-1], LeaseHeld))

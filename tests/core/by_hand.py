@@ -20,7 +20,7 @@ from elasticd.core.agent_messages import (
     WorkerExited,
 )
 from elasticd.core.facts import Exit, Fact, Leadership, Round, Spec
-from elasticd.core.ports import Answer, Applied, Entry, Held, Put, Write
+from elasticd.core.ports import Answer, Applied, Entry, LeaseHeld, Put, Write
 from elasticd.core.reasons import Reason
 from tests.core.build import NOW, life, spec
 
@@ -71,7 +71,7 @@ class Agent:
         return self.told(Answered(tag, answer or Applied(self.revision)))
 
     def holds_lease(self, for_s: float = 5.0) -> tuple[Action, ...]:
-        return self.told(LeaseChanged(Held(self.now + for_s)))
+        return self.told(LeaseChanged(LeaseHeld(self.now + for_s)))
 
     def at(self, now: float) -> tuple[Action, ...]:
         """Time passes, and nothing else."""

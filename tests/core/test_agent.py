@@ -43,14 +43,14 @@ from elasticd.core.facts import (
 from elasticd.core.ports import (
     Answer,
     Delete,
-    Held,
-    Lost,
+    LeaseExpired,
+    LeaseHeld,
+    NoAnswer,
     Put,
     Refused,
-    Silent,
     StillThere,
+    StoreSilent,
     Unchanged,
-    Unknown,
 )
 from elasticd.core.reasons import (
     Expelled,
@@ -194,7 +194,7 @@ def test_an_agent_with_workers_takes_a_place_again_only_for_the_round_that_is_wr
     """Another was given its name while its lease was away, and died at once."""
     one = Agent.working(ROUND)
     round_at = one.revision
-    one.told(LeaseChanged(Lost()))
+    one.told(LeaseChanged(LeaseExpired()))
     one.sees("nodes/a", replace(node("a", life_number=2), host="machine of a"))
     one.holds_lease()
     assert one.one(CheckProcess).incarnation == life("a", 2)
@@ -205,7 +205,7 @@ def test_an_agent_with_workers_takes_a_place_again_only_for_the_round_that_is_wr
 def test_no_name_is_called_taken_while_the_store_is_silent() -> None:
     """The lease of its holder cannot run out meanwhile."""
     one = taken(host="elsewhere")
-    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
+    one.told(LeaseChanged(StoreSilent(NOW, cut_off=False)))
     one.at(NOW + 60)
     assert not one.did
     one.holds_lease()
@@ -261,7 +261,7 @@ def test_a_host_whose_port_is_no_longer_the_one_in_the_round_asks_for_another_ro
 # ---------------------------------------------------------------- reporting
 
 
-@pytest.mark.parametrize("answer", [Refused(), Unknown("no answer")])
+@pytest.mark.parametrize("answer", [Refused(), NoAnswer("no answer")])
 def test_a_report_that_may_be_lost_is_sent_again_but_not_at_once(answer: Answer) -> None:
     one = Agent.working(ROUND)
     one.exits(1, exit(1, 1))
@@ -338,7 +338,12 @@ def test_an_expelled_node_joins_a_later_round_when_its_old_workers_are_gone() ->
 def test_an_agent_with_a_store_of_its_own_puts_up_no_fence() -> None:
     one = Agent.working(ROUND, alone=True)
     assert one.holds_lease(7) == ()
-    for news in (Silent(NOW, cut_off=False), Silent(NOW, cut_off=True), Held(NOW + 60), Lost()):
+    for news in (
+        StoreSilent(NOW, cut_off=False),
+        StoreSilent(NOW, cut_off=True),
+        LeaseHeld(NOW + 60),
+        LeaseExpired(),
+    ):
         one.told(LeaseChanged(news))
         assert not one.all_of(Fence), news
         assert StoreAway(True, NOW + 7) not in one.said, "there is no time by which workers would stop"
@@ -350,11 +355,11 @@ def test_an_agent_with_a_store_of_its_own_puts_up_no_fence() -> None:
 def test_training_goes_on_while_the_store_itself_is_away() -> None:
     """The fence moves on with each proof that nobody is served, lest an agent that is stopped trains on."""
     one = Agent.working(ROUND)
-    one.told(LeaseChanged(Silent(NOW + 1, cut_off=False)))
+    one.told(LeaseChanged(StoreSilent(NOW + 1, cut_off=False)))
     assert one.did == (Fence(NOW + 6),) and one.said == (StoreAway(False, None),)
     one.at(NOW + 3)
     assert one.did == (), "without a proof it stays"
-    one.told(LeaseChanged(Silent(NOW + 1, cut_off=False, as_of=NOW + 4)))
+    one.told(LeaseChanged(StoreSilent(NOW + 1, cut_off=False, as_of=NOW + 4)))
     assert one.did == (Fence(NOW + 9),) and one.said == ()
     one.now = NOW + 60
     one.holds_lease()
@@ -364,20 +369,20 @@ def test_training_goes_on_while_the_store_itself_is_away() -> None:
 def test_an_outage_that_becomes_a_partition_takes_no_time_back_that_was_proved() -> None:
     """Nobody was served for up to two seconds ago; whoever leads has to wait for us since etcd is back."""
     one = Agent.working(ROUND)
-    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
+    one.told(LeaseChanged(StoreSilent(NOW, cut_off=False)))
     one.now = NOW + 60
-    one.told(LeaseChanged(Silent(NOW, cut_off=False, as_of=NOW + 58)))
-    one.told(LeaseChanged(Silent(NOW, cut_off=True, as_of=NOW + 60)))
+    one.told(LeaseChanged(StoreSilent(NOW, cut_off=False, as_of=NOW + 58)))
+    one.told(LeaseChanged(StoreSilent(NOW, cut_off=True, as_of=NOW + 60)))
     assert one.did == () and one.said == (StoreAway(True, NOW + 63),)
-    one.told(LeaseChanged(Silent(NOW, cut_off=False, as_of=NOW + 61)))
+    one.told(LeaseChanged(StoreSilent(NOW, cut_off=False, as_of=NOW + 61)))
     assert one.did == (Fence(NOW + 66),), "it only seemed so"
 
 
 def test_a_renewal_that_comes_late_does_not_move_the_fence_back() -> None:
     one = Agent.working(ROUND)
-    one.told(LeaseChanged(Silent(NOW, cut_off=False, as_of=NOW + 58)))
+    one.told(LeaseChanged(StoreSilent(NOW, cut_off=False, as_of=NOW + 58)))
     one.now = NOW + 60
-    one.told(LeaseChanged(Held(NOW + 59)))
+    one.told(LeaseChanged(LeaseHeld(NOW + 59)))
     assert one.did == ()
 
 
@@ -403,7 +408,7 @@ def test_a_store_that_lost_its_memory_is_left_and_one_that_grumbles_is_not(
 
 def test_nothing_is_written_while_the_store_is_silent() -> None:
     one = Agent.working(ROUND)
-    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
+    one.told(LeaseChanged(StoreSilent(NOW, cut_off=False)))
     assert not [a for a in one.exits(1, exit(0, 0)) if isinstance(a, Transact)]
     one.holds_lease()
     one.wrote(Tag.REPORT)
@@ -413,7 +418,7 @@ def test_a_lost_lease_is_followed_by_registering_and_reporting_again() -> None:
     one = Agent.working(SECOND)
     one.exits(1, exit(0, 2))
     one.answered(Tag.REPORT)
-    one.told(LeaseChanged(Lost(late_s=3.0)))
+    one.told(LeaseChanged(LeaseExpired(late_s=3.0)))
     assert one.said == (LeaseLost(5.0, 3.0),)
     assert one.did == (), "the fence stays: for as long the others wait for us, and no longer"
     one.sees("nodes/a", None)
@@ -431,7 +436,7 @@ def test_a_lost_lease_is_followed_by_registering_and_reporting_again() -> None:
     assert one.state.crew is not None and not one.all_of(StartWorkers)
 
 
-@pytest.mark.parametrize("answer", [Refused(), Unknown("no answer")])
+@pytest.mark.parametrize("answer", [Refused(), NoAnswer("no answer")])
 @pytest.mark.parametrize("tag", [Tag.NODE, Tag.LEAD])
 def test_a_write_that_failed_is_tried_again_without_spinning(tag: Tag, answer: Answer) -> None:
     one = Agent()
@@ -501,7 +506,7 @@ def test_no_agent_leaves_before_its_workers_have() -> None:
 def test_an_agent_that_has_left_does_nothing_any_more() -> None:
     one = Agent.registered()
     one.told(Signalled(SIGTERM))
-    for event in (Signalled(SIGTERM), PortReserved(1), WardenLost(), LeaseChanged(Lost())):
+    for event in (Signalled(SIGTERM), PortReserved(1), WardenLost(), LeaseChanged(LeaseExpired())):
         assert one.told(event) == ()
     assert one.sees("leader", None) == () and one.said == ()
 
@@ -510,5 +515,5 @@ def test_leadership_ends_with_the_registration() -> None:
     one = Agent.registered()
     one.sees("leader", Leadership("a", life("a")))
     assert one.state.leads is not None
-    one.told(LeaseChanged(Lost()))
+    one.told(LeaseChanged(LeaseExpired()))
     assert one.state.leads is None

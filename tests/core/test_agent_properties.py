@@ -25,7 +25,17 @@ from elasticd.core.agent_messages import (
     WardenLost,
 )
 from elasticd.core.facts import Cause, Drained, Exit, Node, Outcome, Phase
-from elasticd.core.ports import Answer, Applied, Held, LeaseNews, Lost, Put, Refused, Silent, Unknown
+from elasticd.core.ports import (
+    Answer,
+    Applied,
+    LeaseExpired,
+    LeaseHeld,
+    LeaseNews,
+    NoAnswer,
+    Put,
+    Refused,
+    StoreSilent,
+)
 from tests.core.build import life, node, round, spec
 from tests.core.by_hand import OTHER_LEADER, Agent
 
@@ -154,11 +164,11 @@ def tell(one: Watched, kind: str, a: int, b: int) -> None:
             one.under_way.discard(tag)
             one.revision += 1
             applied = Applied(one.revision)
-            answers: list[Answer] = [applied, applied, Refused(), Unknown("late")]
+            answers: list[Answer] = [applied, applied, Refused(), NoAnswer("late")]
             one.answered(tag, answers[b % 4])
         case "lease":
-            silence = Silent(one.now, cut_off=b % 2 == 0)
-            news: list[LeaseNews] = [Held(one.now + 5), Held(one.now + 5), Lost(), silence]
+            silence = StoreSilent(one.now, cut_off=b % 2 == 0)
+            news: list[LeaseNews] = [LeaseHeld(one.now + 5), LeaseHeld(one.now + 5), LeaseExpired(), silence]
             one.told(LeaseChanged(news[a % 4]))
         case "exit" if one.running:
             slot = sorted(one.running)[a % len(one.running)]

@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.core.agent.hearing import HELD_S
 from elasticd.core.agent_messages import GoOn, LeaseChanged, Tag
-from elasticd.core.ports import Silent, WorkerCheckpointed
+from elasticd.core.ports import StoreSilent, WorkerCheckpointed
 from tests.core.build import NOW, report, round
 from tests.core.by_hand import Agent, put
 
@@ -32,7 +32,7 @@ def test_a_held_worker_goes_on_where_the_resize_does_not_come(why: str) -> None:
         case "called off":
             one.sees("round", ROUND)
         case "etcd away":
-            one.told(LeaseChanged(Silent(NOW, cut_off=False)))
+            one.told(LeaseChanged(StoreSilent(NOW, cut_off=False)))
         case "no answer":
             assert one.wake_at is not None and one.wake_at <= NOW + HELD_S
             one.at(NOW + HELD_S)

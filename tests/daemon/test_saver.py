@@ -55,7 +55,7 @@ from elasticd.checkpoint.store.disk import Disk
 from elasticd.checkpoint.store.reading import open_manifest
 from elasticd.core.checkpoint_names import folder_name, parse_folder
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
-from elasticd.core.ports import Answer, Applied, Entry, Put, Unknown
+from elasticd.core.ports import Answer, Applied, Entry, NoAnswer, Put
 from elasticd.daemon.saver import saver_service
 from elasticd.daemon.saver.etcd_pointer import EtcdPointer, settle
 from elasticd.daemon.saver.saver_service import FINISH_S_MAX, SaverService
@@ -271,10 +271,10 @@ class Mute:
             raise self._then
         return self._client.get(job, key)
 
-    def transact(self, *args: Any) -> Unknown:
+    def transact(self, *args: Any) -> NoAnswer:
         assert isinstance(self._client.transact(*args), Applied)
         self.took = True
-        return Unknown("no answer")
+        return NoAnswer("no answer")
 
     def close(self) -> None:
         self._client.close()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elasticd.core.facts import Budget, Leadership
-from elasticd.core.ports import Applied, Held, Listing, Lost, Put, Refused, Silent, Unknown
+from elasticd.core.ports import Applied, LeaseExpired, LeaseHeld, Listing, NoAnswer, Put, Refused, StoreSilent
 from elasticd.etcd import connection, watcher
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
@@ -85,7 +85,7 @@ def test_a_call_back_that_raises_ends_nothing(etcd: Embedded, heard: Heard, stor
     store.transact((), (Put("budget", Budget(total=1)),), fail)
     store.transact((), (Put("budget", Budget(total=2)),), fail)
     heard.until(lambda: sum(isinstance(w, Applied) for w in heard) == 2)
-    heard.until(lambda: sum(isinstance(w, Held) for w in heard) >= 4)
+    heard.until(lambda: sum(isinstance(w, LeaseHeld) for w in heard) >= 4)
     write(store, 3)
     heard.until(lambda: any(getattr(e, "fact", None) == Budget(total=3) for w in heard for e in _entries(w)))
 
@@ -174,7 +174,7 @@ def test_a_lease_is_held_from_before_it_was_asked_for(
     stores.append(store)
     store.hold_lease(heard)
     heard.until(lambda: heard)
-    assert heard[0] == Held(1000.0 + 5.0)
+    assert heard[0] == LeaseHeld(1000.0 + 5.0)
 
 
 def test_a_transaction_that_hangs_holds_up_no_keep_alive(
@@ -194,8 +194,8 @@ def test_a_transaction_that_hangs_holds_up_no_keep_alive(
     answers = Heard()
     store.transact((), (Put("budget", Budget()),), answers)
     store.hold_lease(heard)
-    heard.until(lambda: sum(isinstance(n, Held) for n in heard) >= 6)  # twice its time to live
-    assert not any(isinstance(n, Lost | Silent) for n in heard)
+    heard.until(lambda: sum(isinstance(n, LeaseHeld) for n in heard) >= 6)  # twice its time to live
+    assert not any(isinstance(n, LeaseExpired | StoreSilent) for n in heard)
     assert answers == []
     let_go.set()
     answers.until(lambda: answers)
@@ -218,9 +218,9 @@ def test_an_answer_that_blocks_holds_up_no_keep_alive(
     store.transact((), (Put("budget", Budget()),), block)
     assert blocked.wait(60)
     already = len(heard)
-    heard.until(lambda: sum(isinstance(n, Held) for n in heard[already:]) >= 6)
+    heard.until(lambda: sum(isinstance(n, LeaseHeld) for n in heard[already:]) >= 6)
     let_go.set()
-    assert not any(isinstance(n, Lost | Silent) for n in heard)
+    assert not any(isinstance(n, LeaseExpired | StoreSilent) for n in heard)
 
 
 def test_a_lease_that_runs_out_behind_a_mute_network_is_told_once_it_is_back(
@@ -235,10 +235,10 @@ def test_a_lease_that_runs_out_behind_a_mute_network_is_told_once_it_is_back(
     answers.until(lambda: answers)
     assert isinstance(answers[0], Applied)
     proxy.mute()
-    heard.until(lambda: isinstance(heard[-1], Silent))
+    heard.until(lambda: isinstance(heard[-1], StoreSilent))
     seen.until(lambda: seen[-1].entries and seen[-1].entries[0].fact is None)
     proxy.pass_on()
-    heard.until(lambda: isinstance(heard[-1], Held) and any(isinstance(n, Lost) for n in heard))
+    heard.until(lambda: isinstance(heard[-1], LeaseHeld) and any(isinstance(n, LeaseExpired) for n in heard))
 
 
 def test_a_lease_revoked_unnoticed_refuses_a_leased_put(
@@ -255,7 +255,7 @@ def test_a_lease_revoked_unnoticed_refuses_a_leased_put(
     store.transact((), (Put("leader", Leadership("a", "i"), leased=True),), answers)
     answers.until(lambda: answers)
     assert answers == [Refused()]
-    heard.until(lambda: [type(n) for n in heard[-2:]] == [Lost, Held])  # long before it was due
+    heard.until(lambda: [type(n) for n in heard[-2:]] == [LeaseExpired, LeaseHeld])  # long before it was due
 
 
 def test_silence_of_a_stopped_etcd_is_not_being_cut_off(
@@ -266,9 +266,9 @@ def test_silence_of_a_stopped_etcd_is_not_being_cut_off(
     store.hold_lease(heard)
     heard.until(lambda: heard)
     freeze(etcd.pid)
-    heard.until(lambda: isinstance(heard[-1], Silent))
+    heard.until(lambda: isinstance(heard[-1], StoreSilent))
     assert heard[-1].cut_off is False
-    assert heard[-1].since < next(n.until for n in reversed(heard) if isinstance(n, Held))
+    assert heard[-1].since < next(n.until for n in reversed(heard) if isinstance(n, LeaseHeld))
 
 
 def test_silence_when_most_hosts_are_out_of_reach_is_being_cut_off(
@@ -278,12 +278,12 @@ def test_silence_when_most_hosts_are_out_of_reach_is_being_cut_off(
     store = EtcdStore(access, "job", 2)
     stores.append(store)
     store.hold_lease(heard)
-    heard.until(lambda: any(isinstance(n, Held) for n in heard))
+    heard.until(lambda: any(isinstance(n, LeaseHeld) for n in heard))
     freeze(etcd.pid)
-    heard.until(lambda: isinstance(heard[-1], Silent))
+    heard.until(lambda: isinstance(heard[-1], StoreSilent))
     assert heard[-1].cut_off is True
     os.kill(etcd.pid, signal.SIGCONT)
-    heard.until(lambda: isinstance(heard[-1], Held))
+    heard.until(lambda: isinstance(heard[-1], LeaseHeld))
 
 
 def test_closing_while_etcd_is_away_takes_a_few_seconds_and_answers_everything(
@@ -300,7 +300,7 @@ def test_closing_while_etcd_is_away_takes_a_few_seconds_and_answers_everything(
         store.transact((), (Put("budget", Budget(total=total)),), heard)
     store.close()
     assert len(heard) == 20
-    assert all(isinstance(answer, Unknown) for answer in heard)
+    assert all(isinstance(answer, NoAnswer) for answer in heard)
     store.transact((), (Put("budget", Budget()),), heard)
     assert len(heard) == 21
     assert not [t.name for t in threading.enumerate() if t.name.startswith("etcd-")]
@@ -381,9 +381,9 @@ def test_losing_the_member_in_use_or_the_leader_loses_neither_lease_nor_watch(
     write(store, 2)
     heard.until(lambda: budgets(heard)[-1:] == [2])
     held = len(news)
-    news.until(lambda: any(isinstance(n, Held) for n in news[held:]))
-    assert not any(isinstance(n, Lost) for n in news)
-    assert not any(n.cut_off for n in news if isinstance(n, Silent))
+    news.until(lambda: any(isinstance(n, LeaseHeld) for n in news[held:]))
+    assert not any(isinstance(n, LeaseExpired) for n in news)
+    assert not any(n.cut_off for n in news if isinstance(n, StoreSilent))
 
 
 def test_a_member_without_a_quorum_is_left_for_those_with_one(
@@ -400,7 +400,7 @@ def test_a_member_without_a_quorum_is_left_for_those_with_one(
     answers = Heard()
     store.transact((), (Put("budget", Budget(total=2)),), answers)
     answers.until(lambda: answers)
-    assert isinstance(answers[0], Unknown)
+    assert isinstance(answers[0], NoAnswer)
     for member in lost:
         member.signal(signal.SIGCONT)
     write(store, 3)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.core.facts import Budget
-from elasticd.core.ports import Applied, Held, Put
+from elasticd.core.ports import Applied, LeaseHeld, Put
 from elasticd.etcd._client3 import grpc, rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
@@ -115,7 +115,7 @@ def test_an_etcd_that_forgot_our_login_is_logged_into_again(locked: Member, hear
             if isinstance(answers[0], Applied):
                 break
         heard.until(lambda: any(e.fact == Budget(total=1) for what in heard for e in what.entries))
-        news.until(lambda: any(isinstance(n, Held) for n in news[again:]))
+        news.until(lambda: any(isinstance(n, LeaseHeld) for n in news[again:]))
     finally:
         store.close()
 

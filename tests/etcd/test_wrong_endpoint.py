@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.core.facts import Budget
-from elasticd.core.ports import Applied, Held, Listing, Put
+from elasticd.core.ports import Applied, LeaseHeld, Listing, Put
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
@@ -92,7 +92,7 @@ def test_a_store_works_over_tls_with_client_certificates(guarded: EtcdAccess, he
         store.hold_lease(heard)
         store.watch("", heard, prefix=True)
         store.transact((), (Put("budget", Budget(), leased=True),), heard)
-        heard.until(lambda: {Held, Listing, Applied} <= {type(what) for what in heard})
+        heard.until(lambda: {LeaseHeld, Listing, Applied} <= {type(what) for what in heard})
     finally:
         store.close()
 

@@ -21,17 +21,17 @@ from elasticd.core.ports import (
     Delete,
     Entry,
     Guard,
-    Held,
+    LeaseExpired,
+    LeaseHeld,
     LeaseNews,
     Listing,
-    Lost,
+    NoAnswer,
     Put,
     Refused,
     Seen,
-    Silent,
     StillThere,
+    StoreSilent,
     Unchanged,
-    Unknown,
     Write,
 )
 from elasticd.etcd.validity import problem
@@ -45,7 +45,7 @@ EXPIRY_LAG_S = 0.5  # etcd looks for leases that have run out twice a second
 class Network:
     """How requests fare on the way to etcd and back. Probabilities are for each request.
 
-    ``late_max_s`` may exceed the client's timeout: then it is answered Unknown and applied after.
+    ``late_max_s`` may exceed the client's timeout: then the answer is NoAnswer, and it is applied after.
     """
 
     fastest_s: float = 0.0005
@@ -337,7 +337,7 @@ class SimStore:
         self._due = 0.0  # when the lease is to be asked for next
         self._late_s = 0.0  # how late it was asked for since it was held last
         self._news: Callable[[LeaseNews], None] | None = None
-        self._silence: Silent | None = None
+        self._silence: StoreSilent | None = None
         self._closed = False
 
     # ---- the port
@@ -395,7 +395,7 @@ class SimStore:
     def _request(
         self, apply: Callable[[], Answer | int | bool], answer: Callable[..., None], timeout_s: float = 0.0
     ) -> None:
-        """Send, and call ``answer`` once: with what etcd says, or Unknown when it says nothing in time."""
+        """Send, and call ``answer`` once: with the answer of etcd, or NoAnswer when none comes in time."""
         timeout_s = timeout_s or self.timeout_s
         if not self.host.alive:
             return
@@ -417,9 +417,9 @@ class SimStore:
 
         def arrive() -> None:
             if not self.cut:
-                self.etcd.arrive(handle, lambda: settle(Unknown("connection refused")))
+                self.etcd.arrive(handle, lambda: settle(NoAnswer("connection refused")))
 
-        deadline = clock.after(timeout_s, lambda: settle(Unknown(f"no answer in {timeout_s} s")))
+        deadline = clock.after(timeout_s, lambda: settle(NoAnswer(f"no answer in {timeout_s} s")))
         if not self.cut and random.random() >= network.lost:
             clock.after(network.delay_s(random), arrive)
 
@@ -432,24 +432,24 @@ class SimStore:
         lease, asked_at = self._lease, self.host.now()
         self._late_s = max(self._late_s, asked_at - self._due) if self._due else 0.0
 
-        def answered(result: Unknown | int | bool) -> None:
+        def answered(result: NoAnswer | int | bool) -> None:
             if self._closed:
                 return
             match result:
-                case Unknown():
+                case NoAnswer():
                     self._be_silent(asked_at)
                     self._due = self.host.now() + 0.2
                     self.host.after(0.2, self._keep)
                 case False:
                     self._silence = None
                     self._lease = 0
-                    self._tell(Lost(self._late_s))
+                    self._tell(LeaseExpired(self._late_s))
                     self._due = self._late_s = 0.0
                     self._keep()
                 case _:
                     self._silence = None
                     self._lease = lease or int(result)
-                    self._tell(Held(asked_at + self.ttl_s))
+                    self._tell(LeaseHeld(asked_at + self.ttl_s))
                     self._due, self._late_s = asked_at + self.ttl_s / 3, 0.0
                     self.host.at(self._due, self._keep)
 
@@ -466,7 +466,7 @@ class SimStore:
         misjudged = self.network.misjudged and not (self._silence and self._silence.cut_off)
         if misjudged and self.random.random() < self.network.misjudged:
             cut_off = True  # by a probe that was too slow, once
-        silence = Silent(self._silence.since if self._silence else since, cut_off, since)
+        silence = StoreSilent(self._silence.since if self._silence else since, cut_off, since)
         if silence != self._silence:
             self._silence = silence
             self._tell(silence)

@@ -9,7 +9,7 @@ from elasticd.core.age import Age
 from elasticd.core.agent_messages import Action, LeaveJob, Tag, Transact
 from elasticd.core.facts import Leadership, Member, Phase, Report, Round, Spec
 from elasticd.core.lifecycle import Life
-from elasticd.core.ports import Entry, Guard, Silent, StillThere, Write
+from elasticd.core.ports import Entry, Guard, StillThere, StoreSilent, Write
 from elasticd.core.reasons import Reason
 
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # POSIX's numbers; core does not import the signal module
@@ -136,7 +136,7 @@ class Contact:
     """
 
     lease_until: float | None = None
-    silent: Silent | None = None
+    silent: StoreSilent | None = None
     fence: float = 0.0
     full: str = ""
     full_since: float = 0.0

@@ -36,11 +36,11 @@ from elasticd.core.ports import (
     Applied,
     Delete,
     Entry,
-    Held,
+    LeaseExpired,
+    LeaseHeld,
     LeaseNews,
-    Lost,
     Put,
-    Silent,
+    StoreSilent,
     WorkerBroke,
     WorkerCheckpointed,
     WorkerLinked,
@@ -171,18 +171,18 @@ def _written(old: Entry, write: Write, revision: int) -> Entry:
 def _lease(do: Decisions, news: LeaseNews) -> None:
     state = do.state
     match news:
-        case Held(until):
+        case LeaseHeld(until):
             ttl_s = state.policy_source.policy.node_ttl_s
             if do.now > until - 3 / 4 * ttl_s:  # a late answer: etcd was stopped, and may drop leases now
                 _distrust_absences(do)
             _hear_from_store(do)
             do.etcd(lease_until=until)
-        case Lost(late_s):
+        case LeaseExpired(late_s):
             _hear_from_store(do)
             do.registration(own=None, reported=None)
             do.etcd(lease_until=None)
             do.reasons.append(LeaseLost(state.policy_source.policy.node_ttl_s, late_s))
-        case Silent(_, cut_off):
+        case StoreSilent(_, cut_off):
             if state.etcd.silent is None or state.etcd.silent.cut_off != cut_off:
                 fence = max(state.etcd.fence, do.now) if cut_off and not state.config.alone else None
                 do.reasons.append(StoreAway(cut_off, fence))

@@ -14,7 +14,7 @@ from elasticd.checkpoint.format.manifest import BadCheckpoint
 from elasticd.checkpoint.store import BadStore, CheckpointStore, error_text, store_at
 from elasticd.checkpoint.store.reading import is_finished
 from elasticd.core.facts import Checkpoint, Round, Saved
-from elasticd.core.ports import Answer, Applied, Entry, Put, Unchanged, Unknown
+from elasticd.core.ports import Answer, Applied, Entry, NoAnswer, Put, Unchanged
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
@@ -90,7 +90,7 @@ class EtcdPointer:
                 made = self._try(new, keep, fence, in_time)
                 if isinstance(made, Commit):
                     return self._copied(made)
-                taken = taken or isinstance(made, Unknown)
+                taken = taken or isinstance(made, NoAnswer)
             except StoreUnavailable as error:
                 why = f"etcd cannot be reached: {error}"
             except StoreError as error:
