@@ -12,7 +12,7 @@ from elasticd.core.ports import Answer, Entry, Guard, LeaseNews, WorkerNews, Wri
 
 
 @dataclass(frozen=True, slots=True)
-class Saw:
+class KeySeen:
     """News of a key that every agent watches: spec, round, leader, and its own node. The entry's ``fact`` is
     None if the key does not exist."""
 
@@ -20,8 +20,8 @@ class Saw:
 
 
 @dataclass(frozen=True, slots=True)
-class SawOthers:
-    """Answer to ``LookAround``: the number of other registered nodes."""
+class OtherNodesCounted:
+    """Answer to ``CountOtherNodes``: the number of other registered nodes."""
 
     count: int
 
@@ -97,7 +97,7 @@ class ProcessGone:
 
 
 @dataclass(frozen=True, slots=True)
-class Exhausted:
+class ResourceExhausted:
     """This process lacks a resource and cannot go on, though the job could. ``why``: a sentence."""
 
     why: str
@@ -114,8 +114,8 @@ class Tick:
 
 
 Event = (
-    Saw
-    | SawOthers
+    KeySeen
+    | OtherNodesCounted
     | Answered
     | LeaseChanged
     | WorkerExited
@@ -125,7 +125,7 @@ Event = (
     | StoreFilled
     | Signalled
     | ProcessGone
-    | Exhausted
+    | ResourceExhausted
     | WardenLost
     | Tick
 )
@@ -176,7 +176,7 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class GoOn:
+class ContinueWorkers:
     """Let the workers of these slots go on after their checkpoint."""
 
     slots: tuple[int, ...]
@@ -201,7 +201,7 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
-class LookAround:
+class CountOtherNodes:
     """Count the other nodes of the job once."""
 
 
@@ -224,11 +224,11 @@ Action = (
     | StartWorkers
     | LeaveRound
     | StopWorkers
-    | GoOn
+    | ContinueWorkers
     | StartStandbys
     | RenewStore
     | Fence
-    | LookAround
+    | CountOtherNodes
     | CheckProcess
     | LeaveJob
 )

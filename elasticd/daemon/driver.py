@@ -16,18 +16,18 @@ from elasticd.core.agent_messages import (
     Action,
     Answered,
     CheckProcess,
+    ContinueWorkers,
+    CountOtherNodes,
     Event,
     Fence,
-    GoOn,
+    KeySeen,
     LeaseChanged,
     LeaveJob,
     LeaveRound,
-    LookAround,
+    OtherNodesCounted,
     PortReserved,
     ProcessGone,
     RenewStore,
-    Saw,
-    SawOthers,
     StartStandbys,
     StartWorkers,
     StopWorkers,
@@ -211,15 +211,15 @@ class Driver:
 
     def _watched(self, key: str, seen: Seen) -> None:
         if isinstance(seen, Listing) and not any(e.key == key for e in seen.entries):
-            self._post(Saw(Entry(key, None, seen.revision, 0)))
+            self._post(KeySeen(Entry(key, None, seen.revision, 0)))
         for entry in seen.entries:
             if entry.key == key:
-                self._post(Saw(entry))
+                self._post(KeySeen(entry))
 
     def _step(self, event: Event, now: float) -> None:
         result = agent.step(self.state, event, now)
         self.state = result.state
-        if isinstance(event, Saw) and self._term:
+        if isinstance(event, KeySeen) and self._term:
             self._term.view = leader.see(self._term.view, Changes((event.entry,)), event.entry.key, now)
         for reason in result.reasons:
             self._say(reason)
@@ -243,7 +243,7 @@ class Driver:
                 self._procs.leave(planned, signal, grace_s, leave_s, going)
             case StopWorkers(signal, grace_s, slots):
                 self._procs.stop(signal, grace_s, slots)
-            case GoOn(slots):
+            case ContinueWorkers(slots):
                 self._procs.go_on(slots)
             case StartStandbys(slots):
                 began = self.state.round.began if self.state.round is not None else 0.0
@@ -252,7 +252,7 @@ class Driver:
                 self._post(PortReserved(self._stores.renew()))
             case Fence(until):
                 self._procs.fence(until)
-            case LookAround():
+            case CountOtherNodes():
                 self._look_around()
             case CheckProcess(pid, incarnation):
                 if not self._process_alive(pid):
@@ -274,7 +274,7 @@ class Driver:
             if isinstance(news, Listing):
                 mine = self.state.me.key
                 others = [e for e in news.entries if isinstance(e.fact, Node) and e.key != mine]
-                self._post(SawOthers(len(others)))
+                self._post(OtherNodesCounted(len(others)))
                 for cancel in cancels:
                     cancel()
 

@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable
 from contextlib import suppress
 
-from elasticd.core.agent_messages import Exhausted
+from elasticd.core.agent_messages import ResourceExhausted
 from elasticd.daemon.config import CannotStart
 
 RESERVE = 32  # files; enough for an agent to end in order
@@ -42,10 +42,10 @@ def raise_limit(slots: int, workers: int) -> int:
 class Reserve:
     """Reserved descriptors, so that an agent that runs out of descriptors can still leave in order.
 
-    If too few other descriptors are free, ``routine`` closes the reserve and posts ``Exhausted``.
+    If too few other descriptors are free, ``routine`` closes the reserve and posts ``ResourceExhausted``.
     """
 
-    def __init__(self, post: Callable[[Exhausted], None]) -> None:
+    def __init__(self, post: Callable[[ResourceExhausted], None]) -> None:
         self._post = post
         self._held = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(RESERVE)]
         self._due = 0.0
@@ -55,7 +55,7 @@ class Reserve:
             self._due = now + LOOK_S
             if self._held and not _some_left():
                 self.give()
-                self._post(Exhausted(self.why))
+                self._post(ResourceExhausted(self.why))
         return self._due
 
     @property

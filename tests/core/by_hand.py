@@ -9,10 +9,10 @@ from elasticd.core.agent_messages import (
     Action,
     Answered,
     Event,
+    KeySeen,
     LeaseChanged,
     PortReserved,
     RenewStore,
-    Saw,
     StartWorkers,
     Tag,
     Tick,
@@ -63,7 +63,7 @@ class Agent:
 
     def sees(self, key: str, fact: Fact | None, *, created: int | None = None) -> tuple[Action, ...]:
         self.revision += 1
-        return self.told(Saw(Entry(key, fact, self.revision, created or (self.revision if fact else 0))))
+        return self.told(KeySeen(Entry(key, fact, self.revision, created or (self.revision if fact else 0))))
 
     def answered(self, tag: Tag, answer: Answer | None = None) -> tuple[Action, ...]:
         """By default the write is applied."""

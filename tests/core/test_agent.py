@@ -10,14 +10,14 @@ import pytest
 from elasticd.core.agent import RETRY_S
 from elasticd.core.agent_messages import (
     CheckProcess,
+    CountOtherNodes,
     Fence,
     LeaseChanged,
     LeaveJob,
     LeaveRound,
-    LookAround,
+    OtherNodesCounted,
     PortReserved,
     ProcessGone,
-    SawOthers,
     Signalled,
     StartWorkers,
     StopWorkers,
@@ -97,7 +97,7 @@ def test_a_job_that_nobody_works_on_can_be_made_another(resume: Resume) -> None:
     for key in ("round", "nodes/a"):
         one.sees(key, None)
     one.sees("spec", spec())
-    one.told(SawOthers(0))
+    one.told(OtherNodesCounted(0))
     write = one.wrote(Tag.SPEC)
     assert write.guards == (Unchanged("spec", one.revision),)
     assert write.writes[0] == Put("spec", other)
@@ -113,13 +113,13 @@ def test_an_agent_that_was_beaten_to_it_looks_around_again_before_it_takes_a_job
     for key in ("round", "nodes/a"):
         one.sees(key, None)
     one.sees("spec", spec())
-    one.told(SawOthers(0))
+    one.told(OtherNodesCounted(0))
     one.answered(Tag.SPEC, Refused())
-    one.one(LookAround)
+    one.one(CountOtherNodes)
     one.sees("spec", spec(script="third.py"))
     one.at(NOW + 10)
     assert not one.all_of(Transact)
-    one.told(SawOthers(1))
+    one.told(OtherNodesCounted(1))
     assert one.one(LeaveJob).code == 2
 
 

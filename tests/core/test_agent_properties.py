@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from elasticd.core.agent_messages import (
     CheckProcess,
+    CountOtherNodes,
     LeaseChanged,
     LeaveJob,
-    LookAround,
+    OtherNodesCounted,
     PortReserved,
     ProcessGone,
     RenewStore,
-    SawOthers,
     Signalled,
     StartWorkers,
     StopWorkers,
@@ -158,7 +158,7 @@ def tell(one: Watched, kind: str, a: int, b: int) -> None:
             else:
                 one.sees("nodes/a", there.fact, created=there.created)
         case "others":
-            one.told(SawOthers(a % 2))
+            one.told(OtherNodesCounted(a % 2))
         case "answer" if one.under_way:
             tag = sorted(one.under_way)[a % len(one.under_way)]
             one.under_way.discard(tag)
@@ -197,7 +197,9 @@ def test_whatever_an_agent_is_told_it_keeps_to_its_rules(events: list[Told], wel
         tell(one, kind, a, b)
         one.check(before)
         one.told(Tick())  # nothing has happened, so little is left to do
-        assert not one.all_of(LookAround) and not one.all_of(CheckProcess) and not one.all_of(StopWorkers)
+        assert (
+            not one.all_of(CountOtherNodes) and not one.all_of(CheckProcess) and not one.all_of(StopWorkers)
+        )
         one.check(one.state.released.round)
 
 

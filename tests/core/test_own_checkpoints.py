@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elasticd.core.agent.hearing import HELD_S
-from elasticd.core.agent_messages import GoOn, LeaseChanged, Tag
+from elasticd.core.agent_messages import ContinueWorkers, LeaseChanged, Tag
 from elasticd.core.ports import StoreSilent, WorkerCheckpointed
 from tests.core.build import NOW, report, round
 from tests.core.by_hand import Agent, put
@@ -36,7 +36,7 @@ def test_a_held_worker_goes_on_where_the_resize_does_not_come(why: str) -> None:
         case "no answer":
             assert one.wake_at is not None and one.wake_at <= NOW + HELD_S
             one.at(NOW + HELD_S)
-    assert one.one(GoOn).slots == (0,)
+    assert one.one(ContinueWorkers).slots == (0,)
     if why != "etcd away":
         assert put(one.wrote(Tag.REPORT).writes[0]) == report("a", 1), "it is no longer at its checkpoint"
 
@@ -46,4 +46,4 @@ def test_one_that_acts_in_no_round_is_never_held(stray: WorkerCheckpointed) -> N
     one = Agent.working(ROUND)
     one.sees("round", replace(ROUND, resizes_by=NOW + 100))
     one.told(stray)
-    assert one.one(GoOn).slots == (stray.slot,)
+    assert one.one(ContinueWorkers).slots == (stray.slot,)

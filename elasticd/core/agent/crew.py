@@ -15,7 +15,14 @@ from elasticd.core.agent.agent_state import (
     Stopping,
 )
 from elasticd.core.agent.standbys import dismiss_holders
-from elasticd.core.agent_messages import GoOn, LeaveRound, RenewStore, StartWorkers, StopWorkers, Tag
+from elasticd.core.agent_messages import (
+    ContinueWorkers,
+    LeaveRound,
+    RenewStore,
+    StartWorkers,
+    StopWorkers,
+    Tag,
+)
 from elasticd.core.facts import Cause, Phase, Report, Round
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.ports import Put, Unchanged
@@ -159,7 +166,7 @@ def continue_after_checkpoint(do: Decisions) -> None:
         do.wakes.append(crew.held_until)
         return
     if crew.held:
-        do.actions.append(GoOn(tuple(sorted(crew.held))))
+        do.actions.append(ContinueWorkers(tuple(sorted(crew.held))))
     do.crew(held=frozenset(), report=replace(crew.report, checkpointed=False))
 
 

@@ -12,15 +12,15 @@ from elasticd.core.agent.membership import succeed
 from elasticd.core.agent.standbys import lose_standby
 from elasticd.core.agent_messages import (
     Answered,
+    ContinueWorkers,
     Event,
-    Exhausted,
-    GoOn,
+    KeySeen,
     LeaseChanged,
     LeaveJob,
+    OtherNodesCounted,
     PortReserved,
     ProcessGone,
-    Saw,
-    SawOthers,
+    ResourceExhausted,
     Signalled,
     StoreComplained,
     StoreFilled,
@@ -68,9 +68,9 @@ RETRY_S = 0.5  # after an unknown or refused write; by then the watch has shown 
 def absorb(do: Decisions, event: Event) -> None:
     state = do.state
     match event:
-        case Saw(entry):
+        case KeySeen(entry):
             _saw(do, entry)
-        case SawOthers(count):
+        case OtherNodesCounted(count):
             do.registration(others=count)
         case Answered(tag, answer):
             _answered(do, tag, answer)
@@ -111,7 +111,7 @@ def absorb(do: Decisions, event: Event) -> None:
             key = state.seen.get(state.me.key)
             if key and isinstance(key.fact, Node) and key.fact.incarnation == incarnation:
                 succeed(do, key, key.fact)
-        case Exhausted(why):
+        case ResourceExhausted(why):
             do.set(exiting=state.exiting or LeaveJob(3, why))
         case WardenLost():
             if state.crew:
@@ -256,7 +256,7 @@ def _checkpointed(do: Decisions, event: WorkerCheckpointed) -> None:
             report=replace(crew.report, checkpointed=True),
         )
     else:
-        do.actions.append(GoOn((event.slot,)))
+        do.actions.append(ContinueWorkers((event.slot,)))
 
 
 def _exited(do: Decisions, event: WorkerExited) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elasticd.core.agent.agent_state import AgentState, Decisions
 from elasticd.core.agent.crew import unreported
-from elasticd.core.agent_messages import CheckProcess, Fence, LeaveJob, LookAround, Tag
+from elasticd.core.agent_messages import CheckProcess, CountOtherNodes, Fence, LeaveJob, Tag
 from elasticd.core.facts import Leadership, Node, Outcome, Resume, Round, Spec
 from elasticd.core.ports import Delete, Entry, Guard, Put, StillThere, Unchanged, Write
 from elasticd.core.reasons import NameTaken, PolicyDiffers
@@ -103,7 +103,7 @@ def join(do: Decisions) -> None:
         if other_policy:
             do.reasons.append(PolicyDiffers(other_policy))
     elif state.registration.others is None:
-        do.actions.append(LookAround())
+        do.actions.append(CountOtherNodes())
         do.registration(others=-1)  # asked, not answered
     elif state.registration.others == 0:
         # No node works on this job any more, so this agent replaces its spec.
