@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elasticd.core.facts import (
-    Apart,
-    Astray,
+    BrokenWorldCount,
     Budget,
     Cause,
     Charge,
@@ -20,6 +19,7 @@ from elasticd.core.facts import (
     Policy,
     Quarantine,
     Report,
+    RollbackCount,
     Round,
 )
 
@@ -44,7 +44,7 @@ def first_failure(
     return min(failures, key=lambda f: (f.exit.at, f.exit.rank), default=None)
 
 
-def astray_at(round: Round, reports: Iterable[Report]) -> int | None:
+def nonfinite_step(round: Round, reports: Iterable[Report]) -> int | None:
     """Return the step at which a loss or gradient was not finite, if a worker ended to go back to a
     checkpoint."""
     return max((f.exit.astray for f in _exits(round, reports) if f.exit.astray is not None), default=None)
@@ -67,12 +67,12 @@ def progressed(round: Round, reports: Iterable[Report], *, commits: bool = False
     return stepped or (not commits and round.lived_s >= PROGRESS_AFTER_S)
 
 
-def visible(budget: Budget, round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:
+def any_step_seen(budget: Budget, round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:
     """Whether the job's steps can be seen: at least one was. ``commits``: see ``progressed``."""
     return commits or budget.stepped or any(r.steps > 0 for r in reports if r.round == round.number)
 
 
-def alike(failure: Failure, before: Failure | None) -> bool:
+def may_repeat(failure: Failure, before: Failure | None) -> bool:
     """Whether the failure may repeat in every round: it is an error exit, and equal to the failure before."""
     exit = failure.exit
     return exit.code > 0 and (
@@ -80,7 +80,7 @@ def alike(failure: Failure, before: Failure | None) -> bool:
     )
 
 
-def unrunnable(budget: Budget, round: Round, reports: Iterable[Report]) -> str | None:
+def why_unrunnable(budget: Budget, round: Round, reports: Iterable[Report]) -> str | None:
     """Return why a restart cannot help: on every node of the job's first round the script failed to import,
     with the same error. None otherwise."""
     if budget.total or round.cause is not Cause.START:
@@ -116,11 +116,11 @@ def note_progress(budget: Budget) -> Budget:
     return replace(budget, charges=(*budget.charges[:-1], last))
 
 
-def go_back(budget: Budget, step: int) -> Budget:
+def note_rollback(budget: Budget, step: int) -> Budget:
     """Return the budget after a loss or gradient was not finite at this step of the job."""
     before = budget.astray
     if before is None or step > before.step:
-        return replace(budget, astray=Astray(step, 1))
+        return replace(budget, astray=RollbackCount(step, 1))
     return replace(budget, astray=replace(before, times=before.times + 1))
 
 
@@ -139,7 +139,7 @@ def note_broken_world(budget: Budget, step: int, now: float) -> Budget:
     """Return the budget after the workers lost each other and continue from this step: nothing is charged."""
     before = budget.apart
     if before is None or step > before.step:
-        return replace(budget, apart=Apart(step, 1, now))
+        return replace(budget, apart=BrokenWorldCount(step, 1, now))
     return replace(budget, apart=replace(before, times=before.times + 1))
 
 
@@ -183,13 +183,13 @@ def why_exhausted(budget: Budget, policy: Policy, *, commits: bool = False) -> s
     return None
 
 
-def left(budget: Budget, policy: Policy, now: float) -> int:
+def restarts_left(budget: Budget, policy: Policy, now: float) -> int:
     """Return the number of failures that the job still survives."""
     recent = sum(c.at > now - policy.restart_window_s for c in budget.charges)
     return max(0, policy.restarts_max - recent)
 
 
-def suspect(budget: Budget, policy: Policy) -> tuple[str, int] | None:
+def failing_slot(budget: Budget, policy: Policy) -> tuple[str, int] | None:
     """Return the slot that alone caused the last ``quarantine_after`` failures; None if there is no such
     slot."""
     last = budget.charges[-policy.quarantine_after :]

@@ -374,7 +374,7 @@ class Charge:
 
 
 @dataclass(frozen=True, slots=True)
-class Astray:
+class RollbackCount:
     """The count of returns to a checkpoint since the training reached ``step``, its furthest step. Each
     return follows a value that was NaN or infinite."""
 
@@ -383,7 +383,7 @@ class Astray:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class BrokenWorldCount:
     """The count of rounds in a row in which workers lost each other and made no step beyond ``step``.
     ``since``: the time of the first of these rounds."""
 
@@ -405,8 +405,8 @@ class Budget:
     charges: tuple[Charge, ...] = ()
     total: int = 0
     quarantines: tuple[Quarantine, ...] = ()
-    astray: Astray | None = None
-    apart: Apart | None = None
+    astray: RollbackCount | None = None
+    apart: BrokenWorldCount | None = None
     stepped: bool = False
 
 

@@ -298,7 +298,9 @@ class _Picture:
             step_told=all(beat.tells for beat in beats if beat.of_job),
             steps_per_s=min(rates, default=None),
             restarts=round.restarts if round else 0,
-            budget_left=budgets.left(self.budget, spec.policy, self.now) if self.budget and spec else None,
+            budget_left=budgets.restarts_left(self.budget, spec.policy, self.now)
+            if self.budget and spec
+            else None,
             leader=self.leader.node if self.leader else None,
             stopping=spec.stop if spec else False,
             waiting_for=self._need(),

@@ -91,7 +91,9 @@ def test_a_charge_is_counted_and_old_ones_leave_the_window() -> None:
 def test_going_back_helps_as_long_as_it_leads_further(steps: tuple[int, ...], lost: bool) -> None:
     been = Budget()
     for at, step in enumerate(steps):  # a day apart each
-        been = budget.charge(budget.go_back(been, step), failure("a", 0), True, POLICY, NOW + 86400 * at)
+        been = budget.charge(
+            budget.note_rollback(been, step), failure("a", 0), True, POLICY, NOW + 86400 * at
+        )
     assert (budget.why_no_rollback(been) is not None) == lost
 
 
@@ -100,7 +102,7 @@ def test_the_budget_bears_as_many_failures_as_allowed_and_not_one_more() -> None
     for i in range(3):
         spent = budget.charge(spent, failure(), True, POLICY, NOW + i)
         assert budget.why_exhausted(spent, POLICY) is None
-        assert budget.left(spent, POLICY, NOW + i) == 2 - i
+        assert budget.restarts_left(spent, POLICY, NOW + i) == 2 - i
     spent = budget.charge(spent, failure(), True, POLICY, NOW + 3)
     why = budget.why_exhausted(spent, POLICY)
     assert why is not None and "4 failures within 100 s, where 3 are allowed" in why
@@ -116,8 +118,8 @@ def test_a_budget_of_one_is_told_as_one() -> None:
 
 def test_the_budget_refills_as_charges_leave_the_window() -> None:
     spent = charges(*[("a", 0)] * 3, at=NOW, progressed=True)
-    assert budget.left(spent, POLICY, NOW + 99) == 0
-    assert budget.left(spent, POLICY, NOW + 100) == 3
+    assert budget.restarts_left(spent, POLICY, NOW + 99) == 0
+    assert budget.restarts_left(spent, POLICY, NOW + 100) == 3
 
 
 def test_no_restarts_allowed_means_the_first_failure_ends_the_job() -> None:
@@ -168,7 +170,7 @@ def test_the_budget_is_never_overspent(failures: list[tuple[float, bool]], allow
     for pause_s, progressed in failures:
         now += pause_s
         spent = budget.charge(spent, failure(), progressed, policy, now)
-        assert 0 <= budget.left(spent, policy, now) <= allowed
+        assert 0 <= budget.restarts_left(spent, policy, now) <= allowed
         if budget.why_exhausted(spent, policy) is not None:
             break
         borne.append(now)
@@ -180,18 +182,18 @@ def test_the_budget_is_never_overspent(failures: list[tuple[float, bool]], allow
 
 
 def test_a_slot_that_failed_alone_is_suspect_after_enough_failures_in_a_row() -> None:
-    assert budget.suspect(charges(("a", 1), ("a", 1)), POLICY) is None
-    assert budget.suspect(charges(("b", 0), ("a", 1), ("a", 1), ("a", 1)), POLICY) == ("a", 1)
+    assert budget.failing_slot(charges(("a", 1), ("a", 1)), POLICY) is None
+    assert budget.failing_slot(charges(("b", 0), ("a", 1), ("a", 1), ("a", 1)), POLICY) == ("a", 1)
 
 
 @pytest.mark.parametrize("other", [("b", 1), ("a", 0)])
 def test_a_failure_elsewhere_clears_the_suspicion(other: tuple[str, int]) -> None:
-    assert budget.suspect(charges(("a", 1), ("a", 1), other), POLICY) is None
-    assert budget.suspect(charges(("a", 1), other, ("a", 1), ("a", 1)), POLICY) is None
+    assert budget.failing_slot(charges(("a", 1), ("a", 1), other), POLICY) is None
+    assert budget.failing_slot(charges(("a", 1), other, ("a", 1), ("a", 1)), POLICY) is None
 
 
 def test_quarantine_can_be_switched_off() -> None:
-    assert budget.suspect(charges(*[("a", 1)] * 9), replace(POLICY, quarantine_after=0)) is None
+    assert budget.failing_slot(charges(*[("a", 1)] * 9), replace(POLICY, quarantine_after=0)) is None
 
 
 def test_each_quarantine_is_twice_as_long_up_to_a_limit() -> None:

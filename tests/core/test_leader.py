@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from elasticd.core import leader, world
 from elasticd.core.age import Age
 from elasticd.core.facts import (
-    Astray,
     Budget,
     Cause,
     Charge,
@@ -30,6 +29,7 @@ from elasticd.core.facts import (
     Quarantine,
     Report,
     Resume,
+    RollbackCount,
     Round,
     Spec,
     Stragglers,
@@ -387,8 +387,8 @@ def test_going_back_from_what_is_no_number_ends_once_it_has_often_enough_led_no_
     again = decide(seen, NOW)
     assert (next_round(again).phase, next_round(again).anew) == (Phase.LIVE, False)
     went_back = written(again, "budget")
-    assert isinstance(went_back, Budget) and went_back.astray == Astray(50, 1)
-    seen = replace(seen, budget=replace(seen.budget, astray=Astray(50, 2)))
+    assert isinstance(went_back, Budget) and went_back.astray == RollbackCount(50, 1)
+    seen = replace(seen, budget=replace(seen.budget, astray=RollbackCount(50, 2)))
     ended = next_round(decide(seen, NOW))
     assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.DIVERGED)
     assert ended.why.startswith("3 times the training came to a value that is NaN or infinite")

@@ -9,7 +9,7 @@ import pytest
 from elasticd.core.age import Age
 from elasticd.core.agent.agent_state import SIGKILL, SIGTERM
 from elasticd.core.agent_messages import LeaveRound, Signalled, StopWorkers, Tag
-from elasticd.core.facts import Apart, Budget, Cause, Failure, Node, Outcome, Phase, Policy, Report
+from elasticd.core.facts import BrokenWorldCount, Budget, Cause, Failure, Node, Outcome, Phase, Policy, Report
 from elasticd.core.leader import Plan, View, decide
 from elasticd.core.leader.members import REPORT_S
 from elasticd.core.ports import WorkerBroke, WorkerWaiting
@@ -121,7 +121,7 @@ def test_a_round_that_is_left_in_good_order_is_left_at_once_when_some_have_lost_
 def apart_again(times: int, since: float, step: int) -> Plan:
     """What becomes of a job whose workers have lost each other with the state at that step, once more."""
     nodes = tuple(replace(node(name, released=5), age=Age(5, step)) for name in "ab")
-    budget = Budget(apart=Apart(10, times, since))
+    budget = Budget(apart=BrokenWorldCount(10, times, since))
     return decide(replace(lost_each_other(nodes=nodes), budget=budget), NOW)
 
 
@@ -137,12 +137,16 @@ def test_workers_that_lose_each_other_at_the_same_step_again_and_again_end_their
 @pytest.mark.parametrize(
     ("times", "since", "step", "then"),
     [
-        pytest.param(3, NOW - 599, 10, Apart(10, 4, NOW - 599), id="a network may be away for a while"),
-        pytest.param(2, NOW - 900, 10, Apart(10, 3, NOW - 900), id="it may have been chance"),
-        pytest.param(9, NOW - 900, 11, Apart(11, 1, NOW), id="they get on"),
+        pytest.param(
+            3, NOW - 599, 10, BrokenWorldCount(10, 4, NOW - 599), id="a network may be away for a while"
+        ),
+        pytest.param(2, NOW - 900, 10, BrokenWorldCount(10, 3, NOW - 900), id="it may have been chance"),
+        pytest.param(9, NOW - 900, 11, BrokenWorldCount(11, 1, NOW), id="they get on"),
     ],
 )
-def test_but_not_a_job_that_may_yet_get_on(times: int, since: float, step: int, then: Apart) -> None:
+def test_but_not_a_job_that_may_yet_get_on(
+    times: int, since: float, step: int, then: BrokenWorldCount
+) -> None:
     plan = apart_again(times, since, step)
     assert next_round(plan).phase is Phase.LIVE
     budget = next(write.fact for write in plan.writes if write.key == "budget")

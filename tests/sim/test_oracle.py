@@ -75,7 +75,7 @@ def _loss_charged(patch: pytest.MonkeyPatch) -> None:
 
 def _never_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(budget, "why_exhausted", lambda budget, policy, commits: None)
-    patch.setattr(budget, "suspect", lambda budget, policy: None)
+    patch.setattr(budget, "failing_slot", lambda budget, policy: None)
 
 
 def _one_too_many(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from dataclasses import astuple, replace
 
 from elasticd.core.facts import Hang, Phase
 from elasticd.core.hang import REPEAT_S, Allowance, Doing, Look, judge_round
-from elasticd.core.leader.members import has_left, is_present, surely_gone
+from elasticd.core.leader.members import has_left, is_certainly_lost, is_present
 from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.view import ReceivedStall, View
 from elasticd.core.ports import Put
@@ -43,7 +43,7 @@ def name_the_hung(view: View, now: float) -> Plan:
         of_this = (round.number, member.incarnation)
         if known is not None and (known.stall.round, known.stall.incarnation) == of_this:
             received.append(known)
-        elif not is_present(view, member) and surely_gone(view, member.node, now):
+        elif not is_present(view, member) and is_certainly_lost(view, member.node, now):
             pass  # a lost node reports nothing more
         elif member.node not in finished and not has_left(view, member, round.number):
             silent = True  # its workers make steps, or the report is still to come

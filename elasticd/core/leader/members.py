@@ -15,7 +15,7 @@ def is_present(view: View, member: Member) -> bool:
     return known is not None and known.node.incarnation == member.incarnation
 
 
-def surely_gone(view: View, node: str, now: float) -> bool:
+def is_certainly_lost(view: View, node: str, now: float) -> bool:
     """Whether an absent member has been replaced, or has been absent for too long to be merely late."""
     assert view.nodes is not None
     return node in view.nodes or now >= view.absence_counts_from

@@ -14,10 +14,10 @@ from elasticd.core.leader.members import (
     has_finished,
     has_left,
     has_released,
+    is_certainly_lost,
     is_fenced,
     is_present,
     report_due,
-    surely_gone,
 )
 from elasticd.core.leader.plan import Plan, end, write
 from elasticd.core.leader.view import View
@@ -41,7 +41,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     needed = [m for m in round.members if m is round.members[0] or not has_finished(view, m, round.number)]
     missing = tuple(m.node for m in needed if not is_present(view, m))
     fenced = any(is_present(view, m) and is_fenced(view, m, round.number) for m in round.members)
-    step = budgets.astray_at(round, reports)
+    step = budgets.nonfinite_step(round, reports)
     if step is not None and not round.anew:  # the round was closed for another reason
         return write(view, replace(round, planned=False, anew=True), view.budget)
     awaited = _await_members(view, spec, round, missing, now)
@@ -73,16 +73,16 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     goes_on_from = max(ages).step if ages else None
     if charged and failure is not None:
         progressed = budgets.progressed(round, reports, commits=spec.inplace)
-        unrunnable = None if progressed else budgets.unrunnable(budget, round, reports)
-        if budgets.visible(budget, round, reports, commits=spec.inplace):
+        unrunnable = None if progressed else budgets.why_unrunnable(budget, round, reports)
+        if budgets.any_step_seen(budget, round, reports, commits=spec.inplace):
             budget = replace(budget, stepped=True)
         else:
-            progressed = progressed or not budgets.alike(failure, round.failure)
+            progressed = progressed or not budgets.may_repeat(failure, round.failure)
         budget = budgets.charge(budget, failure, progressed, spec.policy, now, goes_on_from)
         round = replace(round, restarts=round.restarts + 1, failure=failure)
         budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
         if step is not None:
-            budget = budgets.go_back(budget, step)
+            budget = budgets.note_rollback(budget, step)
             if (why := budgets.why_no_rollback(budget)) is not None:
                 return end(view, round, now, Outcome.DIVERGED, why, reasons)
         why = unrunnable or budgets.why_exhausted(budget, spec.policy, commits=spec.inplace)
@@ -122,7 +122,7 @@ def _await_members(view: View, spec: Spec, round: Round, missing: tuple[str, ...
     due = {m.node: at for m in present if (at := report_due(view, m, now))}
     if due:
         return Plan(wake_at=min(due.values()), reasons=(AwaitingRelease(tuple(due)),))
-    if not all(surely_gone(view, node, now) for node in missing):
+    if not all(is_certainly_lost(view, node, now) for node in missing):
         until = view.absence_counts_from
         return Plan(wake_at=until, reasons=(AwaitingReturn(missing, until),))
     return None
@@ -157,7 +157,7 @@ def _judge_slot(
     others remain."""
     policy = spec.policy
     charged = FailureCharged(failure, len(budget.charges), policy.restarts_max)
-    place = budgets.suspect(budget, policy)
+    place = budgets.failing_slot(budget, policy)
     if place is None:
         return budget, (charged,)
     without = budgets.quarantine(budget, place, policy, now)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from elasticd.core import budget as budgets
 from elasticd.core import handover, world
 from elasticd.core.facts import Cause, Outcome, Report, Round, Spec
-from elasticd.core.leader.members import candidates_for, has_left, is_leaving, is_present, surely_gone
+from elasticd.core.leader.members import candidates_for, has_left, is_certainly_lost, is_leaving, is_present
 from elasticd.core.leader.plan import Plan, close, end, write
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Put
@@ -42,11 +42,11 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
 
     failure = budgets.first_failure(round, reports.values())
     if failure is not None:
-        anew = budgets.astray_at(round, reports.values()) is not None
+        anew = budgets.nonfinite_step(round, reports.values()) is not None
         return close(view, round, failure.exit.cause, False, now, failure=failure, anew=anew)
 
     missing = [m.node for m in round.members if m.node not in finished and not is_present(view, m)]
-    lost = tuple(node for node in missing if surely_gone(view, node, now))
+    lost = tuple(node for node in missing if is_certainly_lost(view, node, now))
     idle = [m.node for m in round.members if m.node not in finished and has_left(view, m, round.number)]
     if round.handover:
         return _see_handed_over(view, round, idle, lost, now)
