@@ -172,7 +172,7 @@ class StandbysStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointTold:
+class ScriptCheckpointed:
     """A script has written a checkpoint of its own."""
 
     round: int
@@ -354,7 +354,7 @@ Reason = (
     | WorkersStopping
     | WorkersLeaving
     | StandbysStarted
-    | CheckpointTold
+    | ScriptCheckpointed
     | StandbyReady
     | StandbyFailed
     | WorkerEnded

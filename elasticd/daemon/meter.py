@@ -15,10 +15,10 @@ from elasticd.core.measuring import SlotLag
 from elasticd.core.page_layout import PageContents
 from elasticd.core.ports import Seen
 from elasticd.core.reasons import (
-    CheckpointTold,
     FailureCharged,
     Reason,
     RoundFormed,
+    ScriptCheckpointed,
     StandbysStarted,
     WorkerEnded,
     WorkersHung,
@@ -146,7 +146,7 @@ class Meter:
         match reason:
             case RoundFormed(cause=cause):
                 metrics.add("elasticd_rounds_total", 1, cause)
-            case CheckpointTold():
+            case ScriptCheckpointed():
                 metrics.set("elasticd_checkpoint_age_seconds", now)
             case FailureCharged():
                 metrics.add("elasticd_failures_charged_total", 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from elasticd.core.agent_messages import LeaveJob, WardenLost
 from elasticd.core.facts import Member, Round
 from elasticd.core.ports import Assignment
-from elasticd.core.reasons import CheckpointTold, Reason
+from elasticd.core.reasons import Reason, ScriptCheckpointed
 from elasticd.daemon import edges, identity, openfiles, run_summary
 from elasticd.daemon.config import CannotStart, RunConfig
 from elasticd.daemon.driver import Driver
@@ -108,7 +108,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
 
         def say(reason: Reason) -> None:
             nonlocal snapshot
-            if isinstance(reason, CheckpointTold) and reason.path:
+            if isinstance(reason, ScriptCheckpointed) and reason.path:
                 snapshot = reason.path
             log.reason(logger, reason)
             publisher.note(reason, clock())

@@ -260,7 +260,7 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"the workers leave round {number} {when}: {cause(why)}"
         case r.StandbysStarted(slots):
             return f"started {count(len(slots), 'worker')} to wait for a round"
-        case r.CheckpointTold(_, slot, path):
+        case r.ScriptCheckpointed(_, slot, path):
             return f"the worker in slot {slot} has written a checkpoint" + (f", {path}" if path else "")
         case r.StandbyReady(slot):
             return f"the worker in slot {slot} is ready for a round"
@@ -464,7 +464,7 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.WorkersStopping: ("workers.stopping", "info"),
     r.WorkersLeaving: ("workers.leaving", "info"),
     r.StandbysStarted: ("standbys.started", "info"),
-    r.CheckpointTold: ("checkpoint.told", "info"),
+    r.ScriptCheckpointed: ("checkpoint.told", "info"),
     r.StandbyReady: ("standby.ready", "info"),
     r.StandbyFailed: ("standby.failed", "warning"),
     r.WorkerEnded: ("worker.ended", "info"),

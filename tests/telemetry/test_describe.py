@@ -54,7 +54,7 @@ EXAMPLES: dict[type, r.Reason] = {
         r.WorkersStopping(7, Cause.SCALED, 30.0),
         r.WorkersLeaving(7, Cause.GREW, True),
         r.StandbysStarted((2, 3)),
-        r.CheckpointTold(7, 2, "/shared/step-100.pt"),
+        r.ScriptCheckpointed(7, 2, "/shared/step-100.pt"),
         r.StandbyReady(2),
         r.StandbyFailed(2, 1, "ImportError: no module named x", NOW + 1),
         r.WorkerEnded(7, 1, 3, -11, ""),

@@ -49,10 +49,10 @@ from elasticd.core.ports import (
     Write,
 )
 from elasticd.core.reasons import (
-    CheckpointTold,
     Draining,
     LeadsNow,
     LeaseLost,
+    ScriptCheckpointed,
     StandbyReady,
     StoreAway,
     StoreBack,
@@ -248,7 +248,7 @@ def _broke(do: Decisions, slot: int, number: int, fails: bool) -> None:
 def _checkpointed(do: Decisions, event: WorkerCheckpointed) -> None:
     crew = do.state.crew
     do.set(checkpointed=True)
-    do.reasons.append(CheckpointTold(event.round, event.slot, event.path))
+    do.reasons.append(ScriptCheckpointed(event.round, event.slot, event.path))
     if crew is not None and crew.round.number == event.round and event.slot in crew.alive:
         do.crew(
             held=crew.held | {event.slot},
