@@ -18,7 +18,7 @@ from elasticd.channel.warden_messages import Ended, ImportModules, Personal, Zyg
 from elasticd.procs.page import VARIABLE
 from elasticd.procs.warden_client import Warden
 
-Say = Callable[..., object]
+LogFunction = Callable[..., object]
 
 # Variables that may differ between a worker and its zygote: no module may read them on import.
 PERSONAL = frozenset(
@@ -43,7 +43,7 @@ class Preload:
     """Manages the zygote of a node. ``folder``: where workers find the socket, beside their pages. ``say``:
     takes the name of an event (``zygote.ready``, ``left_out``, ``ended`` or ``given_up``) and its fields."""
 
-    def __init__(self, warden: Warden, folder: Path, say: Say) -> None:
+    def __init__(self, warden: Warden, folder: Path, say: LogFunction) -> None:
         self._warden = warden
         self._say = say
         self._modules: dict[str, None] = {}

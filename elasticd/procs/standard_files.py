@@ -12,7 +12,7 @@ from string import Template
 from elasticd.core.ports import Assignment
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, Reify, trouble_with
 from elasticd.procs.output import Feed, Filtered, Output
-from elasticd.procs.preload import Say
+from elasticd.procs.preload import LogFunction
 from elasticd.procs.worker import Worker
 
 LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's default
@@ -41,7 +41,7 @@ class StandardFiles:
         role: str,
         line_prefix: str | None,
         duplicates: Mapping[int, Sequence[str]],
-        warn: Say,
+        warn: LogFunction,
     ) -> None:
         self._reify = reify
         self._output = output

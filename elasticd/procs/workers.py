@@ -29,7 +29,7 @@ from elasticd.core.ports import (
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, Reify
 from elasticd.procs.output import Output
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
-from elasticd.procs.preload import Preload, Say
+from elasticd.procs.preload import LogFunction, Preload
 from elasticd.procs.standard_files import Outlets, StandardFiles
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.worker import Worker
@@ -83,8 +83,8 @@ class LocalProcs:
         heartbeat: bool = True,
         whole_group: bool = False,
         zygote: bool = False,
-        say: Say = lambda event, **fields: None,
-        warn: Say = lambda event, **fields: None,
+        say: LogFunction = lambda event, **fields: None,
+        warn: LogFunction = lambda event, **fields: None,
         duplicate_stdout: Sequence[str] = (),
         duplicate_stderr: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
