@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from elasticd.worker.commit.changes import Trace
+from elasticd.worker.commit.changes import ChangeDetector
 from elasticd.worker.commit.uncommitted import Owners
 
 # The model has parameters 0, 1 and a frozen 6, a critic 2 and 3, and averages of the model are 4 and 5.
@@ -63,7 +63,7 @@ def test_a_module_is_swapped_if_all_its_parameters_change_but_frozen_ones(outsid
 
 def test_a_change_through_data_is_seen_in_each_of_many_parameters() -> None:
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(200)]
-    trace = Trace(parameters)
+    trace = ChangeDetector(parameters)
     trace.note()
     for parameter in parameters[::7]:
         parameter.data.fill_(1.0)

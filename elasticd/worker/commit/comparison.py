@@ -16,7 +16,7 @@ from torch import nn
 from elasticd.checkpoint.client.tensors import is_plain
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
-from elasticd.worker.commit.changes import Sampled
+from elasticd.worker.commit.changes import SampledParameters
 from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.shared import Shared
 from elasticd.worker.world.group import World, gathered
@@ -52,7 +52,7 @@ class Comparison:
     def __init__(self, contents: Contents, *, compares: bool, exact: bool) -> None:
         self._compares, self._exact = compares, exact
         self._parameters = _to_compare(contents) if compares else {}
-        self._sampled = Sampled([*self._parameters.values()])
+        self._sampled = SampledParameters([*self._parameters.values()])
         self._shared = Shared(contents)
         self._world: World | None = None
         self._every, self._next = 1, 0
@@ -116,13 +116,13 @@ class Comparison:
 
     def _digest(self) -> int:
         summary = hashlib.blake2b(digest_size=8)
-        for few in self._sampled.few.read():
-            summary.update(_bytes(few))
+        for values in self._sampled.sample.read():
+            summary.update(_bytes(values))
         return int.from_bytes(summary.digest(), "little") >> 1
 
     def _compare_parameters(self, world: World, ranks: Sequence[int]) -> None:
-        few = self._sampled.few
-        mine = few.read()
+        sample = self._sampled.sample
+        mine = sample.read()
         parts = [m.cpu().view(torch.uint8) for m in mine]
         packed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         if len({size for (size,) in gathered([len(packed)], world)}) > 1:
@@ -134,7 +134,7 @@ class Comparison:
         slightly = False
         usual = _unpacked(_commonest([heard[rank] for rank in ranks]), mine)
         for rank in ranks:
-            for number, ulps in few.differing(usual, _unpacked(heard[rank], mine)).items():
+            for number, ulps in sample.differing(usual, _unpacked(heard[rank], mine)).items():
                 if self._exact or ulps > ULPS_MAX:
                     wrong.setdefault(number, []).append(rank)
                 else:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elasticd.worker.commit.changes import Trace
+from elasticd.worker.commit.changes import ChangeDetector
 from elasticd.worker.commit.contents import Contents, gradients_of, parameters_of
 from elasticd.worker.commit.copies import Undo
 from elasticd.worker.gradients.wrapping import WrappedModels
@@ -71,8 +71,8 @@ class Uncommitted:
         self._evaluated = 0  # forward passes without gradients
         self._unused: tuple[torch.Tensor, torch.Tensor] | None = None  # parameter, unused gradient
         self._warned = False
-        self._trace = Trace(contents.parameters())
-        numbers = {id(p): n for n, p in enumerate(self._trace.parameters)}
+        self._changes = ChangeDetector(contents.parameters())
+        numbers = {id(p): n for n, p in enumerate(self._changes.parameters)}
         trained = {
             name: {numbers[id(p)] for p in parameters_of(o) if id(p) in numbers}
             for name, o in contents.optimizers.items()
@@ -82,7 +82,7 @@ class Uncommitted:
         ]
         self._owners = Owners(trained, of_modules)
         self._swapped: list[Set[int]] = []
-        self._undo = Undo(self._trace.parameters, contents.optimizers)
+        self._undo = Undo(self._changes.parameters, contents.optimizers)
         if undo:
             self._undo.want(range(len(numbers)), contents.optimizers)
         for name, optimizer in contents.optimizers.items():
@@ -124,7 +124,7 @@ class Uncommitted:
         if self._swapped:
             self._undo.want(set().union(*self._swapped) - self._frozen(), ())
         self._undo.keep()
-        self._trace.note()
+        self._changes.note()
         self.stepped.clear()
         self._evaluated = 0
         self._torn = False
@@ -141,7 +141,7 @@ class Uncommitted:
             self._torn = not self._undo.covers(outside, self.stepped)
             if not self._torn:
                 self._undo.put_back()
-                self._trace.note()
+                self._changes.note()
         self.stepped.clear()
         return not self._torn
 
@@ -201,7 +201,7 @@ class Uncommitted:
 
     def _outside(self, *, contents: bool) -> set[int]:
         """Return the parameters that changed although no optimizer has begun a step on them."""
-        changed = self._trace.changed(contents=contents)
+        changed = self._changes.changed(contents=contents)
         return self._owners.outside(changed, self.stepped) if changed else changed
 
     def _copy_from_now_on(self, outside: set[int], stepped: set[str]) -> None:
@@ -220,7 +220,7 @@ class Uncommitted:
             )
 
     def _frozen(self) -> set[int]:
-        return {n for n, parameter in enumerate(self._trace.parameters) if not parameter.requires_grad}
+        return {n for n, parameter in enumerate(self._changes.parameters) if not parameter.requires_grad}
 
     def _warn_of_calls(self) -> None:
         """Warn once if the script uses collectives while a step can be neither finished nor undone."""
