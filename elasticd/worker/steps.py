@@ -178,7 +178,7 @@ class Epoch:
         self.stops = True
 
 
-class Ahead(Generic[T]):
+class Peekable(Generic[T]):
     """An iterator whose next item can be looked at before it is taken."""
 
     def __init__(self, iterator: Iterator[T]) -> None:
@@ -242,7 +242,7 @@ class StepLoop:
         """The number of the next step."""
         return self.committed.step + self._begun
 
-    def _shares(self, data: Data) -> Ahead[Share]:
+    def _shares(self, data: Data) -> Peekable[Share]:
         """Return this worker's shares. All workers compare what they have read first of a stream."""
 
         def compared() -> Iterator[Share]:
@@ -254,9 +254,11 @@ class StepLoop:
                 yield first
                 yield from shares
 
-        return Ahead(compared())
+        return Peekable(compared())
 
-    def _of_data(self, shares: Ahead[Share], until: int | None, epoch: int | None = None) -> Iterator[Step]:
+    def _of_data(
+        self, shares: Peekable[Share], until: int | None, epoch: int | None = None
+    ) -> Iterator[Step]:
         """Yield steps until ``until`` steps are made, or to the end of the given epoch."""
         committed, data = self.committed, self._data
         assert data is not None
@@ -364,7 +366,7 @@ class StepLoop:
                 "same steps= as for those epochs"
             )
 
-    def _of_epoch(self, shares: Ahead[Share] | None, until: int | None, accumulate: int) -> Iterator[Any]:
+    def _of_epoch(self, shares: Peekable[Share] | None, until: int | None, accumulate: int) -> Iterator[Any]:
         """Yield the steps of the present epoch, until ``until`` steps or to the end of the data's epoch."""
         if shares is not None:
             yield from self._of_data(shares, until, self.committed.progress.ended if until is None else None)
