@@ -102,7 +102,7 @@ def test_the_last_step_is_saved_however_long_those_before_it_take(savers, tmp_pa
     last = CommitCheckpoints(checkpoints)
     parts = checkpointing.Parts({"w": torch.zeros(1 << 19)}, {}, {})
     for parts.step in (1, 2):
-        last.passed(parts, None, ends=False)
+        last.after_commit(parts, None, ends=False)
     assert not checkpoints.skipped
     parts.step = 3
     last.finished(parts, None)

@@ -135,9 +135,9 @@ def steps_without_a_sum(steps: int) -> tuple[list[list[str]], bool]:
                 for name in "ab":
                     reduction.calls(name)
                 reduction.backward(torch.zeros((), requires_grad=True), parts[0])
-        world.tell("all steps are made", "")
+        world.set_value("all steps are made", "")
     else:
-        world.hear("all steps are made")
+        world.wait_for_value("all steps are made")
         for _ in range(steps):
             reduction.begin(lambda: 2)
             assert reduction._order is not None

@@ -51,16 +51,16 @@ class CommitCheckpoints:
         self.checkpoints = checkpoints
         checkpoints.keep_in_step()
         agentpage.has_checkpoints()
-        self._survived = False
+        self._save_first = False
         self._tried = 0  # the last world whose first commit was tried out without a save
         self._newest = (0, (-1, 0))  # the world and the point of the last save or resume
 
-    def survived(self) -> None:
+    def save_first_commit(self) -> None:
         """Have the world's first commit saved, due or not: survivors of the last world may have the only copy
         of the state. Call it on all ranks of a world, or on none."""
-        self._survived = True
+        self._save_first = True
 
-    def passed(self, parts: Parts, world: World | None, ends: bool) -> None:
+    def after_commit(self, parts: Parts, world: World | None, ends: bool) -> None:
         """Save a committed step if a save is due. ``ends``: the world ends with this commit. Raises
         WorldChanged if the world ends otherwise."""
         if ends:
@@ -72,13 +72,13 @@ class CommitCheckpoints:
         else:
             with or_over(world):
                 due = self.checkpoints.due(parts.step)
-            if due or self._survived:
+            if due or self._save_first:
                 self._save(parts, world)
             elif self._tried != (number := world.number if world else 1):
                 with or_over(world):
                     self.checkpoints.try_out(self._state_of(parts))
                 self._tried = number
-            self._survived = False
+            self._save_first = False
 
     def finished(self, parts: Parts, world: World | None) -> None:
         """Save the end of the training. Raises WorldChanged if the world ends meanwhile."""

@@ -169,7 +169,7 @@ class CommittedState:
         if self.recorder is not None:
             self.recorder.committed(self.step, self._learned(), covers)
         self._end_commit(due=True)
-        self.comparison.passed(self.step)
+        self.comparison.after_commit(self.step)
 
     def commit_epoch(self, *, over: bool, stops: bool) -> None:
         """Commit the work after an epoch's steps, on all workers together. Rank 0 decides whether training
@@ -210,9 +210,9 @@ class CommittedState:
     def _end_commit(self, *, due: bool) -> None:
         """Save the commit if the world ends with it, or if a checkpoint may be ``due``."""
         world = self.world
-        ends = world is not None and world.passed(self.commit_number)
+        ends = world is not None and world.ends_with_commit(self.commit_number)
         if self.saves is not None and (ends or due) and not (world is not None and world.over):
-            self.saves.passed(self.parts(), world, ends)
+            self.saves.after_commit(self.parts(), world, ends)
         if ends:
             raise WorldChanged
 
@@ -298,7 +298,7 @@ class CommittedState:
     def survived(self) -> None:
         """Note that this world continues from the memory of the last world's workers."""
         if self.saves is not None:
-            self.saves.survived()
+            self.saves.save_first_commit()
 
     def has_newer(self, age: Age, world: World) -> bool:
         """Whether a newer state than this age was kept anywhere. All workers of the world call it

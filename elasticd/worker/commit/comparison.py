@@ -76,7 +76,7 @@ class Comparison:
             return Digests()
         return Digests(self._digest(), self._shared.digest(), self._shared.digest_of_beginning)
 
-    def passed(self, step: int) -> None:
+    def after_commit(self, step: int) -> None:
         """Compare after this commit if a comparison is due. All workers agree on the next one. Raises
         Diverged, Unlike, and WorldChanged."""
         if self._world is None or step < self._next:

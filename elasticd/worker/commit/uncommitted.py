@@ -116,7 +116,7 @@ class Uncommitted:
         else:
             self._unused = self._unused_gradient()
             if self._world is not None:
-                self._world.vouch()
+                self._world.require_all_sums()
         self._commits += 1
 
     def keep(self) -> None:
@@ -193,7 +193,7 @@ class Uncommitted:
             for gpu in self._gpus:
                 torch.cuda.current_stream(gpu).synchronize()  # the sums have arrived, or the world ends
                 world.check()
-            world.vouch()
+            world.require_all_sums()
         if policy() != "ignore" and not all_finite(gradients_of(self._contents.optimizers[name])):
             not_finite("a gradient is NaN or infinite")
         self.stepped.add(name)

@@ -69,15 +69,15 @@ class AveragedReduction:
 
     def begin(self, left_out: Callable[[], int]) -> None:
         self._order = None
-        if self._world is not None and (hearers := left_out()):
-            self._order = CallOrder(self._world, self._orders, hearers)
+        if self._world is not None and (readers := left_out()):
+            self._order = CallOrder(self._world, self._orders, readers)
             self._orders += 1
 
     def calls(self, name: str) -> None:
         """Note that the script is about to call a model."""
         adds_up = self._adds_up and torch.is_grad_enabled() and name in self._models.wrapped
         if self._order is not None and adds_up:
-            self._order.tell(name)
+            self._order.add(name)
 
     @contextlib.contextmanager
     def part(self, part: Portion) -> Iterator[None]:
@@ -96,7 +96,7 @@ class AveragedReduction:
             return
         self._models.wrap_changed()  # the other workers did so when they called the model
         parallel = self._models.parallel
-        called = parallel.keys() if self._order is None else self._order.heard()
+        called = parallel.keys() if self._order is None else self._order.names()
         losses = [_of_nothing(parallel[name]) for name in called if name in parallel]
         if losses:
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
@@ -109,39 +109,39 @@ class CallOrder:
     """Which of several models a step calls, and in which order, for the workers without a part of the batch.
 
     DistributedDataParallel adds up the gradients of the models that were called, in the reverse order of the
-    calls, and all workers must make these sums in the same order. The last rank always has a part. It tells
-    each model, before the first call in its last part, through the round's store.
+    calls, and all workers must make these sums in the same order. The last rank always has a part. It writes
+    the name of each model to the round's store, before the model's first call in the last part.
     """
 
-    def __init__(self, world: World, number: int, hearers: int) -> None:
-        """``number``: counts these objects in this world. ``hearers``: the number of workers without a
+    def __init__(self, world: World, number: int, readers: int) -> None:
+        """``number``: counts these objects in this world. ``readers``: the number of workers without a
         part."""
-        self._world, self._number, self._hearers = world, number, hearers
-        self._told: list[str] = []
+        self._world, self._number, self._readers = world, number, readers
+        self._written: list[str] = []
         self._ended = world.rank != world.size - 1
 
-    def tell(self, name: str) -> None:
-        """Tell the other workers that the script is about to call a model, unless they know."""
-        if not self._ended and name not in self._told:
-            self._tell(name)
+    def add(self, name: str) -> None:
+        """Tell the other workers that the script is about to call the model, once per step."""
+        if not self._ended and name not in self._written:
+            self._write(name)
 
     def end(self) -> None:
         """Tell the other workers that the step calls no further model."""
         if not self._ended:
             self._ended = True
-            self._tell(_NONE)
+            self._write(_NONE)
 
-    def heard(self) -> Iterator[str]:
+    def names(self) -> Iterator[str]:
         """Yield the names of the models, each as soon as the step calls it. Raises WorldChanged."""
         for at in itertools.count():
-            if (name := self._world.hear(self._key(at))) == _NONE:
-                self._world.forget_values([self._key(i) for i in range(at + 1)], self._hearers)
+            if (name := self._world.wait_for_value(self._key(at))) == _NONE:
+                self._world.forget_values([self._key(i) for i in range(at + 1)], self._readers)
                 return
             yield name
 
-    def _tell(self, name: str) -> None:
-        self._world.tell(self._key(len(self._told)), name)
-        self._told.append(name)
+    def _write(self, name: str) -> None:
+        self._world.set_value(self._key(len(self._written)), name)
+        self._written.append(name)
 
     def _key(self, at: int) -> str:
         return f"call {at} of {self._number}"

@@ -82,8 +82,8 @@ class World:
         self.sums_begun = self.sums = 0  # backward passes since the last commit: begun, and completed
         self._address = enter.env["MASTER_ADDR"], int(enter.env["MASTER_PORT"])
         self._lock = threading.Lock()
-        self._step = 0
-        self._last_step: int | None = None
+        self._commit = 0
+        self._last_commit: int | None = None
         self._leaving = False
         self._leaves_early = False
         self._going = False
@@ -94,13 +94,12 @@ class World:
 
     # ------------------------------------------------------------ joining
 
-    def form(self, step: int, timeout: timedelta) -> None:
+    def form(self, commit: int, timeout: timedelta) -> None:
         """Join the other workers. Raises WorldChanged if the world ends before it began.
 
-        ``step``: the number of this worker's last commit, as for ``passed``. ``timeout``: of the group's
-        collectives.
+        ``commit``: the number of this worker's last commit. ``timeout``: of the group's collectives.
         """
-        self._step = step
+        self._commit = commit
         _spare_children()
         with self.or_over():
             with self._connecting():
@@ -135,10 +134,10 @@ class World:
         WorldChanged."""
         if self.broken is not None:
             raise WorldChanged from self.broken
-        if self.over or (self._last_step is not None and self._step >= self._last_step):
+        if self.over or (self._last_commit is not None and self._commit >= self._last_commit):
             raise WorldChanged
 
-    def vouch(self) -> None:
+    def require_all_sums(self) -> None:
         """Raise WorldChanged unless all sums of this step have arrived. If no DistributedDataParallel of
         State's did the sums, ask the other workers by a collective."""
         if self.broken is not None:
@@ -148,24 +147,24 @@ class World:
                 dist.all_reduce(torch.zeros(1))
         self.sums_begun = self.sums = 0
 
-    def passed(self, step: int) -> bool:
-        """Whether the world ends with this commit. ``step``: the commit's number, which grows with each
+    def ends_with_commit(self, number: int) -> bool:
+        """Whether the world ends with this commit. ``number``: the commit's number, which grows with each
         commit and is the same in all workers."""
         with self._lock:
-            self._step = step
+            self._commit = number
             if self.over or not self._leaving:
                 return self.over
-        if self._last_step is None:
+        if self._last_commit is None:
             try:
-                self._last_step = int(self._await("last step"))
+                self._last_commit = int(self._await("last step"))
             except (RuntimeError, ValueError):  # the store is lost, or a worker has left already
                 return True
-        return self.over or step >= self._last_step
+        return self.over or number >= self._last_commit
 
     def nobody_stays(self) -> bool:
         """Whether the world has just ended in a planned way, and none of its workers will be in a later one.
         All ranks call it together. Raises WorldChanged if the world ends otherwise meanwhile."""
-        if self.over or self._last_step is None or self._step < self._last_step:
+        if self.over or self._last_commit is None or self._commit < self._last_commit:
             return False
         staying = torch.tensor(float(not self._going))
         if self.size > 1:
@@ -185,13 +184,13 @@ class World:
 
     # ------------------------------------------------------------ values for other workers
 
-    def tell(self, key: str, value: str) -> None:
-        """Set a value that other workers ``hear``. Raises WorldChanged."""
+    def set_value(self, key: str, value: str) -> None:
+        """Set a value that other workers wait for. Raises WorldChanged."""
         with self.or_over():
             self._store.compare_set(key, "", f"={value}")
 
-    def hear(self, key: str) -> str:
-        """Wait for a value that another worker tells. Raises WorldChanged."""
+    def wait_for_value(self, key: str) -> str:
+        """Wait for a value that another worker sets. Raises WorldChanged."""
         try:
             value = self._await(key)
         except RuntimeError as error:  # the store is lost
@@ -201,13 +200,13 @@ class World:
             raise WorldChanged
         return value.removeprefix("=")
 
-    def forget_values(self, keys: Sequence[str], hearers: int) -> None:
-        """Remove values that this worker has heard, once ``hearers`` workers have called this with the same
+    def forget_values(self, keys: Sequence[str], readers: int) -> None:
+        """Remove values that this worker has read, once ``readers`` workers have called this with the same
         keys: others may lag by many steps. Raises WorldChanged."""
-        heard = f"heard {keys[-1]}"
+        read = f"heard {keys[-1]}"
         with self.or_over():
-            if self._store.add(heard, 1) == hearers:
-                for key in (*keys, heard):
+            if self._store.add(read, 1) == readers:
+                for key in (*keys, read):
                     self._store.delete_key(key)
 
     # ------------------------------------------------------------ leaving
@@ -215,9 +214,9 @@ class World:
     def ask_to_leave(self, going: bool) -> None:
         """Leave at the first commit that no worker has passed yet.
 
-        Each worker tells its step, and stops at its next commit until all have told theirs. Workers that
-        still join do so first, so that new workers get the state. ``going``: this worker will be in no later
-        world.
+        Each worker writes the number of its last commit to the store, and waits at its next commit until all
+        have written. Workers that still join do so first, so that new workers get the state.
+        ``going``: this worker will be in no later world.
         """
         with self._lock:
             self._leaves_early = not self._formed
@@ -225,16 +224,16 @@ class World:
             if self._leaves_early or self._leaving:
                 return
             self._leaving = True
-            step = self._step
+            commit = self._commit
 
-        def tell() -> None:
+        def write_commit() -> None:
             store = self._connect()  # a client serves one call at a time, and the other client may be waiting
-            store.set(f"step of {self.rank}", str(step))
+            store.set(f"step of {self.rank}", str(commit))
             if store.add("told", 1) == self.size:
-                steps = store.multi_get([f"step of {rank}" for rank in range(self.size)])
-                store.compare_set("last step", "", str(max(map(int, steps)) + 1))
+                commits = store.multi_get([f"step of {rank}" for rank in range(self.size)])
+                store.compare_set("last step", "", str(max(map(int, commits)) + 1))
 
-        _aside(tell)
+        _use_store_in_thread(write_commit)
 
     def abort(self) -> None:
         """End the world now: every wait for other workers raises."""
@@ -245,7 +244,7 @@ class World:
             awaited = self._awaited
         if awaited:
             # This ends the wait in all workers, unless the awaited value came first.
-            told = _aside(lambda: self._connect().compare_set(awaited, "", _LEFT))
+            told = _use_store_in_thread(lambda: self._connect().compare_set(awaited, "", _LEFT))
             with contextlib.suppress(queue.Empty):
                 if told.get(timeout=ANSWER_S_MAX):
                     return
@@ -394,14 +393,14 @@ def what_led_to(failure: BaseException | None) -> list[BaseException]:
     return found
 
 
-def _aside(talk: Callable[[], object]) -> queue.SimpleQueue[bool]:
-    """Use the store in a separate thread, since it may be unreachable. The queue gets whether that worked. If
-    it did not, the agent decides about the world."""
+def _use_store_in_thread(use: Callable[[], object]) -> queue.SimpleQueue[bool]:
+    """Use the store in a separate thread, since the store may be unreachable. The queue gets whether ``use``
+    succeeded. If it failed, the agent decides about the world."""
     outcome: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            talk()
+            use()
             outcome.put(True)
         except RuntimeError:
             outcome.put(False)
