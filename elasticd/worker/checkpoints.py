@@ -56,7 +56,7 @@ __all__ = ["Checkpoints", "CommittedSave", "NoCheckpoint"]
 
 _log = logging.getLogger(__name__)
 _UNDER_WAY_MAX: Final = 4  # saves that are not committed yet: slow commits fill the disk
-_LANDS_S: Final = 10.0  # how long close() waits for a copy from a GPU, which may hang
+_COPY_S: Final = 10.0  # how long close() waits for a copy from a GPU, which may hang
 _NOTHING_WHOLE: Final = 5  # the exit code of a job that finds no whole checkpoint
 
 
@@ -266,8 +266,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Stop. Saves that were handed over are still written and committed."""
-        if self._plan is not None and self._plan.landed is not None:
-            futures.wait([self._plan.landed], _LANDS_S)
+        if self._plan is not None and self._plan.copy_done is not None:
+            futures.wait([self._plan.copy_done], _COPY_S)
         self._line.close()
         self._plan, self._ranks = None, None
 
@@ -313,7 +313,7 @@ class Checkpoints:
         number = plan.handed_over(copied=self._terms.copies)
         self._schedule.cost_s = time.monotonic() - began
         message = SaveShard(plan.number, number, step, name, time.time(), self._schedule.cost_s)
-        if plan.landed is None:
+        if plan.copy_done is None:
             self._line.say(message)
             return
 
@@ -321,7 +321,7 @@ class Checkpoints:
             plan.buffers[number].busy = plan.buffers[number].copying = False
             return MissSave(name, step, why)
 
-        self._line.say_when(plan.landed, message, spoilt)
+        self._line.say_when(plan.copy_done, message, spoilt)
 
     # ------------------------------------------------------------ what the saver says
 

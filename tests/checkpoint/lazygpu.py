@@ -46,7 +46,7 @@ class Lazy(GpuCopier):
         self.copies.append(Copy(into, sources))
         return self.copies[-1]
 
-    def hold(self, event: Copy) -> None:
+    def wait_on_gpu(self, event: Copy) -> None:
         for copy in self.copies[: self.copies.index(event) + 1]:
             copy.run()
 

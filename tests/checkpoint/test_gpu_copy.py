@@ -117,6 +117,6 @@ def test_the_gpu_that_waits_and_is_waited_for_is_the_one_that_copies(monkeypatch
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda which: used.append(which) or stream)
     event = SimpleNamespace(device=second, synchronize=lambda: used.append("waited"))
-    GpuCopier().hold(event)
+    GpuCopier().wait_on_gpu(event)
     GpuCopier().wait(event)
     assert used == [second, "held", second, "waited", "back"]

@@ -58,7 +58,7 @@ def test_a_save_waits_for_no_gpu_and_is_of_its_step_though_the_next_is_asked_for
     busy = keep_busy()
     assert checkpoints.save(state, 4)
     step(state)
-    assert not busy.query() and not plan.landed.done(), "the GPU has not come to it yet"
+    assert not busy.query() and not plan.copy_done.done(), "the GPU has not come to it yet"
     assert checkpoints.wait(120) and not checkpoints.failed, checkpoints.last_error
     found = training_on_gpu(7)
     assert opened().load(found) == 4

@@ -68,7 +68,7 @@ class GpuCopier:
         event.record(stream)
         return event
 
-    def hold(self, event: GpuEvent) -> None:
+    def wait_on_gpu(self, event: GpuEvent) -> None:
         """Let later work on the GPU wait for the event."""
         torch.cuda.current_stream(event.device).wait_event(event)  # type: ignore[arg-type]
 
@@ -79,8 +79,8 @@ class GpuCopier:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Flight:
-    """Copies in flight of ``tensors``, which only an optimizer's step may change meanwhile. ``memory``, their
+class PendingCopy:
+    """Unfinished copies of ``tensors``, which only an optimizer's step may change meanwhile. ``memory``, their
     destination, is kept until they are done."""
 
     gpu: GpuCopier
@@ -99,9 +99,9 @@ class Flight:
         with self._lock:
             if self._intact is None:
                 self._intact = self._count() == self._versions
-                self.gpu.hold(self.event)
+                self.gpu.wait_on_gpu(self.event)
 
-    def land(self) -> str:
+    def finish(self) -> str:
         """Wait until all is copied. Return the error if a tensor was changed before its copy; else an empty
         string."""
         self.gpu.wait(self.event)
@@ -116,8 +116,8 @@ class Flight:
         return [tensor._version for tensor in self.tensors]
 
 
-_flights: weakref.WeakSet[Flight] = weakref.WeakSet()
-_landing = ThreadPoolExecutor(
+_pending: weakref.WeakSet[PendingCopy] = weakref.WeakSet()
+_finisher = ThreadPoolExecutor(
     1, "offload"
 )  # in the order of the saves; the interpreter waits for it at its end
 
@@ -129,7 +129,7 @@ def offload(
     lasting: Iterable[bool],
     memory: Memory | None = None,
 ) -> Future[str] | None:
-    """Copy all sources. Return None if the copies are done, else a future of ``Flight.land``.
+    """Copy all sources. Return None if the copies are done, else a future of ``PendingCopy.finish``.
 
     ``lasting``: for each source, whether only an optimizer's step changes it. ``memory``: the memory that
     holds ``into``.
@@ -142,18 +142,18 @@ def offload(
     event = None
     if there:
         event = gpu.copy(*_apart(there))
-        gpu.hold(event)
+        gpu.wait_on_gpu(event)
     if later:  # on the same stream, after the others
         event = gpu.copy(*_apart(later))
-    landed = None
+    copy_done = None
     if event is not None:
         _watch_optimizers()
-        flight = Flight(gpu, event, [b for _, b in later], memory)
-        _flights.add(flight)
-        landed = _landing.submit(flight.land)
+        pending = PendingCopy(gpu, event, [b for _, b in later], memory)
+        _pending.add(pending)
+        copy_done = _finisher.submit(pending.finish)
     if here:
         torch._foreach_copy_(*_apart(here))
-    return landed
+    return copy_done
 
 
 def stepped(state: Mapping[str, Any], flat: Flat) -> set[str]:
@@ -186,7 +186,7 @@ def _apart(
 @functools.cache
 def _watch_optimizers() -> None:
     def before_step(*_: Any) -> None:
-        for flight in list(_flights):
-            flight.protect()
+        for pending in list(_pending):
+            pending.protect()
 
     register_optimizer_step_pre_hook(before_step)

@@ -140,7 +140,7 @@ class SaverConnection:
             self._line.try_send(message)
 
     def say_when(
-        self, landed: Future[str], message: WorkerToSaver, spoilt: Callable[[str], WorkerToSaver]
+        self, copy_done: Future[str], message: WorkerToSaver, spoilt: Callable[[str], WorkerToSaver]
     ) -> None:
         """Send ``message`` once the copy has ended, from another thread, or ``spoilt(why)`` if it failed.
         The training thread notices a lost connection at its next call."""
@@ -152,7 +152,7 @@ class SaverConnection:
                 with contextlib.suppress(ChannelClosed):
                     line.send(said)
 
-        landed.add_done_callback(send)
+        copy_done.add_done_callback(send)
 
     def listen(self) -> None:
         """Take all messages that have arrived."""

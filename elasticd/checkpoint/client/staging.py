@@ -63,7 +63,9 @@ class CopyPlan:
     gpu: GpuCopier
     buffers: list[Buffer] = field(default_factory=list)
     turn: int = 0
-    landed: Future[str] | None = None  # of a copy that is not finished: why it failed, or ""
+    copy_done: Future[str] | None = (
+        None  # of a copy from a GPU: why it failed, or "". None: no copy is pending
+    )
     _padded: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
 
     @classmethod
@@ -109,7 +111,7 @@ class CopyPlan:
     def fill(
         self, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes], say: Callable[..., bool]
     ) -> str:
-        """Copy the state into the next buffer, from a GPU while training goes on: see ``landed``.
+        """Copy the state into the next buffer, from a GPU while training goes on: see ``copy_done``.
 
         Return why the copy failed; empty if it did not. ``say``: sends a message and files to the saver,
         and returns whether they were sent.
@@ -130,12 +132,12 @@ class CopyPlan:
         if not say(BufferTorn(number)):
             # A saver that still lives would mistake the buffer for its old contents.
             return "the connection to the saver is lost"
-        self.landed = None
+        self.copy_done = None
         with torch.no_grad():
             if on_gpu:
                 lasting = stepped(state, flat)
                 stays = [part.key in lasting for part, _ in self.shard.parts]
-                self.landed = offload(self.gpu, buffer.into, sources, stays, buffer.memory)
+                self.copy_done = offload(self.gpu, buffer.into, sources, stays, buffer.memory)
             elif sources:  # there may be more ranks than tensors
                 torch._foreach_copy_(buffer.into, sources)
         for key, at, room in self.shard.blobs:
