@@ -169,7 +169,7 @@ class Checkpoints:
         blobs = self._blobs = pickled(flat.objects, self._blobs)
         same = plan is not None and plan.suits(shape, blobs)
         free = (plan is None or not same or plan.free) and len(self._pending) < _UNDER_WAY_MAX
-        answer = ranks.ask_least([self._line.is_open, same, free, step, -step])
+        answer = ranks.begin_minimum([self._line.is_open, same, free, step, -step])
         # Copy already: the copy is most likely needed, and the others' answers take time.
         why = self._fill(state, flat, blobs) if self._line.is_open and same and free else None
         agreed = answer()
@@ -185,7 +185,7 @@ class Checkpoints:
             self._seq = 0  # part of the checkpoint's name; a new worker counts from 0
         if agreed[0] and not agreed[2]:
             self.skipped += 1
-            self._line.mention(SkipSave(step))
+            self._line.try_send(SkipSave(step))
             return False
         if not (agreed[0] and agreed[1]):
             self._make_plan(ranks, state, flat, blobs)
@@ -222,9 +222,9 @@ class Checkpoints:
         durable. ``--checkpoint-rate`` does not apply meanwhile.
         """
         if self._is_waited_for():
-            self._line.mention(AwaitSaves(on=True))
+            self._line.try_send(AwaitSaves(on=True))
             self._line.listen_while(self._is_waited_for, timeout_s)
-            self._line.mention(AwaitSaves(on=False))
+            self._line.try_send(AwaitSaves(on=False))
         return not self._is_waited_for()
 
     @agentpage.goes_on
@@ -290,13 +290,13 @@ class Checkpoints:
         self._plan, layout = CopyPlan.agree(ranks, self._plans, state, flat, blobs, self._gpu)
         file = layout.file()
         try:
-            self._line.say(PlanShard(self._plan.number, self._plan.shard.size), file)
+            self._line.send(PlanShard(self._plan.number, self._plan.shard.size), file)
         finally:
             os.close(file)
 
     def _fill(self, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]) -> str:
         assert self._plan is not None
-        return self._plan.fill(state, flat, blobs, self._line.say)
+        return self._plan.fill(state, flat, blobs, self._line.send)
 
     def _hand_over(self, why: str, step: int, began: float) -> None:
         """Hand the filled buffer over, or tell the saver ``why`` it was not filled."""
@@ -308,20 +308,20 @@ class Checkpoints:
             return
         self._pending.add(name)
         if why:
-            self._line.say(MissSave(name, step, why))
+            self._line.send(MissSave(name, step, why))
             return
         number = plan.handed_over(copied=self._terms.copies)
         self._schedule.cost_s = time.monotonic() - began
         message = SaveShard(plan.number, number, step, name, time.time(), self._schedule.cost_s)
         if plan.copy_done is None:
-            self._line.say(message)
+            self._line.send(message)
             return
 
         def spoilt(why: str) -> MissSave:
             plan.buffers[number].busy = plan.buffers[number].copying = False
             return MissSave(name, step, why)
 
-        self._line.say_when(plan.copy_done, message, spoilt)
+        self._line.send_when_copied(plan.copy_done, message, spoilt)
 
     # ------------------------------------------------------------ what the saver says
 

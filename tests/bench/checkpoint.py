@@ -28,7 +28,7 @@ from typing import Any
 import click
 
 from elasticd.checkpoint import protocol
-from elasticd.checkpoint.server.standalone import be_modest
+from elasticd.checkpoint.server.standalone import lower_priority
 
 Numbers = dict[str, dict[str, list[float]]]
 STEP_S = 0.3
@@ -194,7 +194,7 @@ def memory_held() -> int:
 
 def write_when_told(size: int) -> None:
     """For each byte that comes in: as many to a file, past the page cache, durably; then a byte out."""
-    be_modest()
+    lower_priority()
     content = mmap.mmap(-1, size // mmap.PAGESIZE * mmap.PAGESIZE)
     content.write(b"\1" * len(content))
     while os.read(0, 1):

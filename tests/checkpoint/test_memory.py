@@ -88,7 +88,7 @@ def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(forke
     saver.suspend()
     try:
         for _ in range(5):
-            checkpoints._line.mention(AwaitSaves(on=False))
+            checkpoints._line.try_send(AwaitSaves(on=False))
         checkpoints.close()
         line.send(AskOffers(store_at(tmp_path / "run").url))
     finally:
@@ -112,7 +112,7 @@ def test_a_whole_training_comes_back_from_memory(forker, tmp_path):
 def test_what_was_being_written_over_is_not_taken(forker, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.save(filled(1), 1) and checkpoints.wait()
-    checkpoints._line.say(BufferTorn(0))  # and there it was killed
+    checkpoints._line.send(BufferTorn(0))  # and there it was killed
     checkpoints.close()
     state, after = filled(0), Checkpoints(tmp_path / "run")
     assert after.load(state) == 1 and after.tier == "disk"

@@ -28,24 +28,24 @@ class RankGroup:
         """Whether the world has changed since this object was made."""
         return self.world is not (dist.group.WORLD if dist.is_initialized() else None)
 
-    def least(self, values: Sequence[int]) -> list[int]:
+    def minimum(self, values: Sequence[int]) -> list[int]:
         """Return the minimum of each value over all ranks."""
-        return self.ask_least(values)()
+        return self.begin_minimum(values)()
 
-    def ask_least(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begin ``least``. Return a function that waits for the result: the caller can do other work
+    def begin_minimum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begin ``minimum``. Return a function that waits for the result: the caller can do other work
         meanwhile."""
         if self.group is None:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.group, async_op=True)
 
-        def answer() -> list[int]:
+        def result() -> list[int]:
             if work is not None:  # None: this rank is not in the group
                 work.wait()
             return [int(v) for v in tensor]
 
-        return answer
+        return result
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Return the bytes of each rank, by rank."""
@@ -55,6 +55,6 @@ class RankGroup:
         dist.all_gather(sizes, torch.tensor([len(mine)]), group=self.group)
         most = max(int(s) for s in sizes)
         padded = torch.frombuffer(bytearray(mine.ljust(max(most, 1), b"\0")), dtype=torch.uint8)
-        said = [torch.empty(max(most, 1), dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(said, padded, group=self.group)
-        return [s.numpy().tobytes()[: int(n)] for s, n in zip(said, sizes, strict=True)]
+        gathered = [torch.empty(max(most, 1), dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(gathered, padded, group=self.group)
+        return [s.numpy().tobytes()[: int(n)] for s, n in zip(gathered, sizes, strict=True)]

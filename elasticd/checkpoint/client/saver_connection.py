@@ -124,7 +124,7 @@ class SaverConnection:
         self._silent_until = 0.0
         return line
 
-    def say(self, message: WorkerToSaver, *files: int) -> bool:
+    def send(self, message: WorkerToSaver, *files: int) -> bool:
         """Send a message; return whether it was sent. Training does not wait: a saver that has not read for
         long counts as lost."""
         if self._line is not None:
@@ -134,25 +134,25 @@ class SaverConnection:
                 self._lose(error)
         return self.is_open
 
-    def mention(self, message: WorkerToSaver) -> None:
+    def try_send(self, message: WorkerToSaver) -> None:
         """Send a message that a slow saver may miss."""
         if self._line is not None:
             self._line.try_send(message)
 
-    def say_when(
+    def send_when_copied(
         self, copy_done: Future[str], message: WorkerToSaver, spoilt: Callable[[str], WorkerToSaver]
     ) -> None:
         """Send ``message`` once the copy has ended, from another thread, or ``spoilt(why)`` if it failed.
         The training thread notices a lost connection at its next call."""
         line = self._line
 
-        def send(done: Future[str]) -> None:
+        def on_copied(done: Future[str]) -> None:
             said = spoilt(why) if (why := done.result()) else message
             if line is not None:
                 with contextlib.suppress(ChannelClosed):
                     line.send(said)
 
-        copy_done.add_done_callback(send)
+        copy_done.add_done_callback(on_copied)
 
     def listen(self) -> None:
         """Take all messages that have arrived."""

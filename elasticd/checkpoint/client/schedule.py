@@ -137,7 +137,7 @@ class Schedule:
             answer = look(step, now, self._since + interval, step_s)
             mine = [int(answer.save), answer.next]
             self._mark = (step, now)
-        save, self._next = ranks.least(mine)
+        save, self._next = ranks.minimum(mine)
         if save:
             self._since = now
         return bool(save)

@@ -18,7 +18,7 @@ _NICE: Final = 19
 _SESSION_NICE: Final = 10  # about a tenth of a processor that a worker also uses: slow, but not starved
 
 
-def be_modest() -> None:
+def lower_priority() -> None:
     """Lower the priority of this process, so that the saver uses only the time that training leaves.
 
     Where the kernel groups processes by session, ``nice`` counts only within a session: a saver with a
@@ -44,7 +44,7 @@ def main(fd: int, options: str = "{}") -> None:
     """Serve the listening socket ``fd``. A client must name the secret, which is read from standard input.
     ``options`` is JSON: ``linger_s``, see ``Saver``, and ``bytes_s``, the most bytes to write per second."""
     given: dict[str, Any] = json.loads(options)
-    be_modest()
+    lower_priority()
     bytes_s = given.get("bytes_s")
     pace = RateLimit(bytes_s) if bytes_s else None
     listener = socket.socket(fileno=fd)

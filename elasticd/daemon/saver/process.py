@@ -16,7 +16,7 @@ import msgspec
 from elasticd.checkpoint.server.replication import Replication
 from elasticd.checkpoint.server.save_report import Footprint, SaveReport
 from elasticd.checkpoint.server.saver import Saver
-from elasticd.checkpoint.server.standalone import be_modest, say
+from elasticd.checkpoint.server.standalone import lower_priority, say
 from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.facts import SaverAddress
 from elasticd.daemon.saver import ADDRESS, OPTIONS
@@ -49,7 +49,7 @@ def access_of(said: Mapping[str, Any]) -> tuple[EtcdAccess, str]:
 
 def main() -> None:
     """Run the saver. Standard input is the socket to listen on."""
-    be_modest()
+    lower_priority()
     options = json.loads(os.environ[OPTIONS])
     access, job = access_of(options)
     bytes_s = options["bytes_s"]
