@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Pile:
+class SumPlan:
     """How to add up subtrees of neighbouring virtual ranks with a stack.
 
     The subtrees are pushed one by one. While the top two are the halves of one subtree, the upper is added to
@@ -30,21 +30,21 @@ class Pile:
     height: int
 
 
-def pile_up(subtrees: Iterable[range], virtual_ranks: int) -> Pile:
+def plan_sums(subtrees: Iterable[range], virtual_ranks: int) -> SumPlan:
     """Return the additions for contiguous subtrees of a tree over ``virtual_ranks``."""
-    pile: list[range] = []
+    stack: list[range] = []
     sums: list[int] = []
     height = 0
     for subtree in subtrees:
-        pile.append(subtree)
+        stack.append(subtree)
         count = 0
-        while len(pile) > 1 and _are_halves(pile[-2], pile[-1], virtual_ranks):
-            upper = pile.pop()
-            pile[-1] = range(pile[-1].start, upper.stop)
+        while len(stack) > 1 and _are_halves(stack[-2], stack[-1], virtual_ranks):
+            upper = stack.pop()
+            stack[-1] = range(stack[-1].start, upper.stop)
             count += 1
         sums.append(count)
-        height = max(height, len(pile))
-    return Pile(tuple(sums), tuple(pile), height)
+        height = max(height, len(stack))
+    return SumPlan(tuple(sums), tuple(stack), height)
 
 
 def _are_halves(left: range, right: range, virtual_ranks: int) -> bool:

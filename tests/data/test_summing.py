@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.data.dealing import deal
-from elasticd.data.summing import pile_up
+from elasticd.data.summing import plan_sums
 
 
 def tree(first: int, end: int) -> str:
@@ -21,7 +21,7 @@ def tree(first: int, end: int) -> str:
 
 def added_up(parts: list[tuple[range, str]], virtual_ranks: int) -> list[str]:
     pile: list[str] = []
-    how = pile_up([subtree for subtree, _ in parts], virtual_ranks)
+    how = plan_sums([subtree for subtree, _ in parts], virtual_ranks)
     for (_, text), sums in zip(parts, how.sums, strict=True):
         pile.append(text)
         for _ in range(sums):
@@ -33,7 +33,7 @@ def added_up(parts: list[tuple[range, str]], virtual_ranks: int) -> list[str]:
 
 def subtrees_of(block: range, virtual_ranks: int) -> tuple[range, ...]:
     """What the worker with this block of virtual ranks hands in."""
-    return pile_up((range(v, v + 1) for v in block), virtual_ranks).left
+    return plan_sums((range(v, v + 1) for v in block), virtual_ranks).left
 
 
 @given(st.integers(1, 70), st.integers(1, 80))
@@ -50,9 +50,9 @@ def test_in_a_world_of_any_size_the_sum_is_that_of_one_tree(virtual_ranks: int, 
 def test_a_worker_hands_in_and_holds_few(virtual_ranks: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, virtual_ranks - 1))
     block = range(first, data.draw(st.integers(first + 1, virtual_ranks)))
-    pile = pile_up((range(v, v + 1) for v in block), virtual_ranks)
-    assert [v for subtree in pile.left for v in subtree] == list(block)
-    assert len(pile.left) <= pile.height <= 2 * len(block).bit_length()
+    plan = plan_sums((range(v, v + 1) for v in block), virtual_ranks)
+    assert [v for subtree in plan.left for v in subtree] == list(block)
+    assert len(plan.left) <= plan.height <= 2 * len(block).bit_length()
 
 
 def test_one_virtual_rank_for_each_worker_is_handed_in_as_it_is() -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from elasticd.data.summing import pile_up
+from elasticd.data.summing import plan_sums
 
 FIRST_BYTES = 1 << 20  # small, so that sending begins early, as in DistributedDataParallel
 BUCKET_BYTES = 25 << 20
@@ -27,11 +27,11 @@ class Exchange:
     ``counts``: the number of each worker's subtrees."""
 
     def __init__(self, blocks: Sequence[range], rank: int, virtual_ranks: int) -> None:
-        piles = [pile_up((range(v, v + 1) for v in block), virtual_ranks) for block in blocks]
+        plans = [plan_sums((range(v, v + 1) for v in block), virtual_ranks) for block in blocks]
         self.rank, self.size = rank, len(blocks)
-        self.leaves = piles[rank]
-        self.counts = [len(pile.left) for pile in piles]
-        self.all = pile_up([subtree for pile in piles for subtree in pile.left], virtual_ranks)
+        self.leaves = plans[rank]
+        self.counts = [len(plan.left) for plan in plans]
+        self.all = plan_sums([subtree for plan in plans for subtree in plan.left], virtual_ranks)
 
     @property
     def arriving(self) -> int:
