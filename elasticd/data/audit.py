@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticd.data.auditnotes import BadNote, BatchNote, CommitNote, EntryNote, Gap, Note, Weights, unpack
-from elasticd.data.order import Order, known
+from elasticd.data.order import Order, order_from
 
 NAMED_MAX = 20  # samples to name; for the others the positions are enough
 Round = tuple[str, int]  # the series and the number of the round
@@ -302,7 +302,7 @@ def _epochs(
     data: Mapping[str, Any],
     findings: list[Finding],
 ) -> Iterator[EpochCount]:
-    order = known(data["order"])
+    order = order_from(data["order"])
     length = data["order"].get("length")
     used: dict[int, list[BatchNote]] = defaultdict(list)
     for batches in taken.values():

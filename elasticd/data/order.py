@@ -116,7 +116,7 @@ class Weighted:
         return [min(bisect_right(self._until, number * scale), self._last) for number in drawn]
 
 
-def known(facts: dict[str, Any]) -> Order | None:
+def order_from(facts: dict[str, Any]) -> Order | None:
     """Return the order with these facts; None where the facts are not enough to rebuild it."""
     match facts:
         case {"kind": "sequential", "length": int(length)} if length > 0:
@@ -126,7 +126,7 @@ def known(facts: dict[str, Any]) -> Order | None:
     return None
 
 
-def chance_of(seed: int, epoch: int, position: int) -> int:
+def transform_seed(seed: int, epoch: int, position: int) -> int:
     """Return 63 bits to seed the random transformations of the sample at a position."""
     return _mixed(_mixed(position ^ _keys(seed, epoch)[2]) ^ _keys(seed, epoch)[3]) >> 1
 

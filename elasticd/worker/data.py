@@ -19,7 +19,7 @@ from elasticd.worker.agent import agentpage
 from elasticd.worker.gradients.rates import Rule, check, factor
 from elasticd.worker.samples import loading
 from elasticd.worker.samples.loading import Cutting, Fetched, Indexed, Requests, Share, Stream
-from elasticd.worker.samples.sampling import Listed, Sampler, order_of
+from elasticd.worker.samples.sampling import Sampler, SamplerOrder, order_of
 from elasticd.worker.world.group import world_size
 
 VIRTUAL_RANKS = "ELASTICD_WORLD_MAX"  # --max of elasticd run
@@ -177,7 +177,7 @@ class Data:
     # ------------------------------------------------------------ what a State uses
 
     def state_dict(self) -> dict[str, Any]:
-        digest = self._order.digest(self._epoch) if isinstance(self._order, Listed) else ""
+        digest = self._order.digest(self._epoch) if isinstance(self._order, SamplerOrder) else ""
         return {
             "v": 1,
             "epoch": self._epoch,
@@ -195,7 +195,7 @@ class Data:
         if mine != theirs:
             raise DataChanged(_difference(mine, theirs))
         self._check_ranks()
-        if isinstance(self._order, Listed) and self._order.digest(state["epoch"]) != state["digest"]:
+        if isinstance(self._order, SamplerOrder) and self._order.digest(state["epoch"]) != state["digest"]:
             raise DataChanged(
                 f"the sampler gives another order of epoch {state['epoch']} than the training was committed "
                 "with: it must be a function of the epoch alone"

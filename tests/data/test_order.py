@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.data.order import BadOrder, Sequential, Shuffled, Weighted, chance_of, known
+from elasticd.data.order import BadOrder, Sequential, Shuffled, Weighted, order_from, transform_seed
 
 seeds = st.integers(-(2**70), 2**70)
 
@@ -33,7 +33,7 @@ def test_an_order_stays_what_it_was_in_earlier_versions():
     assert Shuffled(10, seed=0).at(0, range(10)) == [1, 6, 9, 7, 2, 3, 5, 8, 4, 0]
     assert Shuffled(10**12, seed=7).at(3, range(2)) == [616356389492, 475572983630]
     assert Weighted([1, 0, 2], seed=1).at(0, range(8)) == [0, 2, 0, 2, 2, 2, 0, 0]
-    assert chance_of(1, 2, 3) == 5118018693630721033
+    assert transform_seed(1, 2, 3) == 5118018693630721033
 
 
 def test_seeds_and_epochs_are_mixed_differently():
@@ -98,7 +98,7 @@ def test_an_empty_dataset_is_refused():
 
 def test_orders_are_made_again_from_their_facts():
     for order in (Sequential(9), Shuffled(9, 4)):
-        again = known(order.facts)
+        again = order_from(order.facts)
         assert again is not None and again.at(2, range(9)) == order.at(2, range(9))
-    assert known(Weighted([1], 0).facts) is None
-    assert known({"kind": "shuffled", "length": -1, "seed": 0}) is None
+    assert order_from(Weighted([1], 0).facts) is None
+    assert order_from({"kind": "shuffled", "length": -1, "seed": 0}) is None

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from torch.utils.data._utils import worker
 
 from elasticd.data.dealing import Batch, Portion, counts_of, parts_of
-from elasticd.data.order import chance_of
+from elasticd.data.order import transform_seed
 from elasticd.worker.commit.randomness import OwnRandomness
 
 OURS = ("batch_size", "batch_sampler", "drop_last", "generator", "in_order", "sampler", "shuffle")
@@ -72,7 +72,7 @@ class Indexed(Dataset[Any]):
     def __getitems__(self, asked: Fetched) -> Fetched:  # torch calls it with the sampler's items
         assert asked.part is not None
         indices = list(asked.ids)
-        with OwnRandomness(chance_of(self._seed, asked.epoch, asked.first + asked.part.samples.start)):
+        with OwnRandomness(transform_seed(self._seed, asked.epoch, asked.first + asked.part.samples.start)):
             if callable(getattr(self.dataset, "__getitems__", None)):
                 samples = self.dataset.__getitems__(indices)
             else:
@@ -138,7 +138,7 @@ class Stream(IterableDataset[Any]):
     def _made(self, bare: Fetched, samples: list[Any]) -> Fetched:
         if bare.part is None:
             return bare
-        with OwnRandomness(chance_of(self._seed, bare.epoch, bare.ids[0])):
+        with OwnRandomness(transform_seed(self._seed, bare.epoch, bare.ids[0])):
             return bare._replace(values=self._collate(samples))
 
     def _all(self) -> Iterator[tuple[Fetched, list[Any]]]:
@@ -162,7 +162,7 @@ class Stream(IterableDataset[Any]):
             epoch, position = epoch + 1, 0
 
     def _batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[Any]]]:
-        randomness = OwnRandomness(chance_of(self._seed, epoch, -1))
+        randomness = OwnRandomness(transform_seed(self._seed, epoch, -1))
         with randomness:
             stream = _stream(self.dataset, epoch, position)
         while True:

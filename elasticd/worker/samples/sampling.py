@@ -14,7 +14,7 @@ from elasticd.data.order import BadOrder, Order, Sequential, Shuffled, Weighted
 Sampler = Iterable[int] | Callable[[int], Sequence[int]]
 
 
-class Listed:
+class SamplerOrder:
     """The order of a script's own sampler. The sampler is asked twice for each epoch, to check that its order
     is fixed."""
 
@@ -69,7 +69,7 @@ def order_of(
     weights: Sequence[float] | None,
     draws: int | None,
     sampler: Sampler | None,
-) -> Order | Listed | None:
+) -> Order | SamplerOrder | None:
     """Return the order; None for an iterable dataset, which has its own. The arguments are Data's. Raises
     TypeError and ValueError."""
     said = [
@@ -102,5 +102,5 @@ def order_of(
             raise ValueError(f"there are {len(weights)} weights, and the dataset has {length} samples")
         return Weighted(weights, seed, draws)
     if sampler is not None:
-        return Listed(sampler, length)
+        return SamplerOrder(sampler, length)
     return Sequential(length) if shuffle is False else Shuffled(length, seed)
