@@ -70,7 +70,7 @@ def checkpointed(path: str | os.PathLike[str] = "") -> None:
     uses(Use.CHECKPOINTED)
     message = Checkpointed(os.fspath(path))
     if own_link.cache_info().currsize:  # this worker keeps its process, and leaves worlds at commits
-        own_link(address).say(message)
+        own_link(address).send(message)
         return
     try:
         with closing(Channel(connect(address), WORKER_TO_AGENT, AGENT_TO_WORKER)) as agent:

@@ -95,7 +95,7 @@ def _run_alone(loop: StepLoop, call: Callable[[], T], timeout: timedelta) -> T:
 
 def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: timedelta) -> T:
     state, round = loop.committed, 0
-    link.say(Waiting(round, state.step, Holds.NONE))
+    link.send(Waiting(round, state.step, Holds.NONE))
     while True:
         enter = link.next_round(round)
         os.environ.update(enter.env)
@@ -114,12 +114,12 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
                 raise WorldChanged
             state.enter(world)
             took = formed - started, time.monotonic() - formed
-            link.say(Entered(round, state.step, *took, *state.growth, source))
+            link.send(Entered(round, state.step, *took, *state.growth, source))
             result = call()
             world.check()  # a function that swallowed the end of its world has not finished
             loop.finish()
             if world.end():
-                link.say(Done(round))
+                link.send(Done(round))
                 return result
         except WorldChanged as changed:
             failure = changed.__cause__
@@ -128,7 +128,7 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
             if not _is_of_the_world(error, world):
                 _explain(error)
                 world.close()  # the others learn of the failure before this process has ended
-                link.say(Broken(round, fails=True, why=_why(error)))
+                link.send(Broken(round, fails=True, why=_why(error)))
                 raise
             failure = error
             _clear_frames(error)
@@ -137,7 +137,7 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
         if not handover:
             _await_the_end(state, world, link, failure)
         del failure
-        link.say(Waiting(round, state.step, state.holds, state.agreed))
+        link.send(Waiting(round, state.step, state.holds, state.agreed))
         world.forget()
 
 
@@ -180,7 +180,7 @@ def _await_the_end(state: CommittedState, world: World, link: Link, failure: Bas
             _why(failure),
         )
     # In a planned leave other workers may wait for this one.
-    link.say(Broken(world.number, fails=False, why=_why(failure)))
+    link.send(Broken(world.number, fails=False, why=_why(failure)))
     link.closes(world.number)
 
 

@@ -45,7 +45,7 @@ class Link:
         self._gone = ""
         threading.Thread(target=self._listen, name="elasticd-link", daemon=True).start()
 
-    def say(self, message: WorkerToAgent) -> None:
+    def send(self, message: WorkerToAgent) -> None:
         """Send a message. If the agent has exited, do nothing."""
         with contextlib.suppress(ChannelClosed):
             self._channel.send(message)
@@ -126,5 +126,5 @@ class Link:
 def own_link(address: str) -> Link:
     """Return this process's link to its agent, made when the run function is first entered."""
     link = Link(address)
-    link.say(Hello(os.getpid()))
+    link.send(Hello(os.getpid()))
     return link
