@@ -1,6 +1,7 @@
-"""Make a forked worker like a fresh process: replace what the fork copied, and add what it lacks.
+"""Make a forked worker like a fresh process: set its own environment, arguments, streams, random seeds and
+identity.
 
-Standard library only, and self-contained: before the script there is nothing else to import from.
+Standard library only, and self-contained: the worker's Python need not have other packages.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def give_environment(given: dict[str, str], changed: dict[str, str | None], old:
 
 
 def _show_environment(env: dict[str, str]) -> None:
-    """Put these variables into the reserved room, for readers of /proc/pid/environ."""
+    """Write these variables into the memory that PADDING reserves, so that /proc/pid/environ shows them."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[47]), int(fields[48])
@@ -65,8 +66,8 @@ def give_arguments(argv: list[str]) -> None:
 
 
 def give_streams() -> None:
-    """Reopen the standard streams on the worker's files, which may be of another kind. The stream objects
-    stay, since modules may hold them."""
+    """Reopen the standard streams on the worker's files, which may be pipes or terminals in place of files.
+    The stream objects stay the same, since modules may refer to them."""
     streams: tuple[tuple[Any, int, str], ...] = (
         (sys.stdin, 0, "rb"),
         (sys.stdout, 1, "wb"),
@@ -100,7 +101,7 @@ def seed_random_numbers() -> None:
 
 
 def give_identity() -> None:
-    """Update what the standard library remembers of the process that imported it."""
+    """Update the ids and the start time of the process that the standard library keeps in its modules."""
     threading: Any = sys.modules.get("threading")
     if threading is not None:
         threading.main_thread()._set_native_id()

@@ -2,10 +2,10 @@
 script's.
 
 Before Python 3.14 a torch thread that takes the interpreter's lock during finalisation aborts the process
-("terminate called without an active exception", torch issue 190489). gloo's threads do so when they release
-what they have just reduced, on a busy machine perhaps after the script's end. So this module waits until
-they rest, for some seconds at most. For threads that are later still, it then tells the agent that the script
-ran to its end, and that nothing left can fail.
+("terminate called without an active exception", torch issue 190489). gloo's threads take the lock when they
+release the tensors of a collective, which may be after the script's end on a busy machine. So this module
+waits until no torch thread is busy, for some seconds at most. It then tells the agent that the script ran to
+its end, so that the agent does not count a later abort as a failure.
 
 Standard library only, and self-contained.
 """
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 _SETTLE_S = 5.0
 _LOOK_S = 0.001
 
-_told: list[tuple[int, Callable[[], None]]] = []
+_callback: list[tuple[int, Callable[[], None]]] = []
 _is_script = False
 
 
-def be_last() -> None:
-    """Register the last function at exit. Call it before anything else uses atexit, which calls functions in
-    reverse order.
+def register_exit_function() -> None:
+    """Register a function that runs at exit. Call this before anything else uses atexit: atexit calls
+    functions in reverse order, so the first one registered runs last.
 
     When the function runs, Python has joined its threads, and the script's own exit functions are done.
     """
     global _is_script  # noqa: PLW0603
-    if not _told:
-        _told.append((0, _nobody))
+    if not _callback:
+        _callback.append((0, _nobody))
         _is_script = bool(sys.argv) and os.path.isfile(sys.argv[0])
         atexit.register(_last)
 
 
-def tell(ended_well: Callable[[], None]) -> None:
-    """Let ``ended_well`` be called if the script of this process ends well and nothing is left to do."""
-    be_last()
-    _told[0] = (os.getpid(), ended_well)
+def on_success(ended_well: Callable[[], None]) -> None:
+    """Call ``ended_well`` at exit if the script of this process has ended well."""
+    register_exit_function()
+    _callback[0] = (os.getpid(), ended_well)
 
 
 def _nobody() -> None:
@@ -52,7 +52,7 @@ def _nobody() -> None:
 
 
 def _last() -> None:
-    pid, ended_well = _told[0]
+    pid, ended_well = _callback[0]
     if pid == os.getpid():  # not in a forked child
         well = _ended_well()
         if "torch" in sys.modules and sys.version_info < (3, 14):
@@ -78,10 +78,11 @@ def _ended_well() -> bool:
 
 
 def _settle() -> None:
-    """Release the lock until no torch thread has anything to do, for some seconds at most."""
+    """Sleep until no torch thread is busy, for some seconds at most. While this thread sleeps, others can
+    take the interpreter's lock."""
     until = time.monotonic() + _SETTLE_S
     quiet = 0
-    while quiet < 2 and time.monotonic() < until:  # a thread that comes to rest gives no signal
+    while quiet < 2 and time.monotonic() < until:  # polls: a thread gives no signal when it becomes idle
         time.sleep(_LOOK_S)
         quiet = 0 if _busy() else quiet + 1
 

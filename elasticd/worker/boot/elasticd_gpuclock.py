@@ -12,16 +12,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# Measurements that the GPU has not reached yet. The program is at most about a thousand kernels ahead, which
-# are far fewer backward passes.
+# The most measurements that the GPU has not completed yet. The program can be about a thousand kernels ahead
+# of the GPU, which are far fewer backward passes.
 _UNDER_WAY_MAX = 256
 
 
 class GpuClock:
-    """The clock of one GPU's work in the current stream. ``cuda``: ``torch.cuda``, which is
-    initialized.
+    """The clock of one GPU's work in the current stream. ``cuda``: ``torch.cuda``, which is initialized.
 
-    After the first error the clock stops for good. It raises no error.
+    The clock raises no errors. After the first error it measures nothing more.
     """
 
     def __init__(self, cuda: Any, device: Any) -> None:
@@ -32,7 +31,7 @@ class GpuClock:
         self._under_way: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """Begin a measurement. One that has not ended is dropped."""
+        """Begin a measurement. An earlier measurement that has not ended is dropped."""
         if self._begun is not None:
             self._spare.append(self._begun)
         self._begun = self._mark()
@@ -62,12 +61,13 @@ class GpuClock:
         return took
 
     def _mark(self) -> Any:
-        """Record an event and return it, if possible. An event in a captured graph would mean nothing."""
+        """Record an event and return it; None if that is not possible. In a captured CUDA graph, an event
+        would have no time."""
         cuda = self._cuda
         try:
             if cuda is None or cuda.is_current_stream_capturing():
                 return None
-            if len(self._under_way) >= _UNDER_WAY_MAX:  # an incomplete sum would be worse than none
+            if len(self._under_way) >= _UNDER_WAY_MAX:  # measure nothing, as the sum would be incomplete
                 self._leave()
                 return None
             event = self._spare.pop() if self._spare else cuda.Event(enable_timing=True)

@@ -1,9 +1,9 @@
-"""The heartbeat: tell the agent how far an unmodified script is.
+"""The heartbeat: tell the agent how many steps an unmodified script has made.
 
 Every optimizer step is noted in a page of shared memory. After the first step, the heartbeat once sends the
-names of the imported modules, for the zygote that forks later workers. From then on it also serves torch's
-flight recorder. On a signal, it appends the stacks of all threads to the page's file. At the end it notes
-there that the script has ended well.
+names of the imported modules, for the zygote that forks later workers. From then on the heartbeat also serves
+torch's flight recorder. On a signal, it appends the stacks of all threads to the page's file. At the end it
+notes in the page that the script has ended well.
 
 Standard library only, and self-contained: the worker's Python need not have elasticd installed. The layout is
 that of elasticd/procs/page.py.
@@ -16,7 +16,7 @@ import os
 import sys
 import time
 
-from elasticd_mutex import hold
+from elasticd_mutex import hold_mutex
 from elasticd_recorder import serve
 from elasticd_waits import Waits
 
@@ -54,8 +54,8 @@ def start() -> None:
 
 
 def _claim(path: str) -> memoryview[int] | None:
-    """Return the page's fields, unless a living process has them: a worker has one heartbeat. It may be this
-    process: a subinterpreter runs sitecustomize again."""
+    """Return the page's fields; None if a living process has claimed the page, since a worker has only one
+    heartbeat. This process may have claimed the page itself: a subinterpreter runs sitecustomize again."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         # Before 3.13 a mapping keeps a descriptor of its own, one file more in the worker.
@@ -70,7 +70,7 @@ def _claim(path: str) -> memoryview[int] | None:
     fields[_PID] = os.getpid()
     fields[_ENDED_WELL] = 0
     try:
-        hold(memory, 8 * _MUTEX)
+        hold_mutex(memory, 8 * _MUTEX)
     except Exception:  # noqa: BLE001, S110  # its death is then noticed later
         pass
     return fields
@@ -82,11 +82,11 @@ def _note_the_end(fields: memoryview[int]) -> None:
     def ended_well() -> None:
         fields[_ENDED_WELL] = 1
 
-    elasticd_ending.tell(ended_well)
+    elasticd_ending.on_success(ended_well)
 
 
 def _answer_with_stacks(fields: memoryview[int], path: str) -> None:
-    """Let C code write the stacks when the signal comes, whatever Python is doing, holding or waiting for.
+    """Have faulthandler's C code write the stacks when the signal comes, even if Python code is stuck.
 
     Python's table of signal handlers, which scripts read and save, stays as it is.
     """
@@ -171,7 +171,7 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal steps
-        if getpid() != pid:  # a forked child that trains a model of its own
+        if getpid() != pid:  # in a forked child, which may train a model of its own
             return
         key = id(optimizer)
         if key in stepped or not stepped:

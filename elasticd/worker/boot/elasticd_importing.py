@@ -3,7 +3,7 @@
 A module cannot be shared if its import starts threads or processes, holds files, memory or a GPU, or reads a
 value that differs between workers.
 
-Standard library only, and self-contained: before the script there is nothing else to import from.
+Standard library only, and self-contained: the worker's Python need not have other packages.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-# Jemalloc's thread, which pyarrow brings: it ends before a fork, and the child does without it.
-_KNOW_OF_FORKS = frozenset({"jemalloc_bg_thd"})
-_SHARE_S = 0.2  # for the imports of one call: a bad module makes only the call's process unusable
+# Names of threads that end before a fork and start again when needed. pyarrow brings jemalloc.
+_RESTART_AFTER_FORK = frozenset({"jemalloc_bg_thd"})
+_SHARE_S = 0.2  # for the imports of one process, which a bad module makes unusable
 
 
-def outside_in(modules: Iterable[str]) -> list[str]:
-    """Return the modules in the order to import them: packages before their modules.
+def packages_first(modules: Iterable[str]) -> list[str]:
+    """Return the modules in the order to import them: packages before their modules, as scripts do.
 
-    ``sys.modules`` has the order in which imports ended. Scripts import packages first, which matters where
-    modules import each other.
+    The order matters where modules import each other. ``modules`` has the order of ``sys.modules``, in which
+    a package comes after the modules that it imports.
     """
     return sorted(modules, key=lambda name: name.count("."))
 
 
-def suited(modules: Iterable[str], left_out: Collection[str]) -> list[str]:
-    """Return the modules that are not left out, and are not in a package that is."""
+def without_left_out(modules: Iterable[str], left_out: Collection[str]) -> list[str]:
+    """Return the modules that neither are left out nor belong to a package that is left out."""
     return [name for name in modules if not any(package in left_out for package in _packages(name))]
 
 
@@ -48,14 +48,14 @@ def import_share(
     """Import modules for a fifth of a second. Return their number, and the modules to leave out with the
     reasons.
 
-    If there are such modules, this process is unusable, since an import cannot be undone. ``personal``:
+    If a module is to be left out, this process is unusable, since an import cannot be undone. ``personal``:
     ``names`` and ``prefixes`` of environment variables that differ between workers. ``begins`` is called with
-    each module before its import, which may end the process.
+    the name of each module before its import, since the import may end the process.
     """
     readers: dict[str, str] = {}
     guard = _Guard(left_out)
-    environ_class = type(os.environ)
-    os.environ.__class__ = _noticing(personal, readers)
+    original_class = type(os.environ)
+    os.environ.__class__ = _environ_class(personal, readers)
     sys.meta_path.insert(0, guard)
     files = _files()
     until = time.monotonic() + _SHARE_S
@@ -67,13 +67,13 @@ def import_share(
                     break
                 begins(name)
                 readers.clear()
-                unfit = _import(name, guard) or _read_by(readers, name) or _held(name, files)
+                unfit = _import(name, guard) or _read_by(readers, name) or _unshareable(name, files)
                 if unfit:
                     return done, unfit
             done += 1
     finally:
         sys.meta_path.remove(guard)
-        os.environ.__class__ = environ_class
+        os.environ.__class__ = original_class
     return done, {}
 
 
@@ -95,11 +95,11 @@ def _read_by(readers: dict[str, str], name: str) -> dict[str, str]:
     return {name: next(iter(reads.values())), **reads} if reads else {}
 
 
-def _held(name: str, files: set[str]) -> dict[str, str]:
-    """Return the module just imported, with the reason, if it has something that forked workers would share,
-    or would lack."""
+def _unshareable(name: str, files: set[str]) -> dict[str, str]:
+    """Return the module just imported, with the reason, if forked workers would share, or lack, something
+    that the module has made. Return an empty dict otherwise."""
     if threads() > 1:
-        _fork_for_nothing()  # thread pools that handle forks, such as OpenBLAS's, end with a fork
+        _fork_and_exit()  # thread pools that handle forks, such as OpenBLAS's, end with a fork
         if threads() > 1:
             return {name: "it starts threads"}
     if _files() != files:
@@ -115,7 +115,7 @@ def _held(name: str, files: set[str]) -> dict[str, str]:
 
 
 class _LeftOut(BaseException):
-    """A module imports another that is left out. It is not an Exception, so that it is not caught."""
+    """A module imports a module that is left out. Not an Exception, so that no module catches it."""
 
 
 class _Guard:
@@ -131,9 +131,9 @@ class _Guard:
             raise _LeftOut(name)
 
 
-def _noticing(personal: Any, readers: dict[str, str]) -> type[Any]:
-    """Return a class for ``os.environ`` during imports: it notes the modules that read a personal
-    variable."""
+def _environ_class(personal: Any, readers: dict[str, str]) -> type[Any]:
+    """Return a class for ``os.environ`` during imports. It notes in ``readers`` each module that reads a
+    personal variable, with the variable's name."""
     names, prefixes = frozenset(personal.names), tuple(personal.prefixes)
 
     class Environ(os._Environ):  # type: ignore[type-arg]
@@ -160,7 +160,7 @@ def _packages(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
-def _fork_for_nothing() -> None:
+def _fork_and_exit() -> None:
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -179,11 +179,11 @@ def children() -> list[int]:
 
 
 def threads() -> int:
-    """Return the number of threads, without those that handle forks and restart on demand."""
+    """Return the number of threads, without threads that start again after a fork."""
     count = 0
     for thread in os.listdir("/proc/self/task"):
         try:
-            count += _read(f"/proc/self/task/{thread}/comm").rstrip("\n") not in _KNOW_OF_FORKS
+            count += _read(f"/proc/self/task/{thread}/comm").rstrip("\n") not in _RESTART_AFTER_FORK
         except OSError:  # the thread has ended meanwhile
             pass
     return count

@@ -1,9 +1,9 @@
 """Hold a robust mutex in the page while this process lives.
 
-The kernel reports an exit to the parent only once the memory and the files of the process are released: a
-second for 2 GB. Long before, as one of the first steps of an exit, the kernel marks the robust mutexes that
-the thread holds, and wakes the threads that wait for them. elasticd/procs/death_notices.py waits for this
-mutex.
+The kernel reports an exit to the parent only once it has released the memory and the files of the process,
+which takes a second for 2 GB. One of the first steps of an exit is much earlier: the kernel marks the robust
+mutexes that the thread holds, and wakes the threads that wait for them. elasticd/procs/death_notices.py waits
+for this mutex.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # the number of the syst
 _FUTEX_WAKE = 1
 
 
-def hold(memory: mmap, offset: int) -> None:
-    """Take the mutex at ``offset`` of the shared memory. Only for the main thread."""
+def hold_mutex(memory: mmap, offset: int) -> None:
+    """Take the mutex at ``offset`` of the shared memory. Call this only from the main thread."""
     futex = _FUTEX.get(os.uname().machine)
     if futex is None:
         return
@@ -56,7 +56,7 @@ def hold(memory: mmap, offset: int) -> None:
         ("pthread_mutex_init", c.byref(mutex), c.byref(attributes)),
         ("pthread_mutex_lock", c.byref(mutex)),
     )
-    c.Py_INCREF(mutex)  # the memory stays mapped, also while Python is taken down
+    c.Py_INCREF(mutex)  # keeps the memory mapped until the process ends, also during finalisation
     if all(call(*step) == 0 for step in steps):
-        mutex[0] |= _WAITERS  # the owner alone writes the word
+        mutex[0] |= _WAITERS  # no other thread writes the word while the mutex is held
         call("syscall", futex, c.byref(mutex), _FUTEX_WAKE, 1)

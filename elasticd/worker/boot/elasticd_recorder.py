@@ -1,7 +1,7 @@
 """Serve torch's flight recorder: the collectives that this worker has called, up to the one in which it
 hangs.
 
-torch itself writes them only after its own timeout, which is far too late.
+torch itself writes the record only after the timeout of a collective, which is far too late.
 
 Standard library only, and self-contained. The reader is elasticd/procs/flight_recorder.py.
 """
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-# NCCL's, if torch was built with it, and that of all other backends.
+# torch's functions: for NCCL, if torch was built with NCCL, and for all other backends.
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def serve(address: str) -> None:
-    """Serve the recorder as JSON on this Unix socket, from a thread that sleeps until a connection comes.
+    """Serve the record as JSON on the Unix socket ``address``, from a thread that waits for connections.
 
-    Do nothing in a worker without a process group, or with a torch without a recorder.
+    Do nothing in a worker without a process group, or if this torch has no flight recorder.
     """
     distributed = sys.modules.get("torch.distributed")
     c10d = sys.modules.get("torch._C._distributed_c10d")
@@ -44,13 +44,13 @@ def _give(listener: Any, dumps: Sequence[Callable[[], bytes]]) -> None:
     while True:
         try:
             descriptor, _ = listener._accept()
-        except OSError:  # the script has no descriptor left: the agent looks without the recorder
+        except OSError:  # the script has used up its file descriptors: the agent gets no record
             listener.close()
             return
         asker = _socket.socket(fileno=descriptor)
         try:
-            asker.sendall(max((dump() for dump in dumps), key=len))  # the longest: the backend that was used
-        except Exception:  # noqa: BLE001, S110  # the reader does not wait any more
+            asker.sendall(max((dump() for dump in dumps), key=len))  # the backend in use has the longest one
+        except Exception:  # noqa: BLE001, S110  # the agent has closed the connection
             pass
         finally:
             asker.close()

@@ -1,16 +1,15 @@
-"""Measure how long a worker waits for other ranks. A slow worker waits less than the others, whose steps take
-just as long.
+"""Measure how long a worker waits for other ranks. All workers' steps take equally long, but a slow worker
+waits less than the others.
 
 * At the end of a backward pass DistributedDataParallel waits for its sums, in C++. The autograd engine runs
   the callbacks queued for the pass's end in turn. A callback that is queued when the pass's first gradient
-  arrives runs before the wait. A callback that this one queues runs after the wait.
-* Collectives called from Python end in ``Work.wait``: the script's own, and those of FSDP2 (``fully_shard``),
-  which gathers each layer's parameters in the forward and the backward pass, and scatters its gradients.
+  arrives runs before the wait. A callback that the first callback queues runs after the wait.
+* Collectives called from Python end in ``Work.wait``: the script's own, and FSDP2's (``fully_shard``). FSDP2
+  gathers each layer's parameters in the forward and the backward pass, and scatters the layer's gradients.
 
-On GPUs these calls only enqueue work, and take no time: the GPU waits. So the callbacks record events in the
-stream in which the sums are waited for, which the engine makes the stream of the ``backward`` call. The GPU's
-clock tells the time between the events a little later. Collectives called from Python are not measured on
-GPUs, and so FSDP2 is not.
+On GPUs these calls only enqueue work and return at once; the GPU waits. So the callbacks record events in the
+stream of the ``backward`` call, in which the GPU waits for the sums. The GPU's clock gives the time between
+the events a little later. Collectives called from Python, such as FSDP2's, are not measured on GPUs.
 
 A worker whose machine has too few CPUs is often ready to run but does not run. That delay does not make the
 worker slow. The kernel counts it for each thread. Here the count is read before and after each wait, so that
@@ -35,8 +34,8 @@ _now = time.monotonic_ns
 
 
 class Waits:
-    """The waits of the training thread: ``total_ns`` and ``count`` so far. ``catch_up`` adds
-    the waits on a GPU."""
+    """The waits of the training thread: ``total_ns`` and ``count`` so far. ``catch_up`` adds the waits that
+    the GPU has completed."""
 
     def __init__(self) -> None:
         self.total_ns = 0
@@ -79,8 +78,8 @@ class Waits:
             pass
 
     def _watch_on_gpu(self, parameter: Any) -> None:
-        """Watch a parameter on a GPU. A worker has one GPU; CUDA must be in use, since a fake parameter may
-        claim to be on a GPU."""
+        """Watch a parameter on a GPU. A worker has one GPU. CUDA must be initialized: a fake tensor may claim to
+        be on a GPU."""
         cuda = sys.modules["torch"].cuda
         if self._gpu is None and cuda.is_initialized():
             self._gpu = GpuClock(cuda, parameter.device)
@@ -98,14 +97,14 @@ class Waits:
             queue(end)
 
         def arrived(_: Any) -> None:
-            self._began = 0  # a pass whose end failed, as a peer was lost, leaves it set
+            self._began = 0  # still set if the last backward pass failed, because a peer was lost
             queue(before)
 
         arrived._torchdynamo_disable = True
         parameter.register_post_accumulate_grad_hook(arrived)
 
     def _wrap_collectives(self) -> None:
-        """Wrap ``Work.wait`` once torch has it."""
+        """Wrap ``Work.wait`` once torch has imported it."""
         c10d = sys.modules.get("torch._C._distributed_c10d")
         if self._wrapped or c10d is None:
             return

@@ -3,20 +3,19 @@
 It has the command line, environment and folder of a worker, and serves from within sitecustomize. In a forked
 worker ``serve`` returns, and the interpreter goes on to the script by itself. ``__main__``, ``sys.argv``,
 ``sys.path[0]``, ``-m``, tracebacks, exit codes and finalisation are thus Python's own. elasticd_afterfork.py
-replaces what the fork copied and a fresh process would not have. elasticd_importing.py imports what can be
-shared.
+makes the forked worker like a fresh process. elasticd_importing.py imports the modules that can be shared.
 
 Standard library only; of elasticd only the files in this folder, and elasticd/channel, loaded by path: the
-script may find another elasticd, or none. The other end of the socket is elasticd/procs/zygote.py, in the
-warden.
+script may find another elasticd, or none. The warden has the other end of the socket, in
+elasticd/procs/zygote.py.
 
 Whether a module can be shared shows only after its import, which cannot be undone. So a child of the zygote
-imports the next few modules. If all went well, the child is the zygote from then on. Otherwise the child
-ends, and the zygote goes on without the module to blame. The root, the process that the warden started,
-imports nothing, forks the first zygote, and ends with the last.
+imports the next few modules. If all can be shared, the child is the zygote from then on. Otherwise the child
+exits, and the zygote goes on without the module that cannot be shared. The root, which is the process that
+the warden started, imports nothing, forks the first zygote, and exits after the last.
 
-To fork this much memory takes a while, so one process is forked in advance: the embryo. It costs only the few
-pages that it writes.
+To fork a process with this much memory takes a while, so one process, the embryo, is forked in advance. The
+embryo costs only the few pages of memory that it writes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from elasticd_afterfork import (
     give_streams,
     seed_random_numbers,
 )
-from elasticd_importing import children, import_share, outside_in, suited, threads
+from elasticd_importing import children, import_share, packages_first, threads, without_left_out
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _CONTROL = 3  # the descriptor of the socket
-_SPOILT_MAX = 64  # unusable children; the remaining modules are then left out
+_UNUSABLE_MAX = 64  # children with modules that cannot be shared; the remaining modules are then left out
 _IMPORT_S_MAX = 300.0  # for one module
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -90,23 +89,23 @@ class Zygote:
         self._todo: list[str] = []  # the modules to import, in order
         self._left_out: dict[str, str] = {}
         self._personal: Any = None
-        self._spoilt = 0
+        self._unusable = 0
         self._asked = 0
         self._first_env = dict(os.environ)
         del os.environ[PADDING]  # from here on the environment is the workers' common one
         self._changed_env: dict[str, str | None] = {}
-        self._said = (b"", b"")
+        self._output = (b"", b"")
         self._embryo: tuple[int, Any] | None = None
         self._embryo_at = math.inf  # when to make an embryo
 
     def run(self) -> None:
         """Serve. Return when the warden has closed the socket, or in a worker."""
         watched = sys.gettrace() or sys.getprofile() or atexit._ncallbacks() or threads() > 1
-        if watched:  # such as coverage from a .pth file: it needs one per process
+        if watched:  # for example by coverage from a .pth file, which must start anew in each process
             why = "something else starts with this Python (a .pth file)"
             self._channel.send(self._words.NoZygote(why))
             return
-        elasticd_ending.be_last()  # before imported modules register exit functions
+        elasticd_ending.register_exit_function()  # before imported modules register exit functions
         self._libc.prctl(_PR_SET_NAME, b"elasticd-zygote", 0, 0, 0)
         for fd in (1, 2):
             os.ftruncate(fd, 0)
@@ -115,7 +114,7 @@ class Zygote:
             return
         while True:
             if self._embryo is None and not self._asked_before(self._embryo_at):
-                if self._conceive():
+                if self._fork_embryo():
                     return
                 continue
             forks = []
@@ -126,7 +125,7 @@ class Zygote:
                 if forks and self._fork(forks):
                     return
                 forks = []
-                self._todo = outside_in(message.modules)
+                self._todo = packages_first(message.modules)
                 self._personal = message.personal
                 self._left_out.update(message.left_out)
                 self._asked += 1
@@ -150,7 +149,7 @@ class Zygote:
 
     def _is_root(self) -> bool:
         """Fork the first zygote. Return True in the root, once no zygote is left."""
-        ended, lives = os.pipe()  # every zygote keeps ``lives`` open, no worker does
+        ended, lives = os.pipe()  # each zygote has ``lives`` open, and no worker has
         if self._fork_apart(1) == 0:
             os.close(ended)
             return False
@@ -162,12 +161,12 @@ class Zygote:
 
     def _preload(self) -> None:
         """Import the modules. Return in the zygote, which may then be another process."""
-        self._drop_embryo()  # it would lack the new imports
+        self._drop_embryo()  # the embryo lacks the new imports
         path = [entry for entry in sys.path if entry == self._here]
         given = os.environ.get("PYTHONPATH")
         self._withdraw(self._here)
         before = dict(os.environ)
-        while self._todo and self._spoilt < _SPOILT_MAX:
+        while self._todo and self._unusable < _UNUSABLE_MAX:
             self._import_in_a_child()
         for name in before.keys() | os.environ.keys():
             if before.get(name) != os.environ.get(name):
@@ -175,8 +174,8 @@ class Zygote:
         sys.path[:0] = path
         if given is not None:
             os.environ["PYTHONPATH"] = given
-        self._said = tuple(os.pread(fd, os.fstat(fd).st_size, 0) for fd in (1, 2))  # type: ignore[assignment]
-        # The set is made here: a worker that read all names would copy the pages that hold them.
+        self._output = tuple(os.pread(fd, os.fstat(fd).st_size, 0) for fd in (1, 2))  # type: ignore[assignment]
+        # The set is made before the fork. If a worker made it, the kernel would copy the pages of the names.
         elasticd_heartbeat.preloaded = frozenset(sys.modules)
         _freeze()
         self._embryo_at = time.monotonic()
@@ -185,7 +184,7 @@ class Zygote:
     def _import_in_a_child(self) -> None:
         """Let a child import the next modules. The child is the zygote afterwards, unless the imports made it
         unusable."""
-        self._todo = suited(self._todo, self._left_out)
+        self._todo = without_left_out(self._todo, self._left_out)
         said = [os.fstat(fd).st_size for fd in (1, 2)]
         ours, theirs = self._framing.pair()
         forked = self._fork_apart(1)
@@ -203,9 +202,9 @@ class Zygote:
         for fd, size in zip((1, 2), said, strict=True):
             os.ftruncate(fd, size)
             os.lseek(fd, size, os.SEEK_SET)
-        self._spoilt += 1
+        self._unusable += 1
         self._left_out.update(unfit)
-        self._todo = suited(self._todo, self._left_out)
+        self._todo = without_left_out(self._todo, self._left_out)
         self._channel.send(self._words.LeftOut(unfit))
 
     def _hear_child(self, line: socket.socket, pid: int) -> dict[str, str]:
@@ -213,7 +212,7 @@ class Zygote:
         zygote."""
         line.send(b"g")
         try:
-            end: list[Any] = [os.pidfd_open(pid)]  # readable at its exit, even if the socket is open
+            end: list[Any] = [os.pidfd_open(pid)]  # readable once the child exits
         except OSError:
             end = []
         words = self._words
@@ -239,7 +238,8 @@ class Zygote:
         return unfit
 
     def _import_as_child(self, line: socket.socket) -> None:
-        """Import as a child. Return as the new zygote if all went well."""
+        """Import modules in a child of the zygote. If all can be shared, return as the new zygote; otherwise
+        exit."""
         self._libc.prctl(_PR_SET_NAME, b"elasticd-import", 0, 0, 0)
         line.recv(1)  # the warden is the parent now
         self._die_with_warden()
@@ -292,9 +292,9 @@ class Zygote:
         return False
 
     def _fork_apart(self, count: int) -> int | list[int]:
-        """Fork ``count`` processes through an intermediate one, whose end makes the warden their parent.
+        """Fork ``count`` processes through an intermediate process, whose exit makes the warden their parent.
 
-        Return the number in each process. Return their pids in this one, 0 for a fork that failed.
+        Return in each new process its number, and in this process the list of pids, 0 for a failed fork.
         """
         pids, tell = os.pipe()
         between = os.fork()
@@ -318,8 +318,8 @@ class Zygote:
 
     # ------------------------------------------------------------ the embryo
 
-    def _conceive(self) -> bool:
-        """Fork the embryo, which waits for a request. Return True in it, once it is a worker."""
+    def _fork_embryo(self) -> bool:
+        """Fork the embryo, which waits for a request. Return True in the embryo, once it is a worker."""
         self._embryo_at = time.monotonic() + _EMBRYO_AGAIN_S
         words, channel = self._words, self._framing.Channel
         ours, theirs = self._framing.pair()
@@ -347,7 +347,7 @@ class Zygote:
         return False
 
     def _use_embryo(self, request: Any, fds: list[int]) -> int:
-        """Make the embryo this worker. Return its pid, 0 if it has died."""
+        """Make the embryo the worker that ``request`` asks for. Return its pid, 0 if it has exited."""
         assert self._embryo is not None
         pid, line = self._embryo
         try:
@@ -359,7 +359,7 @@ class Zygote:
         return pid
 
     def _drop_embryo(self) -> None:
-        """Drop the embryo. It ends, unless it is a worker by now."""
+        """Close the channel to the embryo. The embryo then exits, unless it has become a worker."""
         if self._embryo is not None:
             self._embryo[1].close()
             self._embryo = None
@@ -393,9 +393,9 @@ class Zygote:
         os.setsid()
         self._die_with_warden()
         self._libc.prctl(_PR_SET_NAME, self._name, 0, 0, 0)
-        for fd, said in enumerate(self._said, 1):  # the modules' output from their import
+        for fd, said in enumerate(self._output, 1):  # what the modules printed when they were imported
             _write(fd, said)
-        self._channel.socket.detach()  # its number is closed below
+        self._channel.socket.detach()  # the descriptor is closed below
         os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
 
 
@@ -425,8 +425,8 @@ def _comm() -> bytes:
 def _freeze() -> None:
     """Keep the garbage collector from touching memory that is shared with workers.
 
-    ``__main__`` is left out: frozen objects are never collected, and the script's objects must be, at the
-    end.
+    ``__main__`` is not frozen: frozen objects are never collected, but the script's objects are collected at
+    the end.
     """
     gc.collect()
     main = sys.modules["__main__"]

@@ -1,8 +1,9 @@
-"""Runs first in every Python worker, since its folder leads the worker's PYTHONPATH. Leaves no trace.
+"""Runs first in every Python worker, since its folder is the first in the worker's PYTHONPATH.
 
-It takes the folder off PYTHONPATH and sys.path, so that the script and its children see the original
-environment. It starts the heartbeat, and then runs the sitecustomize that it hides. If the heartbeat fails,
-the script still runs. In a zygote it serves, and all this happens in the forked worker.
+This module starts the heartbeat. It removes its folder from PYTHONPATH and sys.path, and its modules from
+sys.modules, so that the script and its children see the original environment. Then it imports the
+environment's own sitecustomize, which it hides. If the heartbeat fails, the script still runs. In a zygote,
+this module first serves requests; the steps above then happen in each forked worker.
 """
 
 import os
