@@ -1,4 +1,4 @@
-"""The checkpoints of a State: commits are kept on disk and in memory that outlives the workers."""
+"""The checkpoints of a State: committed steps are saved to disk, and to memory that outlives the workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elasticd.worker.checkpoints import Checkpoints
 
 _log = logging.getLogger(__name__)
-_OURS: Final = "elasticd"  # the checkpoint's entry for data that is not the script's
+_OURS: Final = "elasticd"  # the checkpoint's entry for elasticd's own data
 _ABSENT: Final = object()  # stands for a value that the checkpoint does not have
 GOING_S_MAX: Final = 45.0  # for the last checkpoint when all workers leave; the agent kills them after 60 s
 
@@ -28,8 +28,8 @@ GOING_S_MAX: Final = 45.0  # for the last checkpoint when all workers leave; the
 @dataclass(slots=True)
 class Parts:
     """The parts of a State, by name. ``things``: modules, optimizers, and objects with ``state_dict``.
-    ``plain``: data. ``seeds``: digests of this worker's initial random states. ``progress``: of the epochs;
-    it is one of the things as well."""
+    ``plain``: plain data. ``seeds``: digests of this worker's initial random states. ``random``: the present
+    random states. ``progress``: the progress of the epochs, which is also one of ``things``."""
 
     things: Mapping[str, Any]
     plain: dict[str, Any]
@@ -52,12 +52,12 @@ class CommitCheckpoints:
         checkpoints.keep_in_step()
         agentpage.has_checkpoints()
         self._save_first = False
-        self._tried = 0  # the last world whose first commit was tried out without a save
+        self._tried = 0  # the last world in which a save was tried out at the first commit
         self._newest = (0, (-1, 0))  # the world and the point of the last save or resume
 
     def save_first_commit(self) -> None:
-        """Have the world's first commit saved, due or not: survivors of the last world may have the only copy
-        of the state. Call it on all ranks of a world, or on none."""
+        """Save at the world's first commit even if no save is due: survivors of the last world may have the
+        only copy of the state. Call this on all ranks of a world, or on none."""
         self._save_first = True
 
     def after_commit(self, parts: Parts, world: World | None, ends: bool) -> None:
@@ -81,7 +81,7 @@ class CommitCheckpoints:
             self._save_first = False
 
     def finished(self, parts: Parts, world: World | None) -> None:
-        """Save the end of the training. Raises WorldChanged if the world ends meanwhile."""
+        """Save the state at the end of the training. Raises WorldChanged if the world ends meanwhile."""
         if parts.step > 0:
             while not self._save(parts, world, must=True):
                 if dist.get_rank() == 0:
@@ -100,14 +100,13 @@ class CommitCheckpoints:
 
         Return None if there is no checkpoint, or if none is whole and the script has a ``restore`` function
         (``has_restore``). Raises NoCheckpoint if none is whole and there is no ``restore``. Raises
-        WorldChanged if the world ends meanwhile. ``beyond``: only a state newer than this age, which a worker
-        has.
+        WorldChanged if the world ends meanwhile. ``beyond``: load only a state newer than this age.
         """
         from elasticd.worker.checkpoints import NoCheckpoint
 
         state = {**parts.things, **dict.fromkeys(parts.plain, _ABSENT), _OURS: _ABSENT}
         step, none_whole = None, None
-        with or_over(world):  # a RuntimeError in the block means that the world is over, except NoCheckpoint
+        with or_over(world):  # NoCheckpoint is a RuntimeError, which would count as the end of the world
             try:
                 step = self.checkpoints.load(state, beyond=beyond)
             except NoCheckpoint as error:
@@ -125,8 +124,8 @@ class CommitCheckpoints:
         return Parts(parts.things, plain, parts.seeds, step, random, parts.progress)
 
     def _save(self, parts: Parts, world: World | None, *, must: bool = False) -> bool:
-        """Save. Return whether the save was taken, the same on all ranks. ``must``: wait a while for the
-        disk, rather than skip the save."""
+        """Save. Return whether the saver accepted the save, the same on all ranks. ``must``: wait a while for
+        the disk rather than skip the save."""
         this = (world.number if world else 1, parts.point)
         if must and self._newest == this:
             return True
@@ -148,8 +147,9 @@ class CommitCheckpoints:
 def _alike(
     seeds: Mapping[str, int], random: Mapping[str, Any], began: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Return the random states for this rank: its own from the checkpoint, if it has one. Otherwise rank 0's
-    for each source of random numbers that began alike in both, and the present state for the others."""
+    """Return the random states for this rank. If the checkpoint has states of this rank, return them.
+    Otherwise return rank 0's state of each source that had the same seed on both ranks, and the present state
+    of the other sources."""
     mine = random.get(str(dist.get_rank()))
     if mine is not None:
         return randomness.note() | dict(mine)

@@ -1,4 +1,5 @@
-"""The training's state as this worker has committed it: kept, restored, sent, taken, compared and saved."""
+"""The committed state of the training in this worker: keep it, go back to it, save it, and exchange it with
+other workers."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ _log = logging.getLogger(__name__)
 
 
 class CommittedState:
-    """The committed state of the training, and what a worker needs to go on from it in the present world.
+    """The committed state of the training, and the parts that continue from it in the present world.
 
     ``step``: the number of committed steps. ``agreed``: the last round in which all workers had this state; 0
     if there was none. ``world``: None outside any world, and in a world that cannot change.
-    ``reduction``: how gradients are reduced in this world. ``place``: the epoch and position of the step
-    under way in the data.
+    ``reduction``: how gradients are reduced in this world. ``place``: the epoch, and the position in the
+    data, of the step under way.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class CommittedState:
         rates = data is not None and data.grows
         self._rates = ScaledRates(contents.optimizers.values()) if rates else None
         self._seeds: dict[str, int] = {}
-        self._sendable: list[int] = []  # for each optimizer, the number of parameters whose state was checked
+        self._sendable: list[int] = []  # for each optimizer, how many parameters' states were checked
         models.before_forward = self._before_forward
 
     @property
@@ -89,8 +90,8 @@ class CommittedState:
 
     @property
     def growth(self) -> tuple[int, float]:
-        """The batch that grows with the world, and the factor of the learning rates; 0 and 1 if it does not
-        grow."""
+        """The size of a batch that grows with the world, and the factor for the learning rates; 0 and 1 if
+        the batch does not grow."""
         return (
             self.data.growth(world_size()) if self._rates is not None and self.data is not None else (0, 1.0)
         )
@@ -105,7 +106,7 @@ class CommittedState:
             self.last.keep()
 
     def enter(self, world: World | None) -> None:
-        """Enter a world with the present state, which all its workers have."""
+        """Enter a world. All workers of the world have the same state."""
         self.world = world
         agentpage.begins_after(self.step)
         for scaler in self.contents.scalers:  # initialises the scaler, also in a worker without a batch
@@ -136,7 +137,7 @@ class CommittedState:
         self.models.leave()
         for parameter in self.contents.parameters():
             parameter.grad = None
-        for scaler in self.contents.scalers:  # the scaler may expect update()
+        for scaler in self.contents.scalers:  # the interrupted step may have left the scaler before update()
             vars(scaler)["_per_optimizer_states"].clear()
         if self.uncommitted.go_back():
             self.last.go_back()
@@ -154,10 +155,10 @@ class CommittedState:
     # ------------------------------------------------------------ commits
 
     def commit(self, *, covers: int = 0, samples: int = 0, batch: Batch | None = None) -> None:
-        """Commit what was done since the last commit. Raises WorldChanged if the world ends here.
+        """Commit the work since the last commit. Raises WorldChanged if the world ends with this commit.
 
-        ``covers``: the number of steps; without steps a commit counts as one. ``samples``: this worker's.
-        ``batch``: the last one that was used.
+        ``covers``: the number of steps since the last commit; 0 counts as one step. ``samples``: the number
+        of samples that this worker used. ``batch``: the last batch of the data.
         """
         self.uncommitted.before_commit()
         if self.data is not None and batch is not None:
@@ -173,7 +174,7 @@ class CommittedState:
 
     def commit_epoch(self, *, over: bool, stops: bool) -> None:
         """Commit the work after an epoch's steps, on all workers together. Rank 0 decides whether training
-        ``stops``. Raises WorldChanged if the world ends here."""
+        ``stops``. Raises WorldChanged if the world ends with this commit."""
         heard = gathered([stops, *self.comparison.digests()], self.world)
         self.comparison.compare(self.world, range(len(heard)), [Digests(*each[1:]) for each in heard])
         if over:
@@ -196,8 +197,8 @@ class CommittedState:
             self.saves.finished(self.parts(), self.world)
 
     def _keep(self) -> None:
-        """Keep the present state as the one to go back to. Raises TypeError if it cannot be sent to other
-        workers."""
+        """Keep the present state, so that this worker can go back to it. Raises TypeError if the state cannot
+        be sent to other workers."""
         self.last.keep()
         self.uncommitted.keep()
         optimizers = self.contents.optimizers
@@ -217,8 +218,8 @@ class CommittedState:
             raise WorldChanged
 
     def _learned(self) -> Iterator[torch.Tensor]:
-        """Yield parameters, optimizers' tensors, and in consistent mode, where they are the same in all
-        workers, buffers."""
+        """Yield parameters and optimizers' tensors; in consistent mode also buffers, which are then the same
+        in all workers."""
         return self.contents.tensors(buffers=self._is_consistent)
 
     # ------------------------------------------------------------ from and to other workers
@@ -241,10 +242,10 @@ class CommittedState:
         }
 
     def take(self, snapshot: dict[str, Any]) -> None:
-        """Take another worker's snapshot, except for this worker's own values.
+        """Take over another worker's snapshot, except for this worker's own values.
 
-        Random numbers continue as the other worker's where both scripts began alike. Otherwise they continue
-        as this worker's, so that independent draws stay independent.
+        A source of random numbers continues like the other worker's if both scripts gave it the same seed.
+        Otherwise it continues with this worker's own numbers, so that independent draws stay independent.
         """
         contents, kept = self.contents, snapshot["kept"]
         theirs = kept["random"]
@@ -308,9 +309,9 @@ class CommittedState:
     def resume(self, world: World, beyond: Age | None = None) -> str:
         """Load the newest kept state, on all workers of the world together.
 
-        Return the tier that the state came from; empty if there is none. ``beyond``: load only a state newer
-        than this age, which some workers have in memory. They keep theirs unless the loaded state proves
-        whole on all workers.
+        Return the tier that the state came from; empty if no state was loaded. ``beyond``: load only a state
+        newer than this age, because some workers have a state of this age in memory. These workers keep their
+        state unless the newer state was loaded on all workers.
         """
         if self.saves is None:
             return ""
@@ -322,7 +323,7 @@ class CommittedState:
             agentpage.fatal(Fatal.BAD_DATA)  # a restart would fail the same way
             raise
         finally:
-            if found is None and self.saves.checkpoints.overwrote:  # partly, or with damaged data
+            if found is None and self.saves.checkpoints.overwrote:  # the state is partly or wrongly loaded
                 if mine is not None:
                     self.take(mine)
                 else:
@@ -361,8 +362,8 @@ class CommittedState:
 
 
 def _give(optimizer: Optimizer, state: dict[int, Any]) -> None:
-    """Load another optimizer's state. ``load_state_dict`` casts it to the parameter's type, so set the
-    original values afterwards."""
+    """Load the state of another worker's optimizer. ``load_state_dict`` casts the state to the parameter's
+    type, so set the original values afterwards."""
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     for number, parameter in enumerate(parameters_of(optimizer)):
         if parameter in optimizer.state:

@@ -1,4 +1,4 @@
-"""Compare what the workers must have alike: parameters and shared values."""
+"""Compare the values that must be the same in all workers: parameters and a State's shared values."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from elasticd.worker.world.group import World, gathered
 
 _log = logging.getLogger(__name__)
 ULPS_MAX = 1000.0  # smaller differences come from rounding on different machines, not from other gradients
-SHARE = 0.001  # at most this share of the time is spent on comparing
-EXCHANGE_S = 0.0005  # about the time of one exchange
+SHARE = 0.001  # comparisons take at most this share of the time
+EXCHANGE_S = 0.0005  # about the time of one exchange of digests
 
 
 class Diverged(RuntimeError):
@@ -34,7 +34,8 @@ class Diverged(RuntimeError):
 class Digests(NamedTuple):
     """Digests of 63 bits, equal in workers with equal values; 0 where nothing is compared.
 
-    ``shared``: of the shared values besides parameters. ``began``: of those values when the scripts began.
+    ``shared``: of the shared values, without parameters. ``began``: of the shared values when the script
+    began.
     """
 
     parameters: int = 0
@@ -45,8 +46,9 @@ class Digests(NamedTuple):
 class Comparison:
     """The comparison of a State's values with other workers'.
 
-    ``compares``: whether anything is compared. ``exact``: to the bit; otherwise rounding may make a
-    difference. All workers call each method together, except ``begin``, ``enter``, ``leave`` and ``digests``.
+    ``compares``: whether anything is compared. ``exact``: all bits must be equal; otherwise differences by
+    rounding are accepted. All workers call each method together, except ``begin``, ``enter``, ``leave`` and
+    ``digests``.
     """
 
     def __init__(self, contents: Contents, *, compares: bool, exact: bool) -> None:
@@ -77,8 +79,8 @@ class Comparison:
         return Digests(self._digest(), self._shared.digest(), self._shared.digest_of_beginning)
 
     def after_commit(self, step: int) -> None:
-        """Compare after this commit if a comparison is due. All workers agree on the next one. Raises
-        Diverged, Unlike, and WorldChanged."""
+        """Compare after this commit if a comparison is due, and agree with the other workers when the
+        next one is due. Raises Diverged, Unlike, and WorldChanged."""
         if self._world is None or step < self._next:
             return
         now = time.monotonic()
@@ -92,8 +94,8 @@ class Comparison:
         self._next = step + self._every
 
     def compare(self, world: World | None, ranks: Sequence[int], digests: Sequence[Digests]) -> None:
-        """Compare the present values of these ranks, as far as their digests differ. Raises Diverged, Unlike,
-        and WorldChanged. ``digests``: of all ranks."""
+        """Compare the present values of these ranks, if their digests differ. Raises Diverged, Unlike, and
+        WorldChanged. ``digests``: of all ranks."""
         if world is not None and len({digests[rank].parameters for rank in ranks}) > 1:
             self._compare_parameters(world, ranks)
         if len({digests[rank].shared for rank in ranks}) > 1:
@@ -150,8 +152,8 @@ class Comparison:
 
 
 def _to_compare(contents: Contents) -> dict[str, nn.Parameter]:
-    """Return the parameters that an optimizer trains, by name, without those that DistributedDataParallel
-    ignores, which need not be the same in all workers."""
+    """Return the parameters that an optimizer trains, by name. Left out are parameters that
+    DistributedDataParallel was told to ignore, since they need not be the same in all workers."""
     trained = contents.trained
     found: dict[str, nn.Parameter] = {}
     for name, module in contents.modules.items():

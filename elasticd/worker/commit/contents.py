@@ -1,4 +1,4 @@
-"""What a State was given to keep."""
+"""The values that a script gives to a State."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Local(Generic[T]):
-    """A value of each worker's own, given to a State in place of a shared one.
+    """A value of a State that each worker has for itself; all other values are shared.
 
-    Example: ``State(..., losses=worker.Local([]))``, then ``state.losses``. The value is restored when a step
-    is abandoned, like all others. It is never sent to another worker, and is in no checkpoint: each process
-    begins with the value given here.
+    Example: ``State(..., losses=worker.Local([]))``, then ``state.losses``. Like all values, the value is
+    restored when a step is abandoned. It is never sent to another worker, and is in no checkpoint: each
+    process begins with the value given here.
     """
 
     value: T
@@ -36,7 +36,7 @@ class Contents:
     """The values of a State, by kind and by name.
 
     ``plain``: numbers, strings, tensors, and containers of them. ``stateful``: objects with ``state_dict``.
-    ``own``: the names of the values that are each worker's own.
+    ``own``: the names of the values that each worker has for itself.
 
     Raises TypeError for a value that a State cannot keep.
     """
@@ -84,7 +84,7 @@ class Contents:
             self.plain[name] = value
 
     def shared(self, values: Mapping[str, T]) -> dict[str, T]:
-        """Return these values, by name, without those that are each worker's own."""
+        """Return the values, by name, that are shared by all workers."""
         return {name: value for name, value in values.items() if name not in self.own}
 
     def parameters(self) -> list[nn.Parameter]:
@@ -102,7 +102,7 @@ class Contents:
 
     @property
     def order(self) -> dict[str, list[list[str]]]:
-        """The names of each optimizer's parameters, by group: the optimizer knows only their order."""
+        """The names of each optimizer's parameters, by group. The optimizer itself has no names."""
         names = {p: f"{name}.{key}" for name, m in self.modules.items() for key, p in m.named_parameters()}
         return {
             name: [[names[p] for p in group["params"]] for group in optimizer.param_groups]
@@ -110,8 +110,8 @@ class Contents:
         }
 
     def tensors(self, *, buffers: bool) -> Iterator[torch.Tensor]:
-        """Yield all parameters and optimizers' tensors, in the same order on all workers; on request buffers,
-        too."""
+        """Yield all parameters and optimizers' tensors, in the same order on all workers. ``buffers``: yield
+        the modules' buffers too."""
         for _, module in sorted(self.modules.items()):
             yield from module.parameters()
             if buffers:
@@ -122,9 +122,9 @@ class Contents:
 
 
 class EpochProgress:
-    """The progress of a training's epochs, which a State keeps with the rest. ``ended``: the number of
-    complete epochs, with the work after their steps. ``began``: the step after which the present epoch began,
-    if any. ``stopped``: no epoch follows."""
+    """The progress of a training's epochs, which a State keeps with its other values. ``ended``: the number
+    of complete epochs, including the work after their last step. ``began``: the number of steps before the
+    present epoch; None between epochs. ``stopped``: no epoch follows."""
 
     def __init__(self) -> None:
         self.ended = 0

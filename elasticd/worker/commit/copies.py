@@ -1,5 +1,6 @@
-"""Copies made at each commit, to go back to: of everything small that may change within a step, and of
-parameters that a step may change before its last sum over the workers."""
+"""Copies that are made at each commit, so that a worker can go back to the commit. Copied are all small
+values that may change within a step, and the parameters that a step changes before all workers' gradients are
+summed."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.plaindata import alike, copied, with_tensors
 from elasticd.worker.gradients.buffers import SMALL
 
-LOOKS = 8  # the first commits, in which large buffers are compared with their copies
-LOOK_EVERY = 64  # commits from one later comparison to the next
+LOOKS = 8  # the number of first commits at which large buffers are compared with their copies
+LOOK_EVERY = 64  # later, they are compared at every 64th commit
 
 
 class LastCommit:
     """The copy of plain data, modules' buffers, extra states and modes (``train()``, ``eval()``), optimizers'
     settings, objects with ``state_dict``, and random numbers.
 
-    Parameters and optimizers' state are not copied here: only an optimizer's step changes them. ``Undo``
-    copies them on request.
+    Parameters and optimizers' state are not copied here, since usually only an optimizer's step changes them.
+    ``Undo`` copies them on request.
 
-    ``kept``: the last copy, by these kinds; empty before the first. A large buffer that has not changed is
-    not copied again.
+    ``kept``: the last copy, as a dict with an entry for each of these kinds; empty before the first copy. A
+    large buffer that has not changed is not copied again.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -53,8 +54,8 @@ class LastCommit:
                 require_dense(tensor, f"State's {name}.{key}")
         self.device = next((p.device for p in contents.parameters()), torch.device("cpu"))
         self._versions: list[tuple[int, int]] = []
-        self._spare: list[torch.Tensor | None] = [None] * len(self._buffers)  # older copies, to overwrite
-        self._traceless: set[int] = set()  # large buffers that change without a new version
+        self._spare: list[torch.Tensor | None] = [None] * len(self._buffers)  # older copies, for reuse
+        self._unversioned: set[int] = set()  # large buffers whose version does not change with their content
         self._keeps = 0
 
     def keep(self) -> None:
@@ -99,13 +100,13 @@ class LastCommit:
         return ""
 
     def _keep_buffers(self) -> list[torch.Tensor | None]:
-        """Copy small buffers, and large buffers that have changed: a constant is copied once.
+        """Copy small buffers, and large buffers that have changed.
 
-        A change through ``.data`` leaves the version as it was. So large buffers are compared in the first
-        commits, and now and then.
+        A change through ``.data`` leaves the tensor's version as it was. So large buffers are compared with
+        their copies at the first commits, and at some of the later ones.
         """
         if self._keeps < LOOKS or self._keeps % LOOK_EVERY == 0:
-            self._find_traceless()
+            self._find_unversioned()
         self._keeps += 1
         kept = self.kept["buffers"] if self.kept else [None] * len(self._buffers)
         buffers: list[torch.Tensor | None] = []
@@ -131,17 +132,17 @@ class LastCommit:
         return buffers
 
     def _is_as_kept(self, number: int, buffer: torch.Tensor) -> bool:
-        """Whether a large buffer has the version of its copy, and its versions are reliable."""
+        """Whether this is a large buffer with the same version as its copy, and its versions are reliable."""
         return (
             buffer.numel() > SMALL
             and bool(self.kept)
             and self.kept["buffers"][number] is not None
             and self._versions[number] == _version(buffer)
-            and number not in self._traceless
+            and number not in self._unversioned
         )
 
-    def _find_traceless(self) -> list[int]:
-        """Return the buffers that have changed without a new version."""
+    def _find_unversioned(self) -> list[int]:
+        """Return the numbers of the buffers that have changed without a new version."""
         found = []
         for number, (owner, name) in enumerate(self._buffers):
             buffer = owner.get(name)
@@ -149,7 +150,7 @@ class LastCommit:
                 continue
             if not torch.equal(buffer, self.kept["buffers"][number]):
                 found.append(number)
-        self._traceless |= set(found)
+        self._unversioned |= set(found)
         return found
 
     def go_back(self) -> None:
@@ -159,7 +160,7 @@ class LastCommit:
         last commit.
         """
         if self.kept:
-            for number in self._find_traceless():
+            for number in self._find_unversioned():
                 owner, name = self._buffers[number]
                 changed = owner[name]
                 assert changed is not None
@@ -181,7 +182,7 @@ class LastCommit:
                     owner[name] = None
                 elif present is not None and present.shape == buffer.shape:
                     present.copy_(buffer)
-                else:  # such as a cache that grows on demand
+                else:  # the shape has changed, as of a cache that grows on demand
                     device = present.device if present is not None else self.device
                     owner[name] = buffer.to(device, copy=True)
         for name, module in self._extra.items():
@@ -202,21 +203,20 @@ def _version(buffer: torch.Tensor | None) -> tuple[int, int]:
 
 
 class Undo:
-    """Copies of the wanted parameters, by number, and of the wanted optimizers' state, by name."""
+    """Copies of chosen parameters, by number, and of chosen optimizers' state, by name."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizers: Mapping[str, Optimizer]) -> None:
         self._parameters, self._optimizers = parameters, optimizers
         self._wanted: set[int] = set()
         self._wanted_optimizers: set[str] = set()
-        self._originals: dict[int, torch.Tensor] = {}  # tensors with the parameters' memory
-        self._outlines: dict[
-            str, dict[torch.Tensor, Any]
-        ] = {}  # the optimizers' state, with the tensors in use
-        self._sources: list[torch.Tensor] = []
+        self._originals: dict[int, torch.Tensor] = {}  # tensors that share the parameters' memory
+        self._outlines: dict[str, dict[torch.Tensor, Any]] = {}  # the optimizers' state, not copied
+        self._sources: list[torch.Tensor] = []  # the tensors of both, in the order of ``_copies``
         self._copies: list[torch.Tensor] = []
 
     def want(self, parameters: Iterable[int], optimizers: Iterable[str]) -> bool:
-        """Copy these as well, from the next ``keep`` on. Return whether any of them is new."""
+        """Copy these parameters and optimizers as well, from the next ``keep`` on. Return whether any of them
+        was not copied before."""
         before = len(self._wanted) + len(self._wanted_optimizers)
         self._wanted |= set(parameters)
         self._wanted_optimizers |= set(optimizers)
@@ -224,7 +224,8 @@ class Undo:
 
     @property
     def wanted(self) -> tuple[list[int], list[str]]:
-        """The arguments for ``want``. All workers number the parameters alike."""
+        """The chosen parameters and optimizers, for ``want`` of another worker. All workers number the
+        parameters in the same way."""
         return sorted(self._wanted), sorted(self._wanted_optimizers)
 
     def keep(self) -> None:
@@ -249,7 +250,7 @@ class Undo:
             torch._foreach_copy_(self._copies, [t.detach() for t in sources])
 
     def covers(self, parameters: Iterable[int], optimizers: Iterable[str]) -> bool:
-        """Whether all of these are copied."""
+        """Whether all of these parameters and optimizers are copied."""
         return self._originals.keys() >= set(parameters) and self._outlines.keys() >= set(optimizers)
 
     def put_back(self) -> None:
@@ -257,7 +258,7 @@ class Undo:
         for number, tensor in self._originals.items():
             parameter = self._parameters[number]
             if parameter.data_ptr() != tensor.data_ptr():
-                parameter.data = tensor  # such as a parameter that shared another's memory for a while
+                parameter.data = tensor  # the script had pointed the parameter at other memory for a while
         with torch.no_grad():
             torch._foreach_copy_([t.detach() for t in self._sources], self._copies)
         for name, outline in self._outlines.items():
@@ -267,7 +268,7 @@ class Undo:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the wanted copies take."""
+        """The size of the copies in bytes."""
         sizes = sum(self._parameters[n].nbytes for n in self._wanted)
         found: list[int] = []
         for name in self._wanted_optimizers:

@@ -1,4 +1,5 @@
-"""Plain data: it can be copied, sent and loaded without running code from the data."""
+"""Plain data: numbers, strings, tensors and containers of them. Such data can be copied, sent and loaded
+without running code that the data contains."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def plain_key(key: Any, name: str) -> Any:
 
 
 def outlined(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the data without the contents of its tensors, as bytes to send, and the tensors in order."""
+    """Return the data as bytes to send, without the contents of its tensors, and a list of the tensors."""
     tensors: list[torch.Tensor] = []
 
     def leave_out(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,8 +105,8 @@ def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def unchanged(value: Any, given: Any) -> Any:
-    """Return ``value``, which was made from ``given``, with the original tensors where the type has
-    changed."""
+    """Return ``value``, which was made from ``given``. Where a tensor's dtype was changed, use the tensor of
+    ``given``."""
     if isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
         return value if value.dtype == given.dtype else given.to(value.device)
     if isinstance(value, dict) and isinstance(given, dict):
@@ -137,6 +138,6 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     if not one.is_floating_point() and not one.is_complex():
         return False
-    if one.itemsize == 1:  # torch does not compare elements of such types
+    if one.itemsize == 1:  # torch does not compare elements of 8-bit floating-point types
         one, other = one.float(), other.float()
     return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -17,7 +17,8 @@ class _Numpy:
     """numpy's random state.
 
     ``get_state()`` takes as long as the rest of a commit, and most scripts never draw from numpy. So the
-    generator's memory is compared first. Only a normal number drawn in advance is stored elsewhere.
+    generator's memory is compared first, and ``get_state()`` is called only after a change. One part of the
+    state is not in that memory: the normal number that numpy draws in advance.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class _Numpy:
 
 
 _numpy = _Numpy()
-Sources = dict[str, Any]  # by source, in values that torch.load(weights_only=True) loads
+Sources = dict[str, Any]  # the state of each source, as data that torch.load(weights_only=True) accepts
 
 
 def note() -> Sources:
@@ -81,7 +82,7 @@ def _digest(state: Any) -> int:
 
 
 class GeneratorState:
-    """A generator of the script's, with ``state_dict`` and ``load_state_dict``."""
+    """A ``torch.Generator`` of the script, with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -94,8 +95,8 @@ class GeneratorState:
 
 
 class OwnRandomness:
-    """A ``with`` block with random numbers of its own: they continue from block to block, and the outer ones
-    stay unchanged. CUDA's random numbers are not covered."""
+    """A ``with`` block with its own random numbers, which continue from one block to the next. The random
+    numbers outside the block are unaffected. CUDA's random numbers are not covered."""
 
     def __init__(self, seed: int) -> None:
         self._inner = _seeded(seed)
@@ -126,7 +127,7 @@ def _seeded(seed: int) -> Sources:
 
 
 def seed_all(*place: int) -> None:
-    """Seed all sources with these numbers alone."""
+    """Seed all sources of random numbers from the numbers ``place``."""
     text = " ".join(map(str, place)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     torch.default_generator.manual_seed(number)

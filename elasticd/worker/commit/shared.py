@@ -1,4 +1,4 @@
-"""Compare the values of a State that are the same in all workers, besides parameters."""
+"""Compare the values of a State that must be the same in all workers, except parameters."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.gradients.buffers import SMALL
 from elasticd.worker.world.group import World, or_over
 
-FEW = 4096  # elements of a large tensor that are compared
-NUMBERS_MAX = 2 * SMALL  # numbers of a value that may differ by rounding; the rest must be equal
-EXACT_MAX = 1 << 53  # larger integers are not all exact as doubles
-SHOWN_MAX = 40  # characters of a shown value
-ROUNDING = 1e-4  # relative: smaller differences come from rounding, as on machines of several kinds
+FEW = 4096  # the number of elements of a large tensor that are compared
+NUMBERS_MAX = 2 * SMALL  # how many numbers of a value may differ by rounding; the rest must be equal
+EXACT_MAX = 1 << 53  # a double represents every integer up to this one exactly
+SHOWN_MAX = 40  # the most characters of a value in a message
+ROUNDING = 1e-4  # smaller relative differences come from rounding, which differs between kinds of machines
 
 
 class ValueSummary(NamedTuple):
-    """A value in short. ``shown``: the value, if it is short. ``numbers``: its first ``NUMBERS_MAX``
-    numbers, as doubles. ``counts``: the positions of the integers among them. ``coarse``: a digest of the
-    rest. The last three are empty in a summary that is only made for its digest."""
+    """A summary of a value. ``digest``: of the whole value. ``shown``: the value as text, if it is short.
+    ``numbers``: the value's first ``NUMBERS_MAX`` numbers, as doubles. ``counts``: the positions of the
+    integers in ``numbers``. ``coarse``: a digest of the value without ``numbers``. The last three are empty
+    if only the digest is needed."""
 
     digest: int = 0
     shown: str = ""
@@ -40,8 +41,8 @@ class ValueSummary(NamedTuple):
     counts: tuple[int, ...] = ()
 
     def is_close(self, other: ValueSummary) -> bool:
-        """Whether only floating-point numbers differ, and those by rounding. An integer must be equal, also
-        where it is a floating-point number in one of the two."""
+        """Whether the values are equal except for the rounding of floating-point numbers. Integers must be
+        equal, even if one value has the integer as a floating-point number."""
         mine, its = array("d", self.numbers), array("d", other.numbers)
         counts = {*self.counts, *other.counts}
         alike = self.coarse == other.coarse and len(mine) == len(its) and len(mine) > 0
@@ -62,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 class Unlike(RuntimeError):
-    """The workers have different data where they must have the same. The message says which."""
+    """The workers have different values where all must have the same. The message names the value."""
 
 
 class Shared:
@@ -75,8 +76,8 @@ class Shared:
         self._warned = False
 
     def begin(self) -> None:
-        """Note the script's initial values. Left out are the contents of tensors, which may depend on
-        parameters that are not the same yet, and objects, which may contain such tensors."""
+        """Note the script's initial values, without the contents of tensors and without objects. Both may
+        depend on parameters, which are not the same in all workers yet."""
         contents = self._contents
         drawn = {n: s.state_dict() for n, s in contents.stateful.items() if isinstance(s, GeneratorState)}
         plain = contents.shared(contents.plain)
@@ -99,9 +100,9 @@ class Shared:
         return {name: _summary_of(value, numbers=numbers) for name, value in shared.items()}
 
     def compare(self, world: World | None, ranks: Sequence[int], *, exact: bool = False) -> None:
-        """Compare the present values on all workers together, when the digests of these ranks differ. Raises
-        Unlike, and WorldChanged. ``exact``: to the bit. Otherwise floating-point numbers may differ by
-        rounding, with one warning."""
+        """Compare the present values, after the digests of these ranks were found to differ. All workers call
+        it together. Raises Unlike, and WorldChanged. ``exact``: all bits must be equal. Otherwise
+        floating-point numbers may differ by rounding, with one warning."""
         heard = _heard(self._summary(numbers=True), world)
         if differs := difference(heard, ranks, exact=exact):
             raise _unlike(
@@ -120,10 +121,10 @@ class Shared:
             )
 
     def compare_beginning(self, world: World, source: int, *, fresh: bool, exact: bool = False) -> str:
-        """Compare the initial values on all workers together, when their digests differ.
+        """Compare the initial values, after their digests were found to differ. All workers call it together.
 
-        Return how this worker's differ from those of ``source``, in words. Raises Unlike if all workers begin
-        now, and WorldChanged.
+        Return in words how this worker's values differ from those of the worker ``source``. Raises Unlike if
+        all workers begin now (``fresh``), and WorldChanged.
         """
         heard = _heard(self._began, world)
         if fresh and (differs := difference(heard, range(world.size), exact=exact)):
@@ -147,8 +148,8 @@ def _heard(mine: Summary, world: World | None) -> list[Summary]:
 
 
 def difference(heard: Sequence[Summary], ranks: Sequence[int], *, exact: bool = True) -> str:
-    """Return the first difference between these ranks, in words; empty if there is none. ``exact``: to the
-    bit. Otherwise differences by rounding do not count."""
+    """Return the first difference between these ranks, in words; empty if there is none. ``exact``: all bits
+    must be equal. Otherwise differences by rounding do not count."""
     for name in sorted({name for rank in ranks for name in heard[rank]}):
         its = {rank: heard[rank].get(name, _NOTHING) for rank in ranks}
         digests = [seen.digest for seen in its.values()]
@@ -167,7 +168,7 @@ def difference(heard: Sequence[Summary], ranks: Sequence[int], *, exact: bool = 
 
 
 def _summary_of(value: Any, *, contents: bool = True, numbers: bool = False) -> ValueSummary:
-    """Return the value in short. ``numbers``: for ``ValueSummary.is_close`` as well."""
+    """Return the summary of the value. ``numbers``: with the parts that ``ValueSummary.is_close`` needs."""
     found = hashlib.blake2b(digest_size=8)
     _feed(found, value, contents)
     shown = repr(value) if isinstance(value, int | float | str | None) else ""
@@ -181,14 +182,14 @@ def _summary_of(value: Any, *, contents: bool = True, numbers: bool = False) -> 
 
 
 class _Numbers:
-    """The numbers of a value, as in ``ValueSummary``."""
+    """Collects ``numbers`` and ``counts`` of a ``ValueSummary``."""
 
     def __init__(self) -> None:
         self.doubles = array("d")
         self.counts: list[int] = []
 
     def takes(self, number: float) -> bool:
-        """Take a number, and return whether it was taken."""
+        """Add a number. Return whether there was room for it, and it is exact as a double."""
         whole = isinstance(number, int)
         if len(self.doubles) >= NUMBERS_MAX or (whole and abs(number) > EXACT_MAX):
             return False
@@ -199,10 +200,10 @@ class _Numbers:
 
 
 def _feed(summary: hashlib.blake2b, value: Any, contents: bool, numbers: _Numbers | None = None) -> None:
-    """Feed the value into the digest. Equal data gives equal digests, wherever it came from. Numbers of
-    one value are equal data, whatever their type, numpy's included.
+    """Feed the value into the digest. Equal data gives equal digests in all processes. Numbers are equal if
+    their values are, also if one is an int and the other a float or a numpy number.
 
-    ``numbers``: collects numbers and the elements of floating-point tensors, which are then left out of the
+    ``numbers``: collects numbers and the elements of floating-point tensors, which then do not go into the
     digest.
     """
     if type(value).__module__ == "numpy" and hasattr(value, "item") and value.shape == ():

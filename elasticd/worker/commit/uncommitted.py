@@ -19,45 +19,45 @@ from elasticd.worker.report import all_finite, not_finite, policy
 from elasticd.worker.world.group import World, rank
 
 _log = logging.getLogger(__name__)
-LOOKS_INTO = 3  # the first commits, after which elements are compared: .data changes no version
+LOOKS_INTO = 3  # until this many commits, elements are compared as well: .data changes no version
 
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Which optimizer trains which parameters. Sets hold the parameters' numbers.
-
-    ``trained``: the parameters of each optimizer. ``modules``: those of each module.
-    """
+    """The parameters of each optimizer (``trained``) and of each module (``modules``), as sets of the
+    parameters' numbers."""
 
     trained: Mapping[str, Set[int]]
     modules: Sequence[Set[int]] = ()
 
     def outside(self, changed: Set[int], stepped: Iterable[str]) -> set[int]:
-        """Return the changed parameters that none of these optimizers trains."""
+        """Return the changed parameters that none of the ``stepped`` optimizers trains."""
         return set(changed).difference(*(self.trained[name] for name in stepped))
 
     def to_copy(self, outside: Set[int], stepped: Iterable[str]) -> set[int]:
-        """Return the parameters to copy at each commit, if these change before the last sum of a step: when a
-        worker died in that sum, no worker would have a whole state.
+        """Return the parameters to copy at each commit, given the parameters (``outside``) and optimizers
+        (``stepped``) that change before the last sum of a step. Without a copy, a worker that dies during the
+        sum would leave no worker with a whole state.
 
-        Parameters of one module that no optimizer trains are copied together: averages of a frozen layer
-        change only once the layer is trained.
+        If one parameter of a module changes that no optimizer trains, all such parameters of the module are
+        copied. The others may change later, for example averages of a layer that is still frozen.
         """
         followers = (set(of).difference(*self.trained.values()) for of in self.modules)
         together = (of for of in followers if of & outside)
         return set(outside).union(*(self.trained[name] for name in stepped), *together)
 
     def swapped(self, outside: Set[int], frozen: Set[int]) -> list[Set[int]]:
-        """Return the modules of which all parameters changed, except frozen ones. A parameter that is
-        unfrozen later will change with the others."""
+        """Return the modules whose parameters have all changed, frozen parameters aside. A frozen parameter
+        will change with the others once it is unfrozen."""
         return [of for of in self.modules if of - frozen and of - frozen <= outside]
 
 
 class Uncommitted:
-    """The changes since the last commit.
+    """The changes since the last commit, and the copies to undo them.
 
-    ``stepped``: the optimizers that have begun a step. Parameters and optimizers' state that change before
-    the last sum of a step are copied from then on (``undo`` None), always (True), or never (False).
+    ``stepped``: the optimizers that have begun a step. ``undo``: whether parameters and optimizers' state are
+    copied at each commit. True: always. False: never. None: once they have changed before the last sum of a
+    step.
     """
 
     def __init__(self, contents: Contents, models: WrappedModels, undo: bool | None) -> None:
@@ -68,8 +68,8 @@ class Uncommitted:
         self._torn = False
         self._commits = 0  # of this process
         self._calls = 0  # the number of collectives when an optimizer last began a step
-        self._evaluated = 0  # forward passes without gradients
-        self._unused: tuple[torch.Tensor, torch.Tensor] | None = None  # parameter, unused gradient
+        self._evaluated = 0  # forward passes without gradients, since the last commit
+        self._unused: tuple[torch.Tensor, torch.Tensor] | None = None  # a parameter and its unused gradient
         self._warned = False
         self._changes = ChangeDetector(contents.parameters())
         numbers = {id(p): n for n, p in enumerate(self._changes.parameters)}
@@ -97,11 +97,11 @@ class Uncommitted:
 
     @property
     def wanted(self) -> tuple[list[int], list[str]]:
-        """What is copied at each commit, for ``want`` in another worker."""
+        """The parameters and optimizers that are copied at each commit, for ``want`` in another worker."""
         return self._undo.wanted
 
     def want(self, wanted: tuple[list[int], list[str]]) -> None:
-        """Copy what another worker copies. The same values change early here, from the first step."""
+        """Copy at each commit what another worker copies. This worker will change the same values."""
         if self._undoes is not False:
             self._undo.want(*wanted)
 
@@ -130,7 +130,7 @@ class Uncommitted:
         self._torn = False
 
     def tear(self) -> None:
-        """Note that some of the values were overwritten, as by a damaged checkpoint."""
+        """Note that some values were overwritten, for example by a damaged checkpoint."""
         self._torn = True
 
     def go_back(self) -> bool:
@@ -148,10 +148,10 @@ class Uncommitted:
     # ------------------------------------------------------------ steps
 
     def before_forward(self) -> None:
-        """Look for weights that were swapped in for an evaluation, before a forward pass without gradients.
+        """Look for weights that the script has swapped in for an evaluation, such as averages.
 
-        They may be swapped back before the next step. The check runs in passes 1, 2, 4, 8 and so on after a
-        commit.
+        Called before a forward pass without gradients, since the script may swap the weights back before the
+        next step. The check runs in passes 1, 2, 4, 8 and so on after a commit.
         """
         if self._world is None or self.stepped or torch.is_grad_enabled():
             return
@@ -162,8 +162,8 @@ class Uncommitted:
     def _before_step(
         self, name: str, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Check an optimizer's step. With a closure, the optimizer changes parameters only after the
-        closure."""
+        """Check an optimizer's step. If the step has a closure, the check runs after the closure, which
+        computes the gradients."""
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if not callable(closure):
             self._check_step(name)
@@ -174,15 +174,14 @@ class Uncommitted:
         return (args[0], checked, *args[2:]), kwargs
 
     def _checked(self, name: str, closure: Callable[[], Any]) -> Any:
-        if name in self.stepped:  # it has changed parameters already, and continues with other gradients
+        if name in self.stepped:  # as in LBFGS, whose step calls the closure again after a change
             self._copy_from_now_on(set(), {name})
         loss = closure()
         self._check_step(name)
         return loss
 
     def _check_step(self, name: str) -> None:
-        """Check an optimizer's step right before it changes parameters: later it is too late. Raises
-        WorldChanged."""
+        """Check an optimizer's step right before the optimizer changes parameters. Raises WorldChanged."""
         self._refuse_carried_gradients()
         self._models.refuse_unfrozen()
         world = self._world
@@ -200,12 +199,13 @@ class Uncommitted:
         self._calls = self._models.calls()
 
     def _outside(self, *, contents: bool) -> set[int]:
-        """Return the parameters that changed although no optimizer has begun a step on them."""
+        """Return the parameters that changed although their optimizer has not begun a step."""
         changed = self._changes.changed(contents=contents)
         return self._owners.outside(changed, self.stepped) if changed else changed
 
     def _copy_from_now_on(self, outside: set[int], stepped: set[str]) -> None:
-        """Copy at each commit what changes before the last sum of a step."""
+        """From the next commit on, copy these parameters (``outside``) and optimizers (``stepped``), which
+        change before the last sum of a step."""
         if self._undoes is False:
             return
         self._swapped += [m for m in self._owners.swapped(outside, self._frozen()) if m not in self._swapped]
@@ -235,8 +235,8 @@ class Uncommitted:
             )
 
     def _unused_gradient(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return a parameter and its gradient that an optimizer could use, if a commit comes before any
-        optimizer's step."""
+        """Return a parameter with its gradient, if there is one that no optimizer's step has used before this
+        commit; None otherwise."""
         for optimizer in self._contents.optimizers.values():
             for parameter in parameters_of(optimizer):
                 if parameter.grad is not None:
