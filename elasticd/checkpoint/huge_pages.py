@@ -19,7 +19,10 @@ _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432  # system call numbers; equal on al
 _CLOEXEC, _SET_STRING, _CREATE = 1, 1, 6
 _NEWUSER_AND_NEWNS: Final = 0x10000000 | 0x00020000
 _HELPER_S: Final = 10.0
-_HELPER: Final = "import sys; sys.path.append({root!r}); from elasticd.checkpoint.huge_pages import mount_for_parent; mount_for_parent()"
+_HELPER: Final = (
+    "import sys; sys.path.append({root!r}); "
+    "from elasticd.checkpoint.huge_pages import send_mount; send_mount()"
+)
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -86,7 +89,7 @@ def _ask_for_one() -> int | None:
         return mount
 
 
-def mount_for_parent() -> None:
+def send_mount() -> None:
     """Run the helper process. Standard input is the socket that the tmpfs is sent through."""
     uid, gid = os.geteuid(), os.getegid()
     _checked(ctypes.CDLL(None, use_errno=True).unshare(_NEWUSER_AND_NEWNS))

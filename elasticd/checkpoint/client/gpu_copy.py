@@ -80,8 +80,8 @@ class GpuCopier:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PendingCopy:
-    """Unfinished copies of ``tensors``, which only an optimizer's step may change meanwhile. ``memory``, their
-    destination, is kept until they are done."""
+    """Unfinished copies of ``tensors``, which only an optimizer's step may change meanwhile. ``memory`` is
+    their destination, which is kept until the copies are done."""
 
     gpu: GpuCopier
     event: GpuEvent

@@ -78,8 +78,8 @@ class Waits:
             pass
 
     def _watch_on_gpu(self, parameter: Any) -> None:
-        """Watch a parameter on a GPU. A worker has one GPU. CUDA must be initialized: a fake tensor may claim to
-        be on a GPU."""
+        """Watch a parameter on a GPU. A worker has one GPU. CUDA must be initialized: a fake tensor may
+        claim to be on a GPU."""
         cuda = sys.modules["torch"].cuda
         if self._gpu is None and cuda.is_initialized():
             self._gpu = GpuClock(cuda, parameter.device)
