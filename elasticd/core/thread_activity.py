@@ -52,8 +52,8 @@ _AWAITED = re.compile(r"\.(wait)\(")
 # elasticd's wrappers around torch's functions.
 _OURS = ("elasticd_waits.py", "elasticd_gpuclock.py", "elasticd_heartbeat.py")
 _AROUND_WAIT = ("elasticd_waits.py", "measured")
-# Here a worker without a part of the batch waits for the calls of another rank.
-_HEARING = re.compile(r"elasticd[/\\]worker[/\\]world[/\\]group\.py$")
+# In World.wait_for_value, a worker without a part of the batch waits for another rank to call a model.
+_WORLD = re.compile(r"elasticd[/\\]worker[/\\]world[/\\]group\.py$")
 _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
@@ -74,7 +74,7 @@ def activity_of(stack: Stack) -> ThreadActivity | None:
         return ThreadActivity(ActivityKind.COLLECTIVE, place, "backward")
     if module.startswith(("cuda/", "cuda\\")) and "synchronize" in inner.function:
         return ThreadActivity(ActivityKind.COLLECTIVE, place, "synchronize")
-    if waits or any(f.function == "hear" and _HEARING.search(f.file) for f in stack[:3]):
+    if waits or any(f.function == "wait_for_value" and _WORLD.search(f.file) for f in stack[:3]):
         return ThreadActivity(ActivityKind.COLLECTIVE, place, "wait")
     if call := _FETCHED.search(inner.text) or (inner is own and _AWAITED.search(inner.text)):
         return ThreadActivity(ActivityKind.COLLECTIVE, place, call[1])

@@ -147,8 +147,8 @@ def test_a_worker_without_a_part_waits_for_the_calls_of_another_rank_and_is_not_
     group = f"{where}/elasticd/worker/world/group.py"
     hears = [
         (group, 330, "_await"),
-        (group, 196, "hear"),
+        (group, 196, "wait_for_value"),
         (f"{where}/elasticd/worker/steps.py", 92, "__iter__"),
     ]
     assert at(*hears) == ("collective", "job.py:40", "wait")
-    assert at((group, 330, "_await"), (group, 172, "passed")) == ("own", "job.py:40", "")
+    assert at((group, 330, "_await"), (group, 172, "ends_with_commit")) == ("own", "job.py:40", "")

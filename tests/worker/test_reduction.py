@@ -8,6 +8,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.channel.worker_messages import Enter
+from elasticd.core.thread_activity import ActivityKind, Frame, activity_of
 from elasticd.data.dealing import Portion, parts_of
 from elasticd.worker.gradients.reduction import AveragedReduction
 from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_parallel
@@ -141,7 +142,7 @@ def steps_without_a_sum(steps: int) -> tuple[list[list[str]], bool]:
         for _ in range(steps):
             reduction.begin(lambda: 2)
             assert reduction._order is not None
-            heard.append(list(reduction._order.heard()))
+            heard.append(list(reduction._order.names()))
     dist.barrier()
     return heard, world._store.check(["call 0 of 0"])
 
@@ -150,3 +151,13 @@ def test_a_worker_without_a_part_hears_of_all_calls_however_far_the_others_are(t
     first, second, last = in_world(3, tmp_path, steps_without_a_sum, 3)
     assert first == second == ([["a", "b"]] * 3, False)
     assert last == ([], False)
+
+
+def test_a_worker_that_waits_for_another_ranks_call_is_seen_to_wait_and_not_to_sleep():
+    wait = World.wait_for_value.__code__
+    frames = [
+        Frame(wait.co_filename, wait.co_firstlineno, wait.co_name),
+        Frame("/home/me/job.py", 40, "main"),
+    ]
+    activity = activity_of(frames)
+    assert activity is not None and activity.kind is ActivityKind.COLLECTIVE

@@ -2,7 +2,7 @@
 
 ``step(state, event, now)`` takes one event. It returns the new state, the actions, the reasons, and the time
 of the next wake-up. The agent is level-triggered: an event only changes what is known, and all decisions
-follow from the whole state. LeaseExpired, late and repeated answers therefore do no harm.
+follow from the whole state. So answers that are lost, late or repeated do no harm.
 """
 
 from elasticd.core.agent.agent_state import AgentConfig, AgentState, AgentStep, Crew, Departure, Identity

@@ -190,7 +190,10 @@ class World:
             self._store.compare_set(key, "", f"={value}")
 
     def wait_for_value(self, key: str) -> str:
-        """Wait for a value that another worker sets. Raises WorldChanged."""
+        """Wait for a value that another worker sets. Raises WorldChanged.
+
+        core.thread_activity finds this function in stacks by its name.
+        """
         try:
             value = self._await(key)
         except RuntimeError as error:  # the store is lost
