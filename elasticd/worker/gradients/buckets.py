@@ -1,7 +1,7 @@
-"""Buckets of gradients side by side in memory, and their exchange in consistent mode.
+"""Buckets, which hold several gradients in one tensor, and their exchange in consistent mode.
 
-Each worker owns a slice of a bucket. The owner gets all workers' parts of the slice, adds them up in the
-order of elasticd.data.summing, and sends the sum to all. This takes as many bytes as an all-reduce.
+Each worker owns a slice of each bucket. The owner receives the slice of all workers, adds the slices up in
+the order of elasticd.data.summing, and sends the sum to all. This takes as many bytes as an all-reduce.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from elasticd.data.summing import plan_sums
 
 FIRST_BYTES = 1 << 20  # small, so that sending begins early, as in DistributedDataParallel
 BUCKET_BYTES = 25 << 20
-_ALIGNED = 16  # elements
+_ALIGNED = 16  # the length of a slice is a multiple of this number of elements
 
 Gradients = Sequence[torch.Tensor | None]
 
 
 class Exchange:
-    """The subtrees of sums that workers exchange (see elasticd.data.summing). ``leaves``: how this worker
-    adds up its virtual ranks. ``all``: how the owner of a slice adds up the subtrees of all workers.
-    ``counts``: the number of each worker's subtrees."""
+    """The subtrees of sums that workers exchange (see elasticd.data.summing). ``leaves``: the plan by which
+    this worker adds up its virtual ranks. ``all``: the plan by which the owner of a slice adds up the
+    subtrees of all workers. ``counts``: the number of each worker's subtrees, by rank."""
 
     def __init__(self, blocks: Sequence[range], rank: int, virtual_ranks: int) -> None:
         plans = [plan_sums((range(v, v + 1) for v in block), virtual_ranks) for block in blocks]
@@ -40,8 +40,8 @@ class Exchange:
 
 
 class Bucket:
-    """The gradients of some parameters. ``members``: the parameters' numbers. ``likes``: tensors of their
-    shapes, of one type and on one device.
+    """The gradients of some parameters. ``members``: the parameters' numbers. ``likes``: tensors with the
+    shapes of these parameters, of one dtype and on one device.
 
     A step calls ``add`` for each virtual rank, then ``hand_in``, ``add_up`` and ``gather``.
     """
@@ -52,7 +52,7 @@ class Bucket:
         elements = sum(t.numel() for t in likes)
         self._slice = -(-elements // (exchange.size * _ALIGNED)) * _ALIGNED
         rows = max(1, exchange.leaves.height)
-        # The sums so far, by subtree; in the end the first row is the total.
+        # The sums so far, one row for each subtree. After ``gather``, the first row is the total.
         self._rows = likes[0].new_zeros((rows, exchange.size * self._slice))
         self._views = [_views(row, likes) for row in self._rows]
         self.arrival_elements = exchange.arriving * self._slice
@@ -62,7 +62,7 @@ class Bucket:
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """The sums by member, valid until the next step."""
+        """The sums, one for each of ``members``. They are valid until the next step."""
         return self._views[0]
 
     def add(self, gradients: Gradients) -> None:
@@ -89,8 +89,8 @@ class Bucket:
             self._rows[self._height - 1] += self._rows[self._height]
 
     def hand_in(self, room: torch.Tensor) -> None:
-        """Send each owner its slice of this worker's sums. ``room``: at least ``arrival_elements`` for the
-        arriving data, until ``add_up`` has returned."""
+        """Begin to send each owner its slice of this worker's sums. ``room``: a tensor for the arriving data,
+        with at least ``arrival_elements`` elements. It is in use until ``add_up`` has returned."""
         exchange = self._exchange
         self._arrived = room[: self.arrival_elements].view(exchange.arriving, self._slice)
         arriving = iter(self._arrived)
@@ -100,7 +100,8 @@ class Bucket:
         self._works = _start(sends, receives)
 
     def add_up(self) -> None:
-        """Wait for all parts of this worker's slice, add them up, and send the sum to all."""
+        """Wait for the other workers' sums of this worker's slice, add them up, and begin to send the total
+        to all."""
         self._finish()
         exchange = self._exchange
         own = self._rows[:, self._of(exchange.rank)]
@@ -110,20 +111,20 @@ class Bucket:
             for rank, count in enumerate(exchange.counts)
             for row in range(count)
         )
-        pile: list[torch.Tensor] = []
+        stack: list[torch.Tensor] = []
         for subtree, halves in zip(handed_in, exchange.all.sums, strict=True):
-            pile.append(subtree)
+            stack.append(subtree)
             for _ in range(halves):
-                upper = pile.pop()
-                pile[-1] += upper
-        [total] = pile
+                upper = stack.pop()
+                stack[-1] += upper
+        [total] = stack
         if total.data_ptr() != own[0].data_ptr():
             own[0].copy_(total)
         sends = [(own[0], peer) for peer in self._peers()]
         self._works = _start(sends, [(self._rows[0, self._of(peer)], peer) for peer in self._peers()])
 
     def gather(self) -> None:
-        """Wait for the sums of all slices."""
+        """Wait for the totals of all slices."""
         self._finish()
 
     def _finish(self) -> None:
@@ -138,8 +139,8 @@ class Bucket:
 
 
 def fill(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[list[int]]:
-    """Return the indices of the tensors of each bucket. The tensors of a bucket follow each other in
-    ``order``, and have one type and one device. The buckets are in the order of their last tensors."""
+    """Return the indices of the tensors of each bucket. All tensors of a bucket have one dtype and one
+    device. Tensors are put into buckets in ``order``, and the buckets are sorted by their last tensors."""
     open_: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     full: list[list[int]] = []
@@ -156,7 +157,7 @@ def fill(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[list[int
 
 
 def _views(row: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return contiguous views of a row, each with the memory layout of its like's gradient."""
+    """Cut a row into views, one for each tensor in ``likes``, with the strides of the tensor's gradient."""
     ends = [0]
     for like in likes:
         ends.append(ends[-1] + like.numel())
@@ -166,7 +167,7 @@ def _views(row: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tenso
     ]
 
 
-_Way = tuple[torch.Tensor, int]  # a tensor, and the peer
+_Way = tuple[torch.Tensor, int]  # a tensor, and the rank to send it to or receive it from
 
 
 def _start(sends: Sequence[_Way], receives: Sequence[_Way]) -> list[dist.Work]:
@@ -181,4 +182,4 @@ def _start(sends: Sequence[_Way], receives: Sequence[_Way]) -> list[dist.Work]:
         ]
     together = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
     together += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
-    return list(dist.batch_isend_irecv(together))  # together: NCCL would wait for each one in turn
+    return list(dist.batch_isend_irecv(together))  # in one batch: NCCL would wait for each call in turn

@@ -1,7 +1,8 @@
 """Consistent mode: a step computes the same bits in a world of any size.
 
-Everything that could depend on the world belongs to virtual ranks: the order in which gradients are added up
-(elasticd.data.summing), the random numbers for a part of the batch, and the buffers at its beginning and end.
+Everything that could depend on the world's size depends on virtual ranks instead: the order in which
+gradients are added up (elasticd.data.summing), the random numbers for a part of the batch, and the buffers
+before and after the part.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from elasticd.worker.gradients.buffers import Buffers
 from elasticd.worker.world.group import World
 
 UNDER_WAY = 4  # buckets in flight; with fewer, workers wait for each other in the backward pass
-_BETWEEN = -1  # the virtual rank of random numbers between two steps
+_BETWEEN = -1  # used as virtual rank to seed the random numbers between two steps
 
 
 class ConsistentReduction:
-    """The Reduction of consistent mode in one world; ``close`` it at the world's end.
+    """The Reduction of consistent mode in one world. Call ``close`` at the world's end.
 
-    ``modules``: not wrapped; their parameters are trained. ``place``: identifies a step, and is the same in
-    any world. ``world``: None where the world cannot change.
+    ``modules``: the modules to train, not wrapped. ``place``: returns numbers that identify a step, the same
+    in any world. ``world``: None where the world cannot change.
 
     The gradient of each virtual rank is computed separately, and added up as in elasticd.data.summing. For n
-    virtual ranks a worker thus keeps up to log2(n) gradients. They are sent, bucket by bucket, during the
+    virtual ranks a worker thus holds up to log2(n) gradients. It sends them, bucket by bucket, during the
     last backward pass.
     """
 
@@ -55,10 +56,10 @@ class ConsistentReduction:
         self._under_way = False
         self.loss: torch.Tensor | None = None  # the loss of the last global batch
 
-    # ------------------------------------------------------------ what a step asks for
+    # ------------------------------------------------------------ the Reduction protocol
 
     def begin(self, left_out: Callable[[], int]) -> None:
-        """Do nothing: the sums have the same order in all workers, whatever models a step calls."""
+        """Do nothing: the order of the sums does not depend on the models that a step calls."""
 
     @contextlib.contextmanager
     def part(self, part: Portion) -> Iterator[None]:
@@ -108,7 +109,7 @@ class ConsistentReduction:
             hook.remove()
         self._hooks = []
 
-    # ------------------------------------------------------------ the beginning
+    # ------------------------------------------------------------ the beginning of a step
 
     def _begin(self) -> None:
         trained = {id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}
@@ -132,11 +133,11 @@ class ConsistentReduction:
             self._buffers.keep()
 
     def _lay_out(self, parameters: list[nn.Parameter]) -> None:
-        """Lay out buckets for these parameters: the last first, as in the backward pass."""
+        """Lay out buckets for these parameters, the last parameter first, as the backward pass does."""
         self.close()
         self._parameters = parameters
-        # Further facts of a virtual rank: its loss, the parameters it used, and the buffers it changed. They
-        # travel like one more gradient, with the last bucket.
+        # Notes of a virtual rank: its loss, the parameters it used, and the buffers it changed. The notes are
+        # sent as one more gradient, in the last bucket.
         count = len(parameters)
         self._notes = torch.zeros(1 + count + self._buffers.large, device=parameters[0].device)
         likes = [*(p.detach() for p in parameters), self._notes]
@@ -162,12 +163,12 @@ class ConsistentReduction:
     # ------------------------------------------------------------ virtual ranks
 
     def _skip_to(self, virtual_rank: int) -> None:
-        """Add zeros for virtual ranks without samples."""
+        """Add zeros for the virtual ranks before this one that have no samples."""
         while self._next < virtual_rank:
             self._add(range(len(self._buckets)))
 
     def _add(self, buckets: Sequence[int]) -> None:
-        """Add the gradients of the finished virtual rank that are in these buckets."""
+        """Add the gradients of the virtual rank that has just ended to these buckets."""
         for bucket in buckets:
             gradients: list[torch.Tensor | None] = []
             for i in self._members[bucket]:
@@ -205,7 +206,7 @@ class ConsistentReduction:
             self._send_next()
 
     def _send_next(self) -> None:
-        """Send the next bucket, and add up an earlier one, which has arrived by now."""
+        """Send the next bucket, and add up an earlier bucket, which has probably arrived."""
         number = self._sent
         self._sent += 1
         if self._block:
@@ -214,7 +215,7 @@ class ConsistentReduction:
             self._buckets[number - UNDER_WAY].add_up()
         self._buckets[number].hand_in(self._rooms[number])
 
-    # ------------------------------------------------------------ the end
+    # ------------------------------------------------------------ the end of a step
 
     def _hand_over(self) -> None:
         """Give each parameter its sum, or no gradient if no virtual rank used it."""
@@ -249,8 +250,8 @@ _MEANINGS = {
 
 
 class Arithmetic:
-    """The arithmetic of consistent mode, kept in the State: later workers compute as the first ones did, with
-    as many threads."""
+    """The facts that decide how this machine rounds, kept in the State. A later worker must have the same,
+    and uses as many threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -279,8 +280,8 @@ class Arithmetic:
 def consistent_arithmetic(modules: Mapping[str, nn.Module], *, wraps: bool) -> Arithmetic:
     """Return the arithmetic of a State with these modules.
 
-    ``wraps``: the script wraps modules itself. Raises TypeError, with a sentence, for what cannot give the
-    same results in a world of another size.
+    ``wraps``: the script wraps modules itself. Raises TypeError, with a sentence, for modules that cannot
+    give the same results in a world of another size.
     """
     if wraps:
         raise TypeError(

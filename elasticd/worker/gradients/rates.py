@@ -1,4 +1,4 @@
-"""Learning rates that follow a batch that grows and shrinks with the world."""
+"""Learning rates for a global batch whose size follows the number of workers."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def check(rule: Rule | None) -> Rule:
 
 
 class ScaledRates:
-    """Multiply the optimizers' rates by ``times`` during their steps only: schedulers and scripts see the
-    original rates."""
+    """Multiply the optimizers' learning rates by ``times``, but only during their steps: schedulers and
+    scripts see the original rates."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self.times = 1.0

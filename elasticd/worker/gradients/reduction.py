@@ -1,4 +1,4 @@
-"""Reduce the gradients of a global batch's parts to one gradient, the same in all workers."""
+"""Add up the gradients of all parts of a global batch, so that all workers have the same gradient."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from elasticd.worker.gradients.wrapping import WrappedModels
 if TYPE_CHECKING:
     from elasticd.worker.world.group import World
 
-_NONE: Final = ""  # in place of a model's name
+_NONE: Final = ""  # written in place of a model's name: the step calls no further model
 
 
 class Reduction(Protocol):
-    """How a step of a State with data reduces gradients; one object for each world. The calls come in this
-    order:
+    """How a step of a State with data reduces gradients. A worker has one object for each world, and calls
+    its methods in this order:
 
-        reduction.begin(left_out)               # how many workers have no part of the step
-        for part in parts:                      # this worker's, in order of virtual ranks; may be empty
+        reduction.begin(left_out)               # left_out(): how many workers have no part of the step
+        for part in parts:                      # this worker's parts, by virtual rank; may be empty
             with reduction.part(part):
-                ...                             # the script computes the loss of that part,
-                reduction.backward(loss, part)  # a mean over its samples
+                ...                             # the script computes the part's loss, a mean over its samples
+                reduction.backward(loss, part)
         reduction.finish(parts)
         ...
         reduction.close()                       # the world is over
@@ -52,18 +52,18 @@ class Reduction(Protocol):
 
 
 class AveragedReduction:
-    """Leave the sum to DistributedDataParallel, which averages over the workers: once for each step, in the
-    last part's backward pass.
+    """Let DistributedDataParallel average the gradients over the workers, once for each step, in the backward
+    pass of the last part.
 
-    Models that are not wrapped get weighted gradients, and the script adds them up. ``world``: where workers
-    without a part learn which models a step calls; None: there is only one model.
+    Models that are not wrapped get weighted gradients, which the script adds up. ``world``: its store tells
+    workers without a part which models a step calls. None: there is only one model.
     """
 
     loss: torch.Tensor | None = None
 
     def __init__(self, models: WrappedModels, world: World | None = None) -> None:
         self._models, self._world = models, world
-        self._adds_up = False  # the present part's backward pass adds gradients up
+        self._adds_up = False  # the backward pass of the present part ends in a sum over the workers
         self._orders = 0
         self._order: CallOrder | None = None
 
@@ -94,7 +94,7 @@ class AveragedReduction:
     def finish(self, parts: list[Portion]) -> None:
         if parts:
             return
-        self._models.wrap_changed()  # the other workers did so when they called the model
+        self._models.wrap_changed()  # the other workers wrap changed models when they call them
         parallel = self._models.parallel
         called = parallel.keys() if self._order is None else self._order.names()
         losses = [_of_nothing(parallel[name]) for name in called if name in parallel]
@@ -106,16 +106,16 @@ class AveragedReduction:
 
 
 class CallOrder:
-    """Which of several models a step calls, and in which order, for the workers without a part of the batch.
+    """The order in which a step calls its models, for the workers without a part of the batch.
 
     DistributedDataParallel adds up the gradients of the models that were called, in the reverse order of the
-    calls, and all workers must make these sums in the same order. The last rank always has a part. It writes
-    the name of each model to the round's store, before the model's first call in the last part.
+    calls. All workers must make these sums in the same order. The last rank always has a part. It writes the
+    name of each model to the round's store, before the model's first call in the last part.
     """
 
     def __init__(self, world: World, number: int, readers: int) -> None:
-        """``number``: counts these objects in this world. ``readers``: the number of workers without a
-        part."""
+        """``number``: the number of earlier objects in this world, which makes the store's keys unique.
+        ``readers``: the number of workers without a part."""
         self._world, self._number, self._readers = world, number, readers
         self._written: list[str] = []
         self._ended = world.rank != world.size - 1
@@ -148,14 +148,14 @@ class CallOrder:
 
 
 def _of_nothing(model: DistributedDataParallel) -> torch.Tensor:
-    """Return the loss of a forward pass whose backward pass adds zeros to every sum, so that other workers do
-    not wait in vain.
+    """Return a loss whose backward pass adds zeros to every sum of this model. So the other workers do not
+    wait in vain for this worker, which has no part of the batch.
 
-    Everything that DistributedDataParallel does around the module's forward runs here too.
+    The forward pass runs with everything that DistributedDataParallel does around it.
     """
     used = [p for p in model.module.parameters() if p.requires_grad]
     if model.find_unused_parameters:
-        used = used[:1]  # a parameter that no worker used keeps no gradient
+        used = used[:1]  # so that a parameter that no worker used gets no gradient
 
     def nothing(*_: Any) -> torch.Tensor:
         return torch.stack([p.flatten()[:0].sum() for p in used]).sum()

@@ -27,17 +27,17 @@ Wrap = Callable[[nn.Module], Any]
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """Wrap a model, unless the script gives its own ``wrap``. All workers have the same weights already, so
-    none are sent."""
+    """Wrap a model in DistributedDataParallel: the default for ``wrap``. The weights are not sent, since all
+    workers have the same weights already."""
     first = next(model.parameters())
     return DistributedDataParallel(model, [first.device] if first.is_cuda else None, init_sync=False)
 
 
 def to_wrap(modules: Mapping[str, nn.Module], trained: Set[int]) -> list[str]:
-    """Return the names of the modules to wrap: the model, and modules with parameters that an optimizer
-    trains (``trained``: their ids).
+    """Return the names of the modules to wrap: the model, and all modules with trained parameters.
+    ``trained``: the ids of the parameters that an optimizer trains.
 
-    Raises TypeError if two modules share some trained parameters and each has others.
+    Raises TypeError if two modules share some trained parameters, and each has other trained parameters.
     """
     found: list[str] = []
     covered: dict[int, str] = {}
@@ -58,12 +58,13 @@ def to_wrap(modules: Mapping[str, nn.Module], trained: Set[int]) -> list[str]:
 
 
 class WrappedModels:
-    """The modules of a State as scripts call them: wrapped for the present world, and wrapped again when
-    other parameters of theirs are trainable.
+    """The modules of a State as scripts call them: wrapped for the present world, and wrapped again after the
+    script freezes or unfreezes parameters.
 
-    ``names``: of the modules to wrap. ``wrap``: None wraps none. ``sums_per_step``: only the last backward
-    pass of a step ends in a sum over the workers. ``before_forward``: called with the name of a module before
-    its forward pass; for a module that is not wrapped, when the script reads it from the State.
+    ``names``: of the modules to wrap. ``wrap``: the function that wraps; None: no module is wrapped.
+    ``sums_per_step``: only the last backward pass of a step ends in a sum over the workers.
+    ``before_forward``: called with the name of a module before its forward pass. For a module that is not
+    wrapped, it is called when the script reads the module from the State.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class WrappedModels:
         self._own_calls = 0
 
     def __getitem__(self, name: str) -> Any:
-        """Return the module as wrapped for its trainable parameters, or as it is."""
+        """Return the module, wrapped for its present trainable parameters if it is to be wrapped."""
         self._wrap_again(name)
         if name in self.wrapped:
             return self.wrapped[name]
@@ -107,7 +108,7 @@ class WrappedModels:
     # ------------------------------------------------------------ worlds
 
     def enter(self, world: World | None) -> None:
-        """Wrap the modules for a world; None: for one that does not change."""
+        """Wrap the modules for a world. None: the world never changes."""
         self._world, self._own_calls = world, 0
         for name in self._names:
             self._wrap_module(name)
@@ -174,15 +175,14 @@ class WrappedModels:
             yield
 
     def calls(self) -> int:
-        """Return the number of collectives that the script has called in the present world.
-        DistributedDataParallel's own before a forward pass, which copy rank 0's buffers to all workers, are
-        not counted."""
+        """Return the number of collectives that the script has called in the present world. Not counted are
+        the collectives by which DistributedDataParallel copies rank 0's buffers before a forward pass."""
         return _calls() - self._own_calls
 
     def _leave_out_own_calls(self, model: DistributedDataParallel) -> None:
         reference = weakref.ref(model)
 
-        # Not a bound method: a deep copy of the model would copy this object, too.
+        # A function, since a deep copy of the model would copy the object of a bound method.
         def pre_forward(*args: Any, **kwargs: Any) -> Any:
             before, mine = _calls(), reference()
             assert mine is not None
@@ -194,8 +194,8 @@ class WrappedModels:
 
 
 class _Wrapped:
-    """A module, which of its parameters were trainable when this was made, and ``model``, its wrapper. None:
-    the module is not wrapped."""
+    """A module, its wrapper (``model``; None if it is not wrapped), and which of its parameters were
+    trainable when it was wrapped."""
 
     def __init__(self, module: nn.Module) -> None:
         self.model: Any = None
@@ -205,7 +205,7 @@ class _Wrapped:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether other parameters are trainable now."""
+        """Whether the script has frozen or unfrozen parameters since the module was wrapped."""
         return [p.requires_grad for p in self._parameters] != self._flags
 
     @property
@@ -213,8 +213,8 @@ class _Wrapped:
         return not any(self._flags)
 
     def unfrozen(self) -> str:
-        """Return the name of a parameter that has a gradient but was not trainable; empty if there is
-        none."""
+        """Return the name of a parameter that has a gradient, but was frozen when the module was wrapped;
+        empty if there is none."""
         if not self.is_outdated:
             return ""
         late = {
@@ -241,10 +241,10 @@ def _calls() -> int:
 
 
 def count_sums(model: DistributedDataParallel, world: World) -> None:
-    """Count, in ``world``, the backward passes through the model that begin and that complete.
+    """Count in ``world`` how many backward passes through the model begin, and how many complete.
 
-    A pass whose sum failed does not complete, even if the script caught the exception. The end is a callback
-    queued by a callback, so it runs after the callback in which DistributedDataParallel waits for its sums.
+    A pass whose sum failed does not complete, even if the script caught the exception. ``end`` is queued by
+    another callback, so it runs after the callback in which DistributedDataParallel waits for its sums.
     """
     queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
