@@ -25,7 +25,7 @@ from elasticd.core.facts import (
 
 _IMPORT_ERROR = re.compile(r"(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b")
 PROGRESS_AFTER_S = 60.0  # a round that lived this long made progress, even if no step was seen
-ASTRAY_MAX = 3  # a return may help: a bit may have flipped, or the data may come in another order
+ASTRAY_MAX = 3  # rollbacks from one step; the next try may succeed, after a flipped bit or with other data
 
 
 def first_failure(
@@ -68,7 +68,8 @@ def progressed(round: Round, reports: Iterable[Report], *, commits: bool = False
 
 
 def any_step_seen(budget: Budget, round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:
-    """Whether the job's steps can be seen: at least one was. ``commits``: see ``progressed``."""
+    """Whether any step of the job was seen, so that steps tell its progress. ``commits``: see
+    ``progressed``."""
     return commits or budget.stepped or any(r.steps > 0 for r in reports if r.round == round.number)
 
 
@@ -156,7 +157,7 @@ def why_broken_too_often(budget: Budget, policy: Policy, now: float) -> str | No
         return None
     return (
         f"{apart.times} times in a row within {now - apart.since:.0f} s the workers lost each other, and "
-        f"never got beyond step {apart.step}; what they ran into is in the events named worker.broken"
+        f"never got beyond step {apart.step}; their errors are in the events named worker.broken"
     )
 
 
@@ -190,8 +191,7 @@ def restarts_left(budget: Budget, policy: Policy, now: float) -> int:
 
 
 def failing_slot(budget: Budget, policy: Policy) -> tuple[str, int] | None:
-    """Return the slot that alone caused the last ``quarantine_after`` failures; None if there is no such
-    slot."""
+    """Return the slot that alone caused the last ``quarantine_after`` failures; None if several did."""
     last = budget.charges[-policy.quarantine_after :]
     if len(last) < policy.quarantine_after or policy.quarantine_after < 1:
         return None

@@ -362,8 +362,8 @@ class Quarantine:
 class Charge:
     """One failure of the user's code, charged to the budget.
 
-    ``progressed``: its round or a later one made progress, or nothing can tell. ``step``: the committed step
-    that the job continues from, where workers hold the state in memory.
+    ``progressed``: the failure's round or a later round made progress, or may have. ``step``: the committed
+    step that the job continues from, where workers hold the state in memory.
     """
 
     at: float

@@ -34,7 +34,8 @@ def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) ->
         member = round.member(name, node.incarnation)
         there = member is None or node.released >= round.number
         if there and node.fenced < round.number:
-            # The node may have heirs of its own: the state may be in a slot that the next round leaves out.
+            # Other workers of this node may be heirs, if the next round leaves out only the slot with the
+            # state.
             beside = [slot for heir in heirs if heir.node == name for slot in heir.slots]
             others = [(heir.node, heir.incarnation, heir.slots) for heir in heirs if heir.node != name]
             return world.seat([*others, (name, node.incarnation, (*beside, *slots[:1]))])

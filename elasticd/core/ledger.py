@@ -18,15 +18,15 @@ from enum import StrEnum
 from elasticd.core.facts import NodeLedger, SlotTime
 
 ABSENT_MAX_S = 300.0  # the longest absence of an agent that counts as its restart
-KEPT_SHARE = 0.01  # the share of an agent's time whose kind may be lost if the agent is killed
-KEPT_FIRST_S, KEPT_MOST_S = 1.0, 30.0
+KEPT_SHARE = 0.01  # if an agent is killed, the kind of at most this share of its time is lost
+KEPT_FIRST_S, KEPT_MOST_S = 1.0, 30.0  # the shortest and the longest time between two writes of the record
 
 
 class Kind(StrEnum):
     PRODUCTIVE = "productive"  # steps made for the first time
     REPLAYED = "replayed"  # steps made again, because they were lost
-    CHECKPOINT = "checkpoint"  # held up by a checkpoint
-    RENDEZVOUS = "rendezvous"  # ready, while the next world forms
+    CHECKPOINT = "checkpoint"  # training was held up by a checkpoint
+    RENDEZVOUS = "rendezvous"  # the worker was ready, and waited for the next world
     RESTARTING = "restarting"  # from a worker's last step to its end, and from its start to its first
     WAITING = "waiting"  # too few workers for a world
     HUNG = "hung"  # from the last step of a worker that hangs
@@ -55,9 +55,9 @@ Seen = Kind | AtWork
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The account of one slot. ``told_until``: seconds since the epoch; all time before it is in ``spent``.
+    """The account of one slot. ``spent``: all time before ``told_until`` (seconds since the epoch), by kind.
     ``furthest``: the job's last step known to have been made in this slot. ``carried``: the part of ``spent``
-    from before this agent, by kind."""
+    from before this agent's start."""
 
     told_until: float
     spent: Mapping[Kind, float] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Account:
         return replace(self._tell(rest, now), seen=what)._stepped(before, what, now)
 
     def close(self, now: float) -> Account:
-        """Return the account with all time up to now: no observation follows."""
+        """Return the account with all time up to ``now``, when no further observation follows."""
         return self.see(Kind.RENDEZVOUS if isinstance(self.seen, AtWork) else self.seen, now)
 
     @property
@@ -183,9 +183,7 @@ class Ledger:
             account = accounts.get(time.slot)
             if account is None:
                 continue
-            began_at = (
-                account.told_until - account.total_s
-            )  # a slot may be observed later than the agent began
+            began_at = account.told_until - account.total_s  # the first observation of the slot
             gap_s = max(0.0, began_at - kept.at)
             carried = {kind: time.spent.get(kind, 0.0) for kind in Kind}
             carried[Kind.RESTARTING] += time.untold_s + (gap_s if gap_s <= ABSENT_MAX_S else 0.0)

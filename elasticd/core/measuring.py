@@ -11,15 +11,15 @@ from elasticd.core.page_layout import PageContents
 from elasticd.core.straggler import PERIODS, Strides, own_times
 
 PERIOD_S_MIN = 0.5
-FIRST_STEPS = 5  # not measured: in a round, a worker's first steps connect, allocate and compile
+FIRST_STEPS = 5  # a worker's first steps of a round are not measured: they connect, allocate and compile
 
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """``due``: when the next period may end. ``number``: of the last report. ``first``: the workers' steps
-    when they entered ``round``. ``before``: their steps when the period began, and ``throttled_s`` the delay
-    by a quota until then; empty until each worker has made its first steps. ``own``: the own times of the
-    last period, by slot."""
+    """The measurement of this node's workers. ``due``: when the present period may end. ``number``: the
+    number of the last report. ``first``: the workers' steps when they entered ``round``. ``before``: their
+    steps when the period began; empty until each worker has made its first steps. ``throttled_s``: the delay
+    by a quota before the period. ``own``: the workers' own times in the last period, by slot."""
 
     due: float = 0.0
     number: int = 0
@@ -47,7 +47,8 @@ def measure(
     bad: Mapping[int, str],
     now: float,
 ) -> tuple[Measuring, Paces | None]:
-    """Return what is known after the workers' pages were read, and the report for the leader if there is one.
+    """Return the measurement after the workers' pages were read, and the report for the leader, if there is
+    one.
 
     A period ends once each worker has made a step in it: a step may take longer than the planned period.
     ``throttled_s``: for how long a quota has delayed this node's processes so far. ``bad``: the slots with a
@@ -84,7 +85,7 @@ def lags(known: Measuring, found: Stragglers | None, node: str) -> dict[int, Slo
 
 
 def _period(known: Measuring, strides: Mapping[int, Strides], throttled_s: float) -> tuple[Measuring, bool]:
-    """Return what is known after these steps, and whether they end a period."""
+    """Return the measurement after these steps, and whether they end a period."""
     if strides.keys() != known.first.keys():
         return replace(known, first=strides, before={}), False
     if not known.before:

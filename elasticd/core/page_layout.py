@@ -2,9 +2,9 @@
 writes, each word with one instruction.
 
 The heartbeat (elasticd/worker/boot, which imports nothing of elasticd) writes the first eight words, and the
-times of the last steps into the second half; elasticd/procs/page.py has their layout. The words between hold
-what ``elasticd.worker`` reports and what is measured of the steps. All counts begin with the process. A word
-that is 1 + n is 0 while n is unknown.
+times of the last steps into the second half of the page. elasticd/procs/page.py has the layout of these two
+parts. The words between them hold the reports of ``elasticd.worker`` and the measured waits. All counts begin
+at 0 with the process. A word that is described as 1 + n is 0 while n is unknown.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LOSS: Final = 15  # a double: the last loss
 LOSSES: Final = 16  # how many losses the script has reported
 WAIT_NS: Final = 17  # the time spent waiting for other ranks
 WAITS: Final = 18  # how many waits were measured
-FATAL: Final = 19  # why a restart makes no sense: the index in FATALS; 0 otherwise
-ASTRAY: Final = 20  # 1 + the job's step with a value that was not finite: the worker ends to go back
+FATAL: Final = 19  # why a restart would not help: the index in FATALS; 0 otherwise
+ASTRAY: Final = 20  # 1 + the job's step with a value that was not finite, for which the job goes back
 COMMITS: Final = 21  # the number of this process's commits
 USES: Final = 22  # the parts of elasticd.worker that the script uses: a sum of Use
 MADE: Final = 23  # 1 + the optimizer's steps before this process; the heartbeat writes this word

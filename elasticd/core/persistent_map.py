@@ -1,5 +1,5 @@
 """A persistent map: a mapping that never changes. A changed copy shares most of its memory with the original.
-The leader keeps one record per node, and hears of one node at a time."""
+The leader keeps one record per node, and gets news of one node at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ V = TypeVar("V")
 
 
 class PersistentMap(Mapping[str, V]):
-    """``put`` and ``without`` copy one part of the keys. The order of the keys depends only on the keys and
-    on the order in which they came."""
+    """An immutable mapping. ``put`` and ``without`` return a changed copy, for which they copy one part of
+    the keys. The order of the keys depends only on the keys and on the order in which they were added."""
 
     __slots__ = ("_parts",)
 

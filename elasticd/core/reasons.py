@@ -236,9 +236,9 @@ class VerdictDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class WithoutEffect:
-    """An option is for a part of elasticd.worker that the script does not use. ``option``: as the user typed
-    it. ``wants``: that part."""
+class OptionWithoutEffect:
+    """An option has no effect, since the script does not use the part of elasticd.worker that it needs.
+    ``option``: as the user typed it. ``wants``: the part."""
 
     option: str
     wants: Use
@@ -254,7 +254,7 @@ class BatchesChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class BeganAgain:
+class TrainingBeganAgain:
     """A restarted script trains with a new optimizer, though it had made ``furthest`` steps before."""
 
     furthest: int
@@ -360,9 +360,9 @@ Reason = (
     | WorkerEnded
     | WorkersHung
     | VerdictDropped
-    | WithoutEffect
+    | OptionWithoutEffect
     | BatchesChanged
-    | BeganAgain
+    | TrainingBeganAgain
     | Expelled
     | LeaseLost
     | StoreAway

@@ -1,15 +1,15 @@
 """Find workers that are slower than their peers, from each worker's own time for a step.
 
-In lock-step training all ranks take the same time for a step, since the fast ones wait for the slow one. So a
-worker's own time leaves out its waits for other ranks. One period says little: a straggler was slower than
-its peers for most of a window of periods.
+In lock-step training all ranks take the same time for a step, since the fast ranks wait for the slow one. So
+a worker's own time leaves out its waits for other ranks. A straggler is a worker that was slower than its
+peers in most periods of a window.
 
-Also left out is the time in which a worker was ready to run but had no CPU. On a machine with too few CPUs
-chance decides which worker waits longest, and no worker is slow by itself. That time counts if a quota of the
-workers' control group caused it: on another machine there would be no such delay. A quota delays all workers
-of its node. So the same delay counts for each of them: at most that of the least delayed worker.
+A worker's own time also leaves out the time in which the worker was ready to run but had no CPU. On a machine
+with too few CPUs, chance decides which worker waits longest for a CPU. But this delay counts if a quota of
+the workers' control group caused it, since another machine would not cause it. A quota delays all workers of
+its node, so the same delay counts for all of them: at most the delay of the least delayed worker.
 
-Nothing here depends on a clock: the caller decides what a period is.
+Nothing here reads a clock: the caller decides how long a period is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Place = tuple[str, int]  # node and slot
 
 PERIODS = 12  # periods in a window
 MOST = 0.75  # the share of periods in which a straggler must have been slower
-MAD_TO_SIGMA = 1.4826
+MAD_TO_SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 SURE = 3.0  # how many standard errors of the median a straggler's ratio must lie above 1
 
 
@@ -68,9 +68,9 @@ def own_s(before: Strides, after: Strides, charged_s: float = 0.0) -> float | No
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The window of periods, oldest first, each with the ratio of every worker's own time to its peers'; and
-    the named stragglers. ``usual_s``: the median of all own times in the last period. ``limit``: the ratio
-    of a straggler."""
+    """The last periods, and the stragglers. ``periods``: oldest first, each with the ratio of every worker's
+    own time to its peers'. ``usual_s``: the median of all own times in the last period. ``named``: the
+    stragglers. ``limit``: the least ratio of a straggler."""
 
     periods: tuple[Mapping[Place, float], ...] = ()
     usual_s: float = 0.0

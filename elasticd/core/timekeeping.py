@@ -25,7 +25,7 @@ class HeldUp:
 
 @dataclass(frozen=True, slots=True)
 class Timekeeping:
-    """The ledger of this node, and what is needed to continue it.
+    """The ledger of this node, and the facts that are needed to continue it.
 
     ``began_at``: the agent's start. ``kept``: the record that an earlier agent of this node left; None until
     the key has been read (``listed``), or if there is none. ``resumed``: whether the ledger continues
@@ -57,7 +57,7 @@ def keep_time(
     hung: tuple[int, float],
     now: float,
 ) -> tuple[Timekeeping, NodeLedger | None]:
-    """Return what is known after the workers were read, and the record if it is to be written.
+    """Return the timekeeping after the workers' steps were read, and the record if it is to be written.
 
     ``beats``: the heartbeats of the crew's workers. ``first_at``: when each worker made its first step of the
     round, if known (seconds since the epoch). ``hung``: the last round that was found to hang, and the time
@@ -97,19 +97,19 @@ def concerned(state: AgentState) -> tuple[object, ...]:
 
 
 def find(known: Timekeeping, kept: NodeLedger | None) -> Timekeeping:
-    """Return what is known after the node's record was read. Once the ledger continues the record, etcd has
-    this agent's own record."""
+    """Return the timekeeping after the node's record was read. A later record is ignored, because this agent
+    wrote it itself."""
     return known if known.resumed else replace(known, kept=kept, listed=True)
 
 
 def close(known: Timekeeping, state: AgentState, now: float) -> tuple[Timekeeping, NodeLedger]:
-    """Return the ledger with all time up to now, and its record: the agent ends."""
+    """Return the timekeeping with all time up to ``now``, and the last record before the agent exits."""
     known = replace(known, ledger=known.ledger.close(now))
     return known, known.ledger.record(state.me.node, now, known.run)
 
 
 def not_at_work(state: AgentState, slot: int, alive: frozenset[int]) -> Kind | None:
-    """Return what the slot's time is spent on while no worker is at work in it; None if a worker is.
+    """Return the kind of the slot's time while no worker is at work in the slot; None if a worker is at work.
     ``alive``: the slots of the crew with a live worker."""
     crew, round = state.crew, state.round
     if round is not None and round.phase is Phase.ENDED and state.registration.joined:
@@ -166,7 +166,7 @@ def _at_work(known: Timekeeping, round: int, beat: SlotProgress, first_at: float
 
 
 def _last_steps(ledger: Ledger, at_work: Mapping[int, AtWork]) -> dict[int, Seen]:
-    """Return the last steps of the workers that were at work before: some may have ended since."""
+    """Return the last steps of all workers that were at work, including workers that have ended since."""
     return {
         slot: at_work[slot]
         for slot, account in ledger.slots.items()

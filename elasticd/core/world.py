@@ -113,8 +113,8 @@ class _Merit(IntEnum):
     """The preference of a slot when not all slots can be in the world."""
 
     NONE = 0
-    SEATED = 1  # was in the last round
-    HOLDS = 2  # has the newest state
+    SEATED = 1  # the slot was in the last round
+    HOLDS = 2  # the slot has the newest state
 
 
 def _merit(node: Node, slot: int, holding: Mapping[str, tuple[int, ...]], last: Round | None) -> _Merit:

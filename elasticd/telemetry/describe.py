@@ -281,7 +281,7 @@ def sentence(reason: r.Reason, now: float) -> str:
                 f"round {number} seemed to hang: {hang(verdict)}; this agent was {span(late_s)} late to act, "
                 "so it kills no worker, and judges its workers again"
             )
-        case r.WithoutEffect(option, wants):
+        case r.OptionWithoutEffect(option, wants):
             return f"{option} has no effect: it is for scripts that use {_FOR[wants]}, and this one does not"
         case r.BatchesChanged(before, size):
             return (
@@ -289,7 +289,7 @@ def sentence(reason: r.Reason, now: float) -> str:
                 "counts its data in batches (epoch = step // len(loader)) repeats some samples and skips "
                 'others from here on; see "Count in samples" in README'
             )
-        case r.BeganAgain(furthest):
+        case r.TrainingBeganAgain(furthest):
             return (
                 f"the script had made {furthest:,} steps and begins again with an optimizer that has made "
                 "none: have it load its newest snapshot, with the optimizer, when it starts (for "
@@ -470,9 +470,9 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.WorkerEnded: ("worker.ended", "info"),
     r.WorkersHung: ("workers.hung", "warning"),
     r.VerdictDropped: ("hang.dropped", "warning"),
-    r.WithoutEffect: ("option.without_effect", "warning"),
+    r.OptionWithoutEffect: ("option.without_effect", "warning"),
     r.BatchesChanged: ("data.batches_changed", "warning"),
-    r.BeganAgain: ("training.began_again", "warning"),
+    r.TrainingBeganAgain: ("training.began_again", "warning"),
     r.Expelled: ("node.expelled", "warning"),
     r.LeaseLost: ("lease.lost", "warning"),
     r.StoreAway: ("etcd.away", "warning"),

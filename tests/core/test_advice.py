@@ -11,7 +11,7 @@ import pytest
 from elasticd.core.advice import FAR, SEEN_AFTER, Advice, advise
 from elasticd.core.facts import Limits, Policy, Resume
 from elasticd.core.page_layout import PageContents, Use
-from elasticd.core.reasons import BatchesChanged, BeganAgain, Reason, WithoutEffect
+from elasticd.core.reasons import BatchesChanged, OptionWithoutEffect, Reason, TrainingBeganAgain
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 
 PLAIN = RunConfig("j", "a", "127.0.0.1", Limits(1, 4), 4, Command(CommandKind.SCRIPT, "job.py", ()), "")
@@ -57,7 +57,7 @@ def test_an_option_that_the_script_does_not_use_is_named_once_it_has_made_steps(
         life = Life(config)
         first = PageContents(pid=1, steps=SEEN_AFTER - 1, uses=used)
         assert life.sees(1, 1, first) == []
-        expected = [] if used is wants else [WithoutEffect(option, wants)]
+        expected = [] if used is wants else [OptionWithoutEffect(option, wants)]
         assert life.sees(1, 1, replace(first, steps=SEEN_AFTER)) == expected
         assert life.sees(1, 1, replace(first, steps=SEEN_AFTER + 9)) == []
 
@@ -84,7 +84,7 @@ def test_the_first_resize_alone_is_told_and_not_to_scripts_that_bear_it(uses: Us
 def test_a_restart_from_the_start_is_told_once() -> None:
     life = Life()
     assert life.sees(1, 1, PageContents(pid=1, steps=FAR + 5, made=0)) == []
-    assert life.sees(2, 1, PageContents(pid=2, steps=1, made=0)) == [BeganAgain(FAR + 5)]
+    assert life.sees(2, 1, PageContents(pid=2, steps=1, made=0)) == [TrainingBeganAgain(FAR + 5)]
     assert life.sees(3, 1, PageContents(pid=3, steps=1, made=0)) == []
 
 

@@ -254,7 +254,8 @@ class AgentState:
 
     @property
     def stays_until(self) -> float:
-        """When a leaving node exits at the latest: others may need its workers' state."""
+        """The latest time at which a leaving node exits. Until then others may take over its workers'
+        state."""
         departure, round = self.departure, self.round
         assert departure is not None
         needed = round is not None and not self.over and self.me.node in round.leaving
@@ -324,8 +325,7 @@ class Decisions:
         self.set(registration=replace(self.state.registration, **changes))  # type: ignore[arg-type]
 
     def transact(self, tag: Tag, guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> None:
-        """Write, unless a write of this kind is under way, the store is silent, or it has just refused
-        one."""
+        """Write, unless a write of this kind is under way or was just refused, or the store is silent."""
         if tag in self.state.etcd.busy or self.state.etcd.silent is not None:
             return
         retry_at = self.state.etcd.retry_at.get(tag, 0.0)

@@ -8,7 +8,7 @@ from typing import assert_never
 from elasticd.core.agent.agent_state import SIGKILL, SIGTERM, Decisions, Departure, Leaving, Stopping
 from elasticd.core.agent.crew import leave, stop
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
-from elasticd.core.agent.membership import succeed
+from elasticd.core.agent.membership import take_over_record
 from elasticd.core.agent.standbys import lose_standby
 from elasticd.core.agent_messages import (
     Answered,
@@ -61,8 +61,8 @@ from elasticd.core.reasons import (
     WorkerEnded,
 )
 
-HELD_S = 10.0  # how long a worker waits at its checkpoint: the leader may resize the round there
-RETRY_S = 0.5  # after an unknown or refused write; by then the watch has shown why
+HELD_S = 10.0  # how long a worker waits after its checkpoint, so that the leader can resize the round there
+RETRY_S = 0.5  # from a refused or unanswered write to the next; meanwhile the watch shows the newer entries
 
 
 def absorb(do: Decisions, event: Event) -> None:
@@ -110,7 +110,7 @@ def absorb(do: Decisions, event: Event) -> None:
         case ProcessGone(incarnation):
             key = state.seen.get(state.me.key)
             if key and isinstance(key.fact, Node) and key.fact.incarnation == incarnation:
-                succeed(do, key, key.fact)
+                take_over_record(do, key, key.fact)
         case ResourceExhausted(why):
             do.set(exiting=state.exiting or LeaveJob(3, why))
         case WardenLost():
@@ -239,7 +239,7 @@ def _broke(do: Decisions, slot: int, number: int, fails: bool) -> None:
         return
     if isinstance(crew.order, Stopping):
         return  # the worker ends because it was told to
-    if fails:  # the worker's exit follows and says more
+    if fails:  # the worker's exit follows, with its error
         do.crew(workers={**crew.workers, slot: become(crew.workers[slot], Life.FAILING)})
     else:
         do.crew(report=replace(crew.report, broken=True))

@@ -160,7 +160,7 @@ def register(do: Decisions) -> None:
     if not state.registration.joined or state.etcd.lease_until is None or state.me.key not in state.seen:
         return
     if state.renewing_store:
-        return  # the leader may form the next round on this record, which needs the new port
+        return  # the record needs the new port, since the leader may form the next round from the record
     key = state.seen[state.me.key]
     if state.registration.own is None:
         if state.departure is not None and state.crew is None:
@@ -172,7 +172,7 @@ def register(do: Decisions) -> None:
             do.transact(Tag.NODE, (Unchanged(state.me.key, 0), *_guards_of_crew(state)), (put,))
     elif state.registration.own.fact != _record(state):
         put = Put(state.me.key, _record(state), leased=True)
-        # The report goes with the release: the leader settles the round by both.
+        # The report is written with the release, since the leader needs both to settle the round.
         before = len(do.actions)
         guard = Unchanged(state.me.key, state.registration.own.revision)
         do.transact(Tag.NODE, (guard,), (put, *unreported(state)))
@@ -209,8 +209,8 @@ def _record(state: AgentState) -> Node:
 
 
 def _ready(state: AgentState) -> tuple[int, ...]:
-    """Return the slots with a waiting worker. Workers that leave a round one by one are added together, with
-    its release."""
+    """Return the slots with a waiting worker. Workers that leave a round one after the other are added all at
+    once, when the node releases the round."""
     told = state.registration.own.fact if state.registration.own else None
     if state.crew is not None and state.crew.order is not None and isinstance(told, Node):
         return tuple(slot for slot in told.ready if slot in state.waiting)
@@ -238,7 +238,7 @@ def _wait_for_name(do: Decisions, holder: Node) -> None:
     """Wait for the lease of another agent of this name, which may have died, to run out."""
     state = do.state
     if state.etcd.silent is not None:
-        do.registration(name_taken_until=None)  # no lease runs out meanwhile: count again afterwards
+        do.registration(name_taken_until=None)  # no lease runs out while etcd is away: begin again later
         return
     if state.registration.name_taken_until is None:
         until = do.now + 2 * state.policy_source.policy.node_ttl_s + 1.0
@@ -254,10 +254,10 @@ def _wait_for_name(do: Decisions, holder: Node) -> None:
     do.wakes.append(do.state.registration.name_taken_until)
 
 
-def succeed(do: Decisions, key: Entry, dead: Node) -> None:
+def take_over_record(do: Decisions, key: Entry, dead: Node) -> None:
     """Replace the record of a dead agent of this node, without waiting for its lease.
 
-    One transaction does it, so no round is formed in between.
+    One transaction replaces the record, so no round is formed without this node.
     """
     if do.state.etcd.lease_until is None:
         return

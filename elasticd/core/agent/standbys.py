@@ -12,7 +12,7 @@ from elasticd.core.facts import Exit, Phase
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.reasons import StandbyFailed, StandbysStarted
 
-RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # for a process that does not become ready
+RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # the waits before a process that did not become ready is replaced
 
 
 def keep_standbys(do: Decisions, stays: bool) -> None:

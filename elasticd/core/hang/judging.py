@@ -22,15 +22,15 @@ from statistics import median
 
 from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 
-FOREVER_S = 1e9  # JSON has no infinity
+FOREVER_S = 1e9  # no limit; JSON has no infinity
 REPEAT_S = 30.0  # the time after which a verdict without effect may be repeated
-FIRST_S = 300.0  # for a worker asleep before a round's first step: its data may be far away
-GAPS_ENOUGH = 5  # fewer gaps mean little: the first steps compile, allocate and connect
+FIRST_S = 300.0  # the limit for sleep before a round's first step, as data may come over a slow network
+GAPS_ENOUGH = 5  # with fewer times between steps, limits are wide: the first steps compile and connect
 # A worker below all of these limits is asleep. A worker that sends a file over a slow network uses hardly any
 # CPU, but wakes up for each piece. Background threads wake up by themselves.
 BUSY_SHARE = 0.05  # CPU time, as a share of one core
-BUSY_WAKES_PER_S = 2.0  # continuations of the main thread after a wait
-BUSY_ALL_WAKES_PER_S = 100.0  # the same of all threads together
+BUSY_WAKES_PER_S = 2.0  # how often the main thread continues after a wait
+BUSY_ALL_WAKES_PER_S = 100.0  # how often all threads together continue after a wait
 
 
 class ProcessState(StrEnum):
@@ -63,13 +63,13 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How long a worker may go without a step, by what the worker does.
+    """How long a worker may make no step, by what the worker does.
 
-    ``unasked_s``: busy, and no other worker waits. ``leaving_s``: told to leave a world that others have
-    left. ``first_s``: before the first step of a round, for a worker with steps in an earlier round.
-    ``settled_s``: where all wait, the time that each must have been seen at its place: the last one may have
-    come a moment ago, and the step then ends. Past ``busy_s`` each must have been seen to wait that long,
-    at whatever place.
+    ``unasked_s``: for a busy worker for which no other worker waits. ``leaving_s``: for a worker that was
+    told to leave a world that others have left. ``first_s``: before the first step of a round, for a worker
+    with steps in an earlier round. ``settled_s``: if all workers wait, each must have been seen at its place
+    for this long, since the step goes on once the last worker has come. After ``busy_s``, it is enough that
+    each was seen to wait for ``settled_s`` at different places.
     """
 
     stopped_s: float
@@ -120,9 +120,8 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
         waiting_s=waiting_s,
         busy_s=ceiling_s,
         unasked_s=FOREVER_S,  # perhaps an evaluation of hours, of which each rank does a part
-        leaving_s=bounded(
-            max(10 * usual_s, 2 * largest_s, 10 * floor_s)
-        ),  # killing is safe: others have the state
+        # Short, since other workers have the state, so that nothing is lost if this worker is killed.
+        leaving_s=bounded(max(10 * usual_s, 2 * largest_s, 10 * floor_s)),
         first_s=bounded(max(30 * usual_s, 5 * largest_s, FIRST_S * floor_s)),
         settled_s=min(stopped_s, waiting_s / 4),
     )
@@ -209,9 +208,9 @@ class Why(StrEnum):
     STOPPED = "stopped"
     ASLEEP = "asleep"
     BUSY = "busy"
-    APART = "apart"  # all wait, but these in another place than most
-    DEADLOCK = "deadlock"  # all wait, and none is more to blame than another
-    SILENT = "silent"  # its stack is unknown, while the others wait
+    APART = "apart"  # all workers wait, and the hung workers wait in another place than most
+    DEADLOCK = "deadlock"  # all workers wait, and none is more to blame than another
+    SILENT = "silent"  # the stack of the hung worker is unknown, while the others wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +226,7 @@ class Verdict:
 
 
 def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
-    """Return who hangs by now, if any worker does.
+    """Return the verdict on the workers that hang by now; None if no worker hangs.
 
     ``looks``: of every worker of the world, except those that have ended well. To judge stopped workers
     alone, fewer looks are enough.
@@ -245,7 +244,7 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
     if stopped:
         return found(Why.STOPPED, stopped, allowed.stopped_s)
     if those(Doing.GONE):
-        return None  # the report of the exit is on its way, and says more
+        return None  # the report of the exit is on its way
     waiting, busy = those(Doing.WAITING), those(Doing.BUSY)
     asleep, silent = those(Doing.ASLEEP), those(Doing.UNKNOWN)
     if not waiting:
@@ -261,8 +260,8 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
         apart = _apart(waiting)
         return found(Why.APART, apart, allowed.waiting_s) or found(Why.DEADLOCK, waiting, allowed.waiting_s)
     if all(look.waits_s >= allowed.settled_s for look in waiting):
-        return found(Why.DEADLOCK, waiting, allowed.busy_s)  # the workers' places change, and so say nothing
-    return None  # the last worker may have come a moment ago, and all go on
+        return found(Why.DEADLOCK, waiting, allowed.busy_s)  # the places change, so none is to blame
+    return None  # the last worker may just have come, so that the step goes on
 
 
 def judge_first(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:

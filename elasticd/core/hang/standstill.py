@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from elasticd.core.hang.judging import Allowance, Doing, Look, ProcessState, Pulse, doing
 from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 
-PULSE_S = 0.25  # a shorter sample says nothing
+PULSE_S = 0.25  # the least time between two samples from which a pulse is computed
 WINDOW_S = 10.0
 GAPS_KEPT = 256
 FIRST_STEPS = 3  # the first steps of a process connect, allocate and compile
@@ -17,8 +17,8 @@ FIRST_STEPS = 3  # the first steps of a process connect, allocate and compile
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A worker's report of its steps. ``steps``: of its process, so far. ``steps_before``: the steps before
-    this round. ``times``: the times of the steps that were not read before."""
+    """A reading of a worker's steps. ``steps``: all steps of its process. ``steps_before``: the steps of the
+    process before this round. ``times``: the times of the steps since the last reading."""
 
     slot: int
     rank: int
@@ -30,7 +30,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """The figures of a process.
+    """The kernel's figures of a process.
 
     ``cpu_s``: the CPU time so far of the process, its descendants and reaped children. ``wakes``,
     ``all_wakes``: how often the main thread, and all threads together, have continued after a wait.
@@ -44,7 +44,7 @@ class Vitals:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A worker that was looked at: its figures, and its place in the code if it is known."""
+    """The result of a look at a worker: its figures, and its place in the code if the place is known."""
 
     slot: int
     rank: int
@@ -54,10 +54,10 @@ class Inspected:
 
 @dataclass(frozen=True, slots=True)
 class WatchedWorker:
-    """What is known of a worker. ``since``: when it was first seen in this round. ``last_at``: the time of
-    its last step. ``sampled``: its figures, with their times. ``where``: its place in the code since
-    ``there_since``, as it was seen last; ``there_s``: how long it has been seen to stay there.
-    ``waits_since``, ``waits_s``: the same for waits in collectives, at whatever place."""
+    """The observations of a worker. ``since``: when it was first seen in this round. ``last_at``: the time of
+    its last step. ``sampled``: its figures, with their times. ``where``: its last known place in the code,
+    the same since ``there_since``. ``there_s``: the time between the first and the last look that saw it
+    there. ``waits_since``, ``waits_s``: the same for waits in collectives, at any place."""
 
     slot: int
     rank: int
@@ -158,11 +158,11 @@ class Standstill:
         return replace(self, workers=workers)
 
     def calm(self) -> Standstill:
-        """Forget the figures and the places: the workers make steps."""
+        """Forget the figures and the places, because the workers make steps."""
         return replace(self, workers={slot: _unseen(worker) for slot, worker in self.workers.items()})
 
     def forget(self) -> Standstill:
-        """Forget everything except the times of steps, which are the job's, whichever workers make them."""
+        """Forget the workers, but keep the times of steps, which are the same for all workers of the job."""
         return replace(self, workers={})
 
     # ------------------------------------------------------------ what is known
@@ -214,9 +214,9 @@ class Standstill:
         )
 
     def as_it_was(self, look: Look, allowed: Allowance | None) -> bool:
-        """Whether the worker is in the state of the look, as far as was seen since: it has made no step, and
-        a worker that was stopped or waited or was in its own code still is. A worker that waits is at the
-        same place, or past the limit of a busy worker."""
+        """Whether the worker is still in the state of the look, by the observations since: it has made no
+        step, and is still stopped, still waiting, or still in its own code. A worker that waits must be at
+        the same place, unless it has stood still for longer than ``busy_s``."""
         worker = self.workers.get(look.slot)
         if worker is None or worker.made != look.step:
             return False

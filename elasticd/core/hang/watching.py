@@ -1,20 +1,20 @@
-"""What the agent of a node does about workers that stand still.
+"""The actions of a node's agent when workers stand still.
 
 ``step(watching, event, state, at)`` takes an event and returns the actions: read the workers' steps, look at
 workers, report to the leader, kill a worker.
 
-During training there is nothing to do until the next step is overdue. Then the agent looks at the workers.
-The kernel's figures cost nothing. Once a worker has stood still for longer than a sleeping one may, the agent
-asks it for its stacks by a signal.
+During training there is nothing to do until the next step is overdue. Then the agent reads the kernel's
+figures of the workers. Once a worker has stood still for longer than a sleeping worker may, the agent asks
+the worker for its stacks by a signal.
 
 A verdict usually takes the looks of all ranks: each agent reports what its workers do while they stand still,
 and the leader judges (``core.leader.hanging``). An agent alone can be certain of a stopped worker only. It
 reports the worker at once, the leader asks the other agents, and the agent waits a few seconds for their
 answers.
 
-A worker may move while others judge. So it takes two looks at each worker to see that all wait for each
+A worker may go on while others judge. So two looks at each worker are needed to see that all wait for each
 other. Before an agent kills a worker that the leader condemned, it looks at the worker once more, unless the
-worker is stopped. Only that agent can void the verdict, so the other agents log the hang once the round ends.
+worker is stopped. Only this agent can void the verdict, so the other agents log the hang once the round ends.
 
 A sleeping worker gets less time while workers are to leave a broken world. The shorter limit holds once other
 workers have left with the whole state and wait for the next world.
@@ -62,20 +62,20 @@ from elasticd.core.hang.judging import (
 from elasticd.core.hang.standstill import Inspected, Standstill
 from elasticd.core.reasons import Reason, VerdictDropped, WorkersHung
 
-IDLE_S = 1.0  # between reads of pages while nothing is overdue; a page keeps the times of 250 steps
-STALLED_S = 0.5
+IDLE_S = 1.0  # between two reads of the pages while no step is overdue; a page keeps the times of 250 steps
+STALLED_S = 0.5  # between two reads while a step is overdue
 BRIEF_S = 0.03  # the shortest wait between two steps of this module
-ANSWER_S = 0.1  # between reads while the other agents are asked
-ANSWERS_S = 3.0  # how long a stopped worker is kept while others answer
+ANSWER_S = 0.1  # between two reads while the other agents are asked
+ANSWERS_S = 3.0  # how long the agent waits for the other agents before it kills a stopped worker
 LATE_S = 2.0  # an agent that wakes up this late was stopped itself, and saw nothing meanwhile
-AGAIN = 1.3  # the standstill at the next look, over the standstill at this look
-LOOK_PATIENCE_S = 20.0
-WRITE_PATIENCE_S = 3.0  # the log folder may be what hangs
+AGAIN = 1.3  # the next look comes when the standstill has grown by this factor
+LOOK_PATIENCE_S = 20.0  # how long to wait for the result of a look
+WRITE_PATIENCE_S = 3.0  # how long to wait for the evidence to be written: the log folder's disk may hang
 
 
 @dataclass(frozen=True, slots=True)
-class Looking:
-    """A look under way; ``over`` once it is answered."""
+class PendingLook:
+    """A look whose result is awaited; ``over`` once the result has come."""
 
     number: int
     asked_at: float
@@ -87,8 +87,8 @@ class Looking:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
-    """Evidence being written. The verdict is carried out afterwards, even if the writing fails."""
+class PendingEvidence:
+    """Evidence that is being written. The verdict is carried out afterwards, even if the writing fails."""
 
     number: int
     round: int
@@ -102,13 +102,14 @@ class Keeping:
 class Watching:
     """All that the agent knows about its workers' standstill.
 
-    ``due``: the time of the next wake-up. ``number``: of the last look or evidence. ``look_at_s``: the
-    standstill after which stacks are asked for. ``again_at``: when to look once more, to see whether workers
-    stay where they wait. ``sights``: the result of the look with the number ``seen``. ``leaving_since``: when
-    the first worker left a broken round with the state. ``killed``: the standstills of killed workers, by
-    place. ``certain``: a verdict that needs no other agent, and how long the others' answers are awaited.
-    ``hang``: the leader's last record; ``hang_after_look``: the last look that was begun before that record
-    came. ``reported_look``: the look that the leader was sent, until its withdrawal is written; 0 for none.
+    ``due``: the time of the next wake-up. ``number``: the number of the last look or evidence.
+    ``look_at_s``: the standstill after which the agent asks for stacks. ``again_at``: when to look once more,
+    to see whether workers still wait at the same place. ``sights``: the result of the look ``seen``.
+    ``leaving_since``: when the first worker left a broken round with the state. ``killed``: the standstills
+    of killed workers, by place. ``certain``: a verdict that this agent can give alone, and until when it
+    waits for the other agents. ``hang``: the leader's last record; ``hang_after_look``: the last look that
+    began before this record came. ``reported_look``: the look that was reported to the leader, until its
+    withdrawal is written; 0 for none.
     """
 
     patience: Patience
@@ -118,10 +119,10 @@ class Watching:
     number: int = 0
     look_at_s: float | None = None
     again_at: float | None = None
-    looking: Looking | None = None
+    looking: PendingLook | None = None
     sights: tuple[Inspected, ...] = ()
     seen: int = 0
-    keeping: Keeping | None = None
+    keeping: PendingEvidence | None = None
     judged_at: float = float("-inf")
     leaving_since: float | None = None
     killed: Mapping[tuple[Why, str], float] = field(default_factory=dict)
@@ -132,8 +133,8 @@ class Watching:
 
     @property
     def in_step(self) -> bool:
-        """Whether all workers have made a step in this round, so that a standstill says something. Before
-        that, only a stopped worker is sure to hang."""
+        """Whether all workers have made a step in this round. Before that, only a stopped worker is sure to
+        hang."""
         return self.still.least_made > 0
 
     @property
@@ -275,7 +276,7 @@ class _Decisions:
             self.set(looking=None)
             if looking.over:
                 self.set(still=self.w.still.see(self.w.sights, looking.asked_at, at))
-            else:  # nothing is known of the others, so do not report the old looks as complete
+            else:  # only stopped workers are known, so do not report the old looks as complete
                 self.set(sights=self.stopped(), seen=0)
             verdict = self.verdict_to_keep()
             if verdict is not None:
@@ -305,13 +306,13 @@ class _Decisions:
         if stopped or late or still_s >= look_at_s or again or self.is_asked():
             number = self.w.number + 1
             next_s = max(look_at_s, min(still_s * AGAIN, allowed.next_s(still_s)))
-            self.set(look_at_s=next_s, number=number, looking=Looking(number, at))
+            self.set(look_at_s=next_s, number=number, looking=PendingLook(number, at))
             self.actions.append(LookAt(number, tuple(sorted(self.w.still.workers))))
             return STALLED_S
         return min(STALLED_S, look_at_s - still_s)
 
     def stopped(self) -> tuple[Inspected, ...]:
-        """Return the stopped workers: the kernel's state alone is enough for them."""
+        """Return the stopped workers, which the kernel's figures show without a look."""
         return tuple(
             Inspected(worker.slot, worker.rank, worker.sampled[-1][1], None)
             for _, worker in sorted(self.w.still.workers.items())
@@ -319,14 +320,14 @@ class _Decisions:
         )
 
     def conclude(self, crew: Crew, allowed: Allowance) -> float | None:
-        """Judge from this node's looks. If they do not suffice, report them to the leader."""
+        """Judge from this node's looks. If they are not enough for a verdict, report them to the leader."""
         me, workers, at = self.state.me, self.w.still.workers, self.at
         looks = tuple(
             self.w.still.look(me.node, seen, allowed, at) for seen in self.w.sights if seen.slot in workers
         )
         alone, in_step = len(crew.round.members) == 1, self.w.in_step
         came = any(k.still_s >= allowed.waiting_s and k.there_s < allowed.settled_s for k in looks)
-        due = self.w.again_at is not None and at < self.w.again_at  # a look before that changes nothing
+        due = self.w.again_at is not None and at < self.w.again_at  # an earlier look does not move this time
         if not due:
             self.set(again_at=at + allowed.settled_s if came and self.w.again_at is None else None)
         stopped = [look for look in looks if look.doing is Doing.STOPPED]
@@ -354,7 +355,7 @@ class _Decisions:
         """Write the evidence first: a killed process shows nothing."""
         number, look = self.w.number + 1, self.w.seen if self.w.sights else 0
         until = self.at + WRITE_PATIENCE_S
-        self.set(number=number, keeping=Keeping(number, self.w.round, verdict, until))
+        self.set(number=number, keeping=PendingEvidence(number, self.w.round, verdict, until))
         self.actions.append(KeepEvidence(number, self.w.round, verdict, look))
         return WRITE_PATIENCE_S
 
@@ -390,8 +391,8 @@ class _Decisions:
         return found.verdict if found is not None and known else None
 
     def verdict_to_keep(self) -> Verdict | None:
-        """Return the leader's verdict on workers here once it can be acted on. The verdict may rest on an old
-        look: the worker is looked at again first, and the verdict is void if the worker has moved."""
+        """Return the leader's verdict on workers of this node, once the agent has looked at them again; None
+        before. The verdict is void if a worker has moved since it was judged."""
         verdict = self.verdict()
         if verdict is None or not self.mine(verdict) or self.too_soon(verdict):
             return None
@@ -412,15 +413,15 @@ class _Decisions:
         return [look for look in verdict.guilty if look.node == self.state.me.node]
 
     def is_as_it_was(self, verdict: Verdict) -> bool:
-        """Whether this node's workers in the verdict are in the state that was judged."""
+        """Whether this node's workers in the verdict are still in the state that was judged."""
         return all(self.is_as(look) for look in self.mine(verdict))
 
     def is_as(self, look: Look) -> bool:
         return self.w.still.as_it_was(look, self.w.allowed)
 
     def are_awaited(self, crew: Crew) -> bool:
-        """Whether other workers have left the round with the whole state, and want to go on. In a planned
-        leave, only the leader decides so (``Round.outlived``)."""
+        """Whether other workers have left the round with the whole state, and wait for the next. If workers
+        leave as planned, only the leader can know (``Round.outlived``)."""
         round = self.state.round
         told = round is not None and round.number == crew.round.number and round.outlived
         planned = isinstance(crew.order, Leaving) and crew.order.planned
@@ -438,9 +439,9 @@ class _Decisions:
     def too_soon(self, verdict: Verdict) -> bool:
         """Whether a worker was killed at the same place before, after more than half of this standstill.
 
-        A worker that stands still at the same place again and again may be slow but healthy. Without more
-        time in each round it would never get further. The measure is this node's standstill, so that all
-        nodes come to the same decision.
+        A worker that stands still at the same place again and again may be slow but healthy. It gets twice as
+        much time in each round, or else it would never get further. The longest standstill on this node is
+        compared, so that all nodes decide in the same way.
         """
         if verdict.why is Why.STOPPED or self.w.patience.fixed_s is not None:
             return False
@@ -448,18 +449,18 @@ class _Decisions:
         return any(still_s < 2 * self.w.killed.get((verdict.why, look.place), 0.0) for look in verdict.guilty)
 
     def forget(self) -> None:
-        """Forget everything except the times of steps, which are the job's, whichever workers make them."""
+        """Forget everything except the times of steps, which are the same for all workers of the job."""
         self.set(still=self.w.still.forget(), leaving_since=None)
         self.calm()
         self.set(judged_at=float("-inf"))
 
     def calm(self) -> None:
-        """Forget the looks and the leader's verdict: the workers make steps, or there are none."""
+        """Forget the looks and the leader's verdict, because the workers make steps, or no worker is left."""
         hang = self.w.hang if self.w.hang is not None and self.w.hang.asks else None
         still = self.w.still.calm()
         self.set(look_at_s=None, again_at=None, looking=None, certain=None)
         self.set(sights=(), seen=0, still=still, hang=hang)
-        if self.w.reported_look:  # repeated until it is written: else the leader would judge by the report
+        if self.w.reported_look:  # ask again until the withdrawal is written, or the leader uses the report
             self.actions.append(WithdrawStall(self.w.reported_look))
 
 

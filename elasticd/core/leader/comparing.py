@@ -14,9 +14,9 @@ from elasticd.core.straggler import PERIODS, Place, Watch
 class PaceComparison:
     """The paces of all nodes.
 
-    ``paces``: the last of each node. ``fresh``: how many of these are in no period yet. ``taken``: the
-    ``Paces.number`` of each node in the last period. ``found``: the stragglers of ``round``, as ``watch``
-    judges.
+    ``paces``: the last report of each node. ``fresh``: how many of these reports are not in a period yet.
+    ``taken``: the ``Paces.number`` of each node in the last period. ``found``: the stragglers of ``round``,
+    as ``watch`` judges.
     """
 
     paces: PersistentMap[Paces] = field(default_factory=PersistentMap)
