@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 4 --max-restarts 5 workers/train_gpt.py
     python workers/train_gpt.py                    # one process, no launcher
 
-It is a plain torchrun script to start your own from (the model and its text are in gpt.py), and shows
-what such a script needs so that it can be killed at any moment and started again in a world of another
-size:
+It is a plain torchrun script to start your own from (its model and text are in gpt.py, and its snapshots
+in restarting.py), and shows what such a script needs so that it can be killed at any moment and started
+again in a world of another size:
 
 * Snapshots are whole or absent, and contain everything that training continues from. One worker of
   each node writes them, and a new world continues from the newest snapshot of any of its nodes, so
@@ -20,17 +20,13 @@ size:
 from __future__ import annotations
 
 import argparse
-import io
 import math
-import os
-import pickle
 import signal
 import sys
 import time
 import zlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +38,6 @@ from gpt import (
     GPT,
     Shape,
     Text,
-    as_tensor,
     continue_text,
     held_out_loss,
     learn,
@@ -54,62 +49,7 @@ from gpt import (
     share,
     windows,
 )
-
-# ---------------------------------------------------------------- snapshots
-
-
-def save_snapshot(folder: Path, snapshot: dict[str, Any]) -> None:
-    """Replace the folder's snapshot, so that at any moment there is a whole one: the old or the new."""
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"snapshot.{os.environ.get('GROUP_RANK', '0')}.tmp"  # nodes may share the folder
-    with unfinished.open("wb") as file:
-        torch.save(snapshot, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(folder / "snapshot.pt")
-    directory = os.open(folder, os.O_RDONLY)
-    os.fsync(directory)  # the new name, too, must survive a power cut
-    os.close(directory)
-
-
-def load_snapshot(folder: Path | None, local_rank: int, device: torch.device) -> dict[str, Any] | None:
-    """Return the newest snapshot of any node of this world, in all workers; None if there is none.
-
-    Raises ValueError if the file cannot be read.
-    """
-    path = folder / "snapshot.pt" if folder is not None and local_rank == 0 else None
-    found = path.read_bytes() if path is not None and path.exists() else b""
-    step = -1
-    if found:
-        try:
-            step = torch.load(io.BytesIO(found), weights_only=True)["step"]
-        except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-            raise ValueError(f"cannot read the snapshot {path}; remove it to start afresh") from error
-
-    steps = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(steps, torch.tensor([step, len(found)], dtype=torch.int64, device=device))
-    source = max(range(len(steps)), key=lambda rank: (int(steps[rank][0]), -rank))
-    newest_step, size = steps[source].tolist()
-    if newest_step < 0:
-        return None
-    is_source = source == dist.get_rank()
-    content = as_tensor(found) if is_source else torch.empty(size, dtype=torch.uint8)
-    content = content.to(device)
-    dist.broadcast(content, source)
-    snapshot: dict[str, Any] = torch.load(
-        io.BytesIO(content.cpu().numpy().tobytes()), map_location=device, weights_only=True
-    )
-    return snapshot
-
-
-def default_folder() -> Path | None:
-    """Return a folder of this job alone, the same after restarts; None if no launcher names job or run."""
-    run = os.environ.get("ELASTICD_JOB_NAME") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run == "none":
-        return None
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "elasticd" / "train_gpt" / run
-
+from restarting import default_folder, is_lost_peer, join_world, load_snapshot, save_snapshot
 
 # ---------------------------------------------------------------- training
 
@@ -139,11 +79,6 @@ def say(message: str) -> None:
         print(message + "\n", end="", flush=True)  # one write, which no other worker's can cut in two
 
 
-def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another worker has exited."""
-    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "gloo" in str(error)
-
-
 class Trainer:
     """The model and its training. ``step``: the steps taken. ``position``: the windows used of the data."""
 
@@ -152,7 +87,7 @@ class Trainer:
     ) -> None:
         self.options, self.text, self.device = options, text, device
         self.rank, self.world, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
-        self.folder: Path | None = options.snapshot_dir or default_folder()
+        self.folder: Path | None = options.snapshot_dir or default_folder("train_gpt")
         self.shape, self.windows_total = shape, (len(text.train) - 1) // shape.context
         torch.manual_seed(options.seed)
         self.model = GPT(self.shape).to(device)
@@ -270,21 +205,6 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
     add("--prompt", help="what the sample begins with")
     add("--sample", type=int, default=300, metavar="BYTES")
     return parsed(parser)
-
-
-def join_world() -> tuple[torch.device, int]:
-    """Join the process group, of one process without a launcher. Return the device and the local rank."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    backend = "nccl" if on_gpu else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return device, local_rank
 
 
 def require_same_text(text: Text, device: torch.device) -> None:
