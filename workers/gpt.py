@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 # ---------------------------------------------------------------- the model
 
@@ -40,9 +41,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    """A layer. ``recompute``: keep only its input for the backward pass, and compute the rest again there."""
+
+    def __init__(self, shape: Shape, recompute: bool) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.heads, self.recompute = shape.heads, recompute
         self.norm_attention = nn.RMSNorm(shape.width)
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
         self.mix = nn.Linear(shape.width, shape.width, bias=False)
@@ -51,6 +54,12 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if not self.recompute:
+            return self._layer(x, cos, sin)
+        again: Tensor = checkpoint(self._layer, x, cos, sin, use_reentrant=False)
+        return again
+
+    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, width = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -66,10 +75,10 @@ class GPT(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, recompute) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
 
         features = shape.width // shape.heads // 2
@@ -200,7 +209,7 @@ def held_out_loss(model: GPT, text: Tensor, shape: Shape, device: torch.device) 
     for start in range(0, len(chosen), 16 * world):  # as often in each worker, as FSDP needs
         mine = chosen[start + rank : start + 16 * world : world]
         inputs, targets = windows(text, mine, shape, device)
-        sums[0] += F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+        sums[0] += F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten(), reduction="sum")
         sums[1] += targets.numel()
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])

@@ -4,9 +4,21 @@
     torchrun --standalone --nproc-per-node 4 --max-restarts 5 workers/train_gpt_fsdp.py --checkpoints ~/gpt
     python workers/train_gpt_fsdp.py --checkpoints ~/gpt          # one process, no launcher
 
-No worker has the whole model, so each hands its part to the saver, which costs one copy. When a worker
-dies, all start again, in a world of any size. They load the state from the nodes' memory if all parts are
-in it (with --replicate 1 also the parts of a lost node), else from disk. The rest is as in train_gpt.py.
+**When**: the model, its gradients and its optimizer's state do not fit on one device, or leave no room
+for a larger batch. Otherwise train_gpt.py sends less.
+
+**How**: each worker keeps a part of each layer, gathers the others' parts before it computes with the
+layer, and forgets them after. With ``--bf16`` parts are gathered and computed with in bfloat16, and
+gradients are added up in float32. With ``--recompute`` a layer keeps only its input, and is computed
+again in the backward pass.
+
+**Cost**: one and a half times the traffic of DistributedDataParallel, and a wait at each layer unless its
+parts arrive while the layer before computes. ``--recompute`` costs a third more computing.
+
+**When a worker dies**: its parts are gone with it, so all workers start again, in a world of any size.
+They load the state from the nodes' memory if all parts are in it (with ``elasticd run --replicate 1``
+also those of a lost node), else from disk. The steps since the last save (``--checkpoint-every``) are
+repeated. A save costs the loop one copy. Samples and learning rates are as in train_gpt.py.
 """
 
 from __future__ import annotations
@@ -39,13 +51,14 @@ from gpt import (
     share,
     windows,
 )
-from train_gpt import StopRequest, agree, is_lost_peer, join_world, require_same_text, say
+from restarting import is_lost_peer, join_world
+from train_gpt import StopRequest, agree, require_same_text, say
 
 
-def spread(model: GPT, device: torch.device) -> GPT:
+def spread(model: GPT, *, bf16: bool) -> GPT:
     """Shard the model: a worker keeps a part of each block, and gathers the rest only to compute with it."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = half if device.type == "cuda" else MixedPrecisionPolicy()
+    policy = half if bf16 else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
@@ -58,7 +71,8 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.shape, self.windows_total = shape, (len(text.train) - 1) // shape.context
         torch.manual_seed(options.seed)
-        self.model = spread(GPT(self.shape).to(device), device)
+        model = GPT(self.shape, recompute=options.recompute).to(device)
+        self.model = spread(model, bf16=device.type == "cuda" if options.bf16 is None else options.bf16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
         self.checkpoints = worker.Checkpoints(options.checkpoints)
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
@@ -126,6 +140,9 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
     parser.add_argument(
         "--checkpoints", type=Path, help="a folder that all nodes share (default: elasticd's --checkpoints)"
     )
+    bf16 = "compute in bfloat16 (default: on GPUs only)"
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help=bf16)
+    parser.add_argument("--recompute", action="store_true", help="keep less for the backward pass")
     options, shape = parsed(parser)
     if not options.checkpoints and "ELASTICD_CHECKPOINTS" not in os.environ:
         parser.error("no folder for checkpoints: give --checkpoints to this script or to elasticd run")

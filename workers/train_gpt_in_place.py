@@ -4,10 +4,18 @@
     torchrun --standalone --nproc-per-node 4 workers/train_gpt_in_place.py
     python workers/train_gpt_in_place.py           # one process, no launcher
 
-The training of train_gpt.py with elasticd.worker: survivors keep their process and continue at once. The
-library takes care of data, steps, random numbers and checkpoints. Training is consistent: with the same
---virtual-ranks it ends with the same digest, whatever the number of workers and their failures. With --ddp
-DistributedDataParallel adds up the gradients, and the final loss is the same except for rounding.
+**When**: this is the program to start from for long trainings of models that fit on one device. It has
+everything on: constant global batch, consistent mode, checkpoints (``elasticd run --checkpoints``), metrics,
+clipping, and by options mixed precision (``--bf16``), compilation (``--compile``) and recomputed activations
+(``--recompute``).
+
+**Cost**: about train_gpt.py's (``python -m tests.bench consistent`` compares the steps). ``--ddp`` adds
+gradients up as DistributedDataParallel does.
+
+**When a worker dies**: the survivors keep their process, their compiled code and every committed step, and
+continue at once. The replacement joins at a commit. With the same --virtual-ranks the training ends with
+the same digest, whatever the number of workers and their failures; with ``--ddp`` the final loss is the same
+except for rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from elasticd import worker
-from gpt import GPT, Shape, learning_rate, options_parser, parsed, positive, read_text
+from gpt import GPT, Shape, held_out_loss, learning_rate, options_parser, parsed, positive, read_text
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -43,7 +51,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 @worker.run
-def train(state: worker.State, options: argparse.Namespace) -> None:
+def train(state: worker.State, held_out: Tensor, shape: Shape, options: argparse.Namespace) -> None:
     """Train. Called again after each change of world, with the state of the last committed step."""
     print_once(f"{worker.world_size()} workers, {state.step} steps done")
     since, step_since = time.monotonic(), state.step
@@ -52,8 +60,9 @@ def train(state: worker.State, options: argparse.Namespace) -> None:
             group["lr"] = learning_rate(state.step, options.steps, options.lr)
         mine = torch.zeros((), device=worker.device())
         for inputs, targets in step:
-            logits = state.model(inputs.to(worker.device()))
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(worker.device()).flatten())
+            with torch.autocast(worker.device().type, torch.bfloat16, enabled=options.bf16):
+                logits = state.model(inputs.to(worker.device()))
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(worker.device()).flatten())
             step.backward(loss)
             mine += loss.detach() * (len(inputs) / step.samples)
         is_logged = (state.step + 1) % options.log_every == 0
@@ -66,7 +75,10 @@ def train(state: worker.State, options: argparse.Namespace) -> None:
             mean = mine if options.ddp else step.loss
             rate = (state.step + 1 - step_since) / (time.monotonic() - since)
             print_once(f"step {state.step + 1:>5}  loss {float(mean):.3f}  {rate:.1f} steps/s")
-        state.commit()
+        state.commit(loss=step.loss)  # which is known in consistent mode only
+    bare = getattr(state.model, "module", state.model)
+    loss_after = held_out_loss(bare, held_out, shape, worker.device())
+    print_once(f"held-out loss: {loss_after:.4f} nats/byte")
 
 
 def print_once(line: str, to: TextIO = sys.stdout) -> None:
@@ -91,22 +103,28 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
         default=8,
         help="the parts of a batch, dealt to the workers",
     )
-    parser.add_argument("--ddp", action="store_true", help="add gradients up as DistributedDataParallel does")
+    add = parser.add_argument
+    add("--bf16", action="store_true", help="compute in bfloat16; weights and sums stay in float32")
+    add("--compile", action="store_true", help="compile the model")
+    add("--recompute", action="store_true", help="keep less for the backward pass")
+    add("--ddp", action="store_true", help="add gradients up as DistributedDataParallel does")
     return parsed(parser)
 
 
 def main() -> int:
     options, shape = parse_options()
     try:
-        text = read_text(options.data).train
+        text = read_text(options.data)
     except ValueError as error:  # a restart would fail in the same way
         print_once(f"train_gpt_in_place: {error}", sys.stderr)
         return 2
     torch.manual_seed(options.seed)
-    model = GPT(shape).to(worker.device())
+    model = GPT(shape, recompute=options.recompute).to(worker.device())
+    if options.compile:
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     data = worker.Data(
-        Windows(text, options.context),
+        Windows(text.train, options.context),
         global_batch=options.global_batch,
         virtual_ranks=options.virtual_ranks,
         shuffle=True,
@@ -114,7 +132,7 @@ def main() -> int:
         epochs=None,
         consistent=not options.ddp,
     )
-    train(worker.State(model=model, optimizer=optimizer, data=data), options)
+    train(worker.State(model=model, optimizer=optimizer, data=data), text.held_out, shape, options)
     print_once(f"weights and optimizer: {digest(model, optimizer)}")
     return 0
 
