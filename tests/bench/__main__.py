@@ -1,5 +1,5 @@
 """``python -m tests.bench recovery | resize | goodput | node-loss | forming | overhead | scrape | hang |
-checkpoint | consistent``: each prints its ratios."""
+checkpoint | consistent | techniques``: each prints its ratios."""
 
 from __future__ import annotations
 
@@ -145,6 +145,17 @@ def consistent(worlds: str, models: str, virtual_ranks: str, turns: int, steps: 
 
     numbers = [[int(n) for n in text.split(",")] for text in (worlds, virtual_ranks)]
     for line in measure(numbers[0], models.split(","), numbers[1], turns, steps):
+        click.echo(line)
+
+
+@main.command()
+@click.option("--program", "programs", multiple=True, help="Only these, such as ddp.")
+@click.option("--fault", "faults", multiple=True, help='Only these, such as "node lost".')
+def techniques(programs: tuple[str, ...], faults: tuple[str, ...]) -> None:
+    """Each program of workers/ through each fault: its quality, and the time to the next step."""
+    from tests.bench.techniques import techniques as measure
+
+    for line in measure(programs, faults):
         click.echo(line)
 
 

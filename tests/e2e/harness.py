@@ -120,10 +120,10 @@ class Agent:
         self.process.kill()
         self.process.wait()
 
-    def end(self) -> int:
+    def end(self, patience_s: float = PATIENCE_S) -> int:
         """Wait until it has ended by itself and all it said was read; its exit code."""
         try:
-            self.process.wait(PATIENCE_S)
+            self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self} did not end; it said:\n{self.said()}") from None
         for reader in self._readers:

@@ -1,0 +1,163 @@
+"""The programs of ``workers/`` in small configurations, and the faults that they meet.
+
+A fault comes after a step that is counted in the worker itself, so that it comes at the same place each time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import select
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.harness import PATIENCE_S, Agent, Cluster
+
+WORKERS = Path(__file__).parents[2] / "workers"
+ACCIDENT = str(Path(__file__).with_name("accident.py"))
+SLICE_S = 0.02  # between looks at a folder
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program in a small configuration.
+
+    ``after``: a fault comes after so many steps of a worker's optimizers, and a second after twice as many.
+    ``rank``: of that worker. ``accuracy``: the least balanced accuracy on held-out images, in percent.
+    ``loss``: the largest held-out loss. ``same_bits``: the weights are the same, to the last bit, whether or
+    not a worker is killed.
+    """
+
+    name: str
+    arguments: str
+    after: int
+    accuracy: float = 0.0
+    loss: float = math.inf
+    rank: int = 1
+    workers: int = 2
+    same_bits: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def argv(self, folder: Path) -> list[str]:
+        return [str(WORKERS / f"{self.name}.py"), *self.arguments.format(folder=folder).split()]
+
+    def require_quality(self, said: list[str]) -> str:
+        """Check what a finished program printed about held-out data, and return that line."""
+        line = [line for line in said if line.startswith("held-out")][-1]
+        accuracy, loss = (re.search(pattern, line) for pattern in (r"accuracy ([\d.]+)%", r"loss:? ([\d.]+)"))
+        assert not self.accuracy or (accuracy and float(accuracy[1]) >= self.accuracy), line
+        assert self.loss == math.inf or (loss and float(loss[1]) <= self.loss), line
+        return line
+
+
+TEXT = Path(os.__file__).parent / "asyncio"
+GPT = f"--data={TEXT} --layers=2 --heads=2 --width=32 --context=32 --log-every=10"
+FSDP = "--steps=40 --bf16 --recompute --checkpoints={folder}/kept"
+PROGRAMS = [
+    Program("ddp", "--epochs=6", 35, accuracy=90, same_bits=True),
+    Program("imbalanced", "--epochs=16", 30, accuracy=80, same_bits=True),
+    Program("local_sgd", "--meetings=8 --inner-steps=50", 130, accuracy=90),
+    Program("parameter_server", "--gradients=400 --snapshot-every=50", 120, accuracy=85, rank=0),
+    Program("accumulation", "--steps=80", 20, accuracy=90),
+    Program("growing_batch", "--epochs=5", 30, accuracy=85),
+    Program("data_parallel", "--epochs=5", 60, accuracy=90, rank=0, workers=1, same_bits=True),
+    Program("layers_on_devices", "--epochs=5", 30, accuracy=90),
+    Program("train_gpt_fsdp", f"{GPT} {FSDP}", 10, loss=3.6),
+    Program("train_gpt_in_place", f"{GPT} --steps=40", 10, loss=3.6, same_bits=True),
+]
+
+
+def start(cluster: Cluster, program: Program, *kinds: str, nodes: tuple[str, ...] = ("a",)) -> list[Agent]:
+    """Start the program on these nodes, with a fault of each of these kinds."""
+    cluster.limits = (1, program.workers)
+    argv = program.argv(cluster.folder)
+    if kinds:
+        accidents = [f"{kind}:{program.rank}:{steps_until(program, n)}" for n, kind in enumerate(kinds)]
+        argv = [ACCIDENT, ",".join(accidents), str(cluster.folder), *argv]
+    cluster.policy["settle_s"] = PATIENCE_S  # so that the first world is of all nodes
+    return cluster.start(*nodes, slots=program.workers // len(nodes), program=argv)
+
+
+def steps_until(program: Program, number: int) -> int:
+    """Return the steps before the fault of that number, which counts from 0."""
+    return program.after * (number + 1)
+
+
+def end(program: Program, *agents: Agent) -> str:
+    """Wait for the end of a job that reaches its quality. Return what it said about that."""
+    for agent in agents:
+        assert agent.end(4 * PATIENCE_S) == 0, agent.said()
+    return program.require_quality([line for agent in agents for line in agent.out])
+
+
+def weights(agent: Agent) -> str:
+    return next(line for line in agent.out if line.startswith("weights"))
+
+
+# ---------------------------------------------------------------- faults
+
+
+def killed(cluster: Cluster, program: Program) -> str:
+    """A worker is killed."""
+    return end(program, *start(cluster, program, "kill"))
+
+
+def hung(cluster: Cluster, program: Program) -> str:
+    """A worker is stopped, and has to be noticed."""
+    return end(program, *start(cluster, program, "stop"))
+
+
+def node_lost(cluster: Cluster, program: Program) -> str:
+    """The node of a worker is lost, with its agent."""
+    a, b = agents = start(cluster, program, "wait", nodes=("a", "b"))
+    until_there(cluster, str(steps_until(program, 0)), a, b)
+    lost = next(agent for agent in agents if agent.find("workers.started", ranks=[program.rank]))
+    lost.kill()
+    return end(program, a if lost is b else b)
+
+
+def resized(cluster: Cluster, program: Program) -> str:
+    """The world shrinks by a worker, and grows again."""
+    (agent,) = start(cluster, program, "wait", "wait")
+
+    def changes() -> int:
+        """How often a change of the world was begun, or put off until the next snapshot."""
+        return len(agent.find("round.closing") + agent.find("round.awaiting_checkpoint"))
+
+    for number, size in enumerate((program.workers - 1, program.workers)):
+        steps = steps_until(program, number)
+        until_there(cluster, str(steps), agent)
+        before = changes()
+        said = cluster.command("scale", cluster.job, f"--max={size}")
+        assert said.code == 0, said.err
+        cluster.until(lambda before=before: changes() > before, f"the world changes to {size}")  # type: ignore[misc]
+        (cluster.folder / f"go-{steps}").touch()
+    found = end(program, agent)
+    sizes = [event["world_size"] for event in agent.find("round.formed")]
+    assert sizes == [program.workers, program.workers - 1, program.workers], sizes
+    return found
+
+
+def until_there(cluster: Cluster, name: str, *agents: Agent) -> None:
+    """Wait for a file in the cluster's folder, of which nothing tells."""
+    while not (cluster.folder / name).exists():
+        for agent in agents:
+            assert agent.process.poll() is None, agent.said()
+        select.select([], [], [], SLICE_S)
+
+
+FAULTS: dict[str, Callable[[Cluster, Program], str]] = {
+    "worker killed": killed,
+    "worker hangs": hung,
+    "node lost": node_lost,
+    "two resizes": resized,
+}
+
+
+def applies(fault: str, program: Program) -> bool:
+    """Whether the program can meet the fault: one worker has no other node, and cannot shrink."""
+    return program.workers > 1 or fault in ("worker killed", "worker hangs")

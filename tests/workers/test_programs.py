@@ -1,0 +1,70 @@
+"""Each program of ``workers/`` reaches its quality whatever happens to its workers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import PATIENCE_S, Cluster
+from tests.workers.programs import FAULTS, PROGRAMS, Program, applies, end, start, weights
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_a_program_reaches_its_quality_although_a_worker_is_killed(
+    program: Program, clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    (agent,) = start(clusters(shared_etcd), program, "kill")
+    end(program, agent)
+    charged = [(e["code"], e["rank"]) for e in agent.find("failure.charged")]
+    assert charged == [(-signal.SIGKILL, program.rank)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "worker killed"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_a_program_reaches_its_quality_through_each_fault(
+    program: Program, fault: str, clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    if not applies(fault, program):
+        pytest.skip("it has one worker")
+    FAULTS[fault](clusters(shared_etcd), program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p.same_bits], ids=str)
+def test_a_worker_that_is_killed_changes_no_bit_of_the_weights(
+    program: Program, clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    (killed,), (undisturbed,) = (
+        start(clusters(shared_etcd), program, "kill"),
+        start(clusters(shared_etcd), program),
+    )
+    end(program, killed)
+    end(program, undisturbed)
+    assert weights(killed) == weights(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_a_program_runs_under_plain_torchrun(
+    program: Program, tmp_path: Path, clusters: Callable[[str | None], Cluster]
+) -> None:
+    environment = {k: v for k, v in clusters(None).environment().items() if not k.startswith("E2E_")}
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), f"--log-dir={tmp_path}/logs", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, f"--nproc-per-node={program.workers}", *program.argv(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    program.require_quality(done.stdout.splitlines())
