@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from elasticd.core.agent.agent_state import Crew
 from elasticd.core.page_layout import PageContents, Use
@@ -11,6 +12,7 @@ from elasticd.core.reasons import BatchesChanged, OptionWithoutEffect, Reason, T
 
 SEEN_AFTER = 5  # steps after which a script has used every part of the library that it will use
 FAR = 20  # a warning needs at least this many repeated steps
+_NOTHING: Final = Use(0)
 _KEEPS_ITS_PLACE = Use.DATA | Use.CHECKPOINTED  # with one of these, a resize keeps the place in the data
 
 
@@ -18,6 +20,7 @@ _KEEPS_ITS_PLACE = Use.DATA | Use.CHECKPOINTED  # with one of these, a resize ke
 class Advice:
     """The observations of the script so far.
 
+    ``uses``: the parts of the library that the script has used, in any round.
     ``asked``: options that need the script to use ``elasticd.worker``, each with the parts that it needs;
     empty once the options were checked. ``trained``: the last round with a step, and its world size.
     ``resized``, ``again``: whether the warning ``BatchesChanged`` or ``TrainingBeganAgain`` was given.
@@ -25,6 +28,7 @@ class Advice:
     """
 
     asked: tuple[tuple[str, Use], ...] = ()
+    uses: Use = _NOTHING
     trained: tuple[int, int] = (0, 0)
     resized: bool = False
     again: bool = False
@@ -38,9 +42,10 @@ def advise(known: Advice, crew: Crew, pages: Iterable[PageContents]) -> tuple[Ad
     pages = [t for t in pages if t.steps]
     if not pages:
         return known, ()
-    uses = Use(0)
+    uses = known.uses
     for each in pages:
         uses |= each.uses
+    known = replace(known, uses=uses)
     reasons: list[Reason] = []
     if max(t.steps for t in pages) >= SEEN_AFTER:
         reasons += [OptionWithoutEffect(option, parts) for option, parts in known.asked if not uses & parts]

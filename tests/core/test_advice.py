@@ -81,6 +81,12 @@ def test_the_first_resize_alone_is_told_and_not_to_scripts_that_bear_it(uses: Us
     assert life.sees(4, 4, PageContents(pid=4, steps=9, uses=uses)) == []
 
 
+def test_a_script_that_told_of_a_snapshot_in_an_earlier_round_is_not_warned_before_its_next_one() -> None:
+    life = Life()
+    assert life.sees(1, 2, PageContents(pid=1, steps=9, uses=Use.CHECKPOINTED)) == []
+    assert life.sees(2, 1, PageContents(pid=2, steps=1)) == []
+
+
 def test_a_restart_from_the_start_is_told_once() -> None:
     life = Life()
     assert life.sees(1, 1, PageContents(pid=1, steps=FAR + 5, made=0)) == []
