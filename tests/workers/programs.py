@@ -27,7 +27,8 @@ class Program:
     ``after``: a fault comes after so many steps of a worker's optimizers, and a second after twice as many.
     ``rank``: of that worker. ``accuracy``: the least balanced accuracy on held-out images, in percent.
     ``loss``: the largest held-out loss. ``same_bits``: the weights are the same, to the last bit, whether or
-    not a worker is killed.
+    not a worker is killed. ``audited``: the audit proves that each draw was used once. ``says``: a line that
+    it prints if a worker is killed.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Program:
     rank: int = 1
     workers: int = 2
     same_bits: bool = False
+    audited: bool = False
+    says: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -59,8 +62,14 @@ GPT = f"--data={TEXT} --layers=2 --heads=2 --width=32 --context=32 --log-every=1
 FSDP = "--steps=40 --bf16 --recompute --checkpoints={folder}/kept"
 PROGRAMS = [
     Program("ddp", "--epochs=6", 35, accuracy=90, same_bits=True),
-    Program("imbalanced", "--epochs=16", 30, accuracy=80, same_bits=True),
-    Program("local_sgd", "--meetings=8 --inner-steps=50", 130, accuracy=90),
+    Program("imbalanced", "--epochs=16", 30, accuracy=80, same_bits=True, audited=True),
+    Program(
+        "local_sgd",
+        "--meetings=8 --inner-steps=50",
+        130,
+        accuracy=90,
+        says="goes on after 50 of 50 steps of its own",
+    ),
     Program("parameter_server", "--gradients=400 --snapshot-every=50", 120, accuracy=85, rank=0),
     Program("accumulation", "--steps=80", 20, accuracy=90),
     Program("growing_batch", "--epochs=5", 30, accuracy=85),
@@ -71,15 +80,20 @@ PROGRAMS = [
 ]
 
 
-def start(cluster: Cluster, program: Program, *kinds: str, nodes: tuple[str, ...] = ("a",)) -> list[Agent]:
-    """Start the program on these nodes, with a fault of each of these kinds."""
+def start(
+    cluster: Cluster, program: Program, *kinds: str, rank: int | None = None, nodes: tuple[str, ...] = ("a",)
+) -> list[Agent]:
+    """Start the program on these nodes, with a fault of each of these kinds. ``rank``: by default the
+    program's."""
     cluster.limits = (1, program.workers)
     argv = program.argv(cluster.folder)
     if kinds:
-        accidents = [f"{kind}:{program.rank}:{steps_until(program, n)}" for n, kind in enumerate(kinds)]
+        whose = program.rank if rank is None else rank
+        accidents = [f"{kind}:{whose}:{steps_until(program, n)}" for n, kind in enumerate(kinds)]
         argv = [ACCIDENT, ",".join(accidents), str(cluster.folder), *argv]
     cluster.policy["settle_s"] = PATIENCE_S  # so that the first world is of all nodes
-    return cluster.start(*nodes, slots=program.workers // len(nodes), program=argv)
+    options = ["--audit"] if program.audited else []
+    return cluster.start(*nodes, slots=program.workers // len(nodes), options=options, program=argv)
 
 
 def steps_until(program: Program, number: int) -> int:
@@ -122,7 +136,7 @@ def node_lost(cluster: Cluster, program: Program) -> str:
 
 def resized(cluster: Cluster, program: Program) -> str:
     """The world shrinks by a worker, and grows again."""
-    (agent,) = start(cluster, program, "wait", "wait")
+    (agent,) = start(cluster, program, "wait", "wait", rank=0)  # which is in each world
 
     def changes() -> int:
         """How often a change of the world was begun, or put off until the next snapshot."""

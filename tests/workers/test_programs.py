@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import PATIENCE_S, Cluster
-from tests.workers.programs import FAULTS, PROGRAMS, Program, applies, end, start, weights
+from tests.workers.programs import FAULTS, PROGRAMS, WORKERS, Program, applies, end, start, weights
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -20,10 +21,15 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_program_reaches_its_quality_although_a_worker_is_killed(
     program: Program, clusters: Callable[[str | None], Cluster], shared_etcd: str
 ) -> None:
-    (agent,) = start(clusters(shared_etcd), program, "kill")
+    cluster = clusters(shared_etcd)
+    (agent,) = start(cluster, program, "kill")
     end(program, agent)
     charged = [(e["code"], e["rank"]) for e in agent.find("failure.charged")]
     assert charged == [(-signal.SIGKILL, program.rank)]
+    assert not program.says or program.says in agent.out
+    if program.audited:
+        said = cluster.command("audit", cluster.job, etcd=False)
+        assert said.code == 0 and said.out.endswith("proved: each draw was used once\n"), said
 
 
 @pytest.mark.slow
@@ -68,3 +74,30 @@ def test_a_program_runs_under_plain_torchrun(
     )
     assert done.returncode == 0, done.stderr
     program.require_quality(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "workers", "sentence"),
+    [
+        ("imbalanced", ["--class-weights=1,2"], "1", "'1,2' is not 10 weights"),
+        ("imbalanced", ["--class-weights=1,1,1,1,1,1,1,1,1,-1"], "1", "give a number that is 0 or more"),
+        ("data_parallel", [], "2", "give it one worker, or use ddp.py"),
+        ("accumulation", ["--global-batch=2"], "3", "give at least one image for each worker"),
+        ("layers_on_devices", ["--devices=7"], "1", "the model has only 6 layers"),
+    ],
+)
+def test_bad_input_gets_a_sentence(
+    program: str,
+    arguments: list[str],
+    workers: str,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", workers)
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
+    monkeypatch.syspath_prepend(str(WORKERS))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(WORKERS / f"{program}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
