@@ -27,14 +27,12 @@ class Program:
 @dataclass(frozen=True, slots=True)
 class Spawn:
     """Start a process whose first descriptors are the message's files; ``Warden.spawn_worker`` explains the
-    fields. ``after``: processes that must be gone before. A service ends with its agent, but neither the
-    fence nor ``StopProcesses`` ends it."""
+    fields. A service ends with its agent, but neither the fence nor ``StopProcesses`` ends it."""
 
     id: int
     program: Program
     mark: str = ""
     page: str = ""
-    after: tuple[int, ...] = ()
     service: bool = False
     whole_group: bool = False
     fork: bool = False
@@ -136,19 +134,12 @@ class Spawned:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBack:
-    """The process starts once process ``pid`` is gone, and perhaps others."""
-
-    id: int
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
 class Ended:
     """How a process ended. ``code``: its exit status, or minus the signal that killed it.
 
     ``at``: seconds since the epoch. ``error``: why it could not be started (code 127). ``fenced``: the warden
-    killed it because the agent did not move the fence in time, or the warden itself was killed.
+    killed it because the agent did not move the fence in time, or the warden itself was killed. ``lingers``:
+    the kernel is still taking the process down, and ``Gone`` follows.
     """
 
     id: int
@@ -157,6 +148,30 @@ class Ended:
     at: float
     error: str = ""
     fenced: bool = False
+    lingers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The kernel has taken a process down that lingered."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class LateNotices:
+    """Deaths are noticed only once processes are gone, and ``why``."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """The warden closes, but the kernel is still taking these processes down. The warden waits for them for
+    ``waits_s``; 0: it leaves them."""
+
+    pids: tuple[int, ...]
+    waits_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +186,7 @@ class ZygoteNews:
     unfit: str = ""
 
 
-WardenToAgent = Spawned | HeldBack | Ended | ZygoteNews
+WardenToAgent = Spawned | Ended | Gone | LateNotices | Leftover | ZygoteNews
 
 
 # ------------------------------------------------------------ warden to zygote, and zygote to embryo

@@ -446,7 +446,8 @@ class Progress:
     """The progress of a node's workers. Key ``progress/<node>``, on the agent's lease.
 
     ``own_bytes`` and ``replica_bytes``: the memory on this node that holds checkpoints of its own workers,
-    and of other nodes. The record is written every second or two for people; no decision depends on it.
+    and of other nodes. ``held_back``: the slots whose worker starts once a process is gone, and the pid of
+    that process. The record is written every second or two for people; no decision depends on it.
     """
 
     node: str
@@ -454,6 +455,7 @@ class Progress:
     slots: tuple[SlotProgress, ...] = ()
     own_bytes: int = 0
     replica_bytes: int = 0
+    held_back: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,31 @@ class WorkerCheckpointed:
     path: str
 
 
-WorkerNews = WorkerLinked | WorkerWaiting | WorkerReturned | WorkerBroke | WorkerCheckpointed
+@dataclass(frozen=True, slots=True)
+class WorkerLingers:
+    """A worker has ended, but the kernel is still taking its process down: the memory, the device and the
+    ports are not free yet. ``WorkerGone`` follows. The exit is told as well, after this."""
+
+    slot: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """The kernel has taken a process down that lingered."""
+
+    pid: int
+
+
+WorkerNews = (
+    WorkerLinked
+    | WorkerWaiting
+    | WorkerReturned
+    | WorkerBroke
+    | WorkerCheckpointed
+    | WorkerLingers
+    | WorkerGone
+)
 
 
 class Procs(Protocol):

@@ -172,6 +172,25 @@ class StandbysStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class StartHeldBack:
+    """Workers of these slots start once the process ``until_gone`` is gone, and perhaps others."""
+
+    slots: tuple[int, ...]
+    until_gone: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLingers:
+    """The kernel has been taking a worker's process down for ``for_s``. New workers wait for it for another
+    ``waits_s``; 0: they no longer wait."""
+
+    slot: int
+    pid: int
+    for_s: float
+    waits_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ScriptCheckpointed:
     """A script has written a checkpoint of its own."""
 
@@ -354,6 +373,8 @@ Reason = (
     | WorkersStopping
     | WorkersLeaving
     | StandbysStarted
+    | StartHeldBack
+    | ProcessLingers
     | ScriptCheckpointed
     | StandbyReady
     | StandbyFailed

@@ -93,7 +93,8 @@ def concerned(state: AgentState) -> tuple[object, ...]:
     crew = state.crew
     its = (crew.round.number, crew.member, crew.workers, crew.order) if crew is not None else ()
     seen = state.seen
-    return its, state.standbys, state.registration.joined, seen.get("round"), seen.get("spec")
+    idle = state.standbys, state.held_back
+    return its, idle, state.registration.joined, seen.get("round"), seen.get("spec")
 
 
 def find(known: Timekeeping, kept: NodeLedger | None) -> Timekeeping:
@@ -123,8 +124,8 @@ def not_at_work(state: AgentState, slot: int, alive: frozenset[int]) -> Kind | N
         return Kind.IDLE if done else Kind.RESTARTING
     if round is None or not state.registration.joined:
         return Kind.RENDEZVOUS
-    if state.standbys.get(slot) is Life.STARTING:
-        return Kind.RESTARTING  # the standby is starting, and waits for no other worker yet
+    if state.standbys.get(slot) is Life.STARTING or slot in state.held_back:
+        return Kind.RESTARTING  # the process is starting, or soon, and waits for no other worker yet
     if round.phase is Phase.WAITING:
         return Kind.WAITING
     member = round.member(state.me.node, state.me.incarnation)

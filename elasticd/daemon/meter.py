@@ -233,7 +233,7 @@ class Meter:
         self._shown |= lines.keys()
         for slot in self._shown:  # a slot above a lowered --max is not in the status any more
             line = lines.get(slot, SlotStatus(slot, SlotState.IDLE))
-            has_worker = line.state in _HAS_WORKER
+            has_worker = line.state in _HAS_WORKER and line.until_gone is None
             self.metrics.set("elasticd_worker_up", has_worker, slot)
             if not has_worker:
                 self.metrics.set("elasticd_worker_hung", 0, slot)

@@ -166,10 +166,12 @@ class Publisher:
     # ------------------------------------------------------------ to etcd
 
     def _progress(self, slots: tuple[SlotProgress, ...]) -> Progress | None:
-        crew, held = self._driver.state.crew, self._meter.footprint
-        if crew is None:
+        crew, held_back = self._driver.state.crew, self._driver.state.held_back
+        told = self._written is not None and self._written.held_back
+        if crew is None and not held_back and not told:
             return None
-        return Progress(self._config.node, crew.round.number, slots, held.own, held.replicas)
+        number, used = crew.round.number if crew is not None else 0, self._meter.footprint
+        return Progress(self._config.node, number, slots, used.own, used.replicas, held_back)
 
     def _write_progress(self, slots: tuple[SlotProgress, ...]) -> None:
         """Write the progress unless a write is under way. The next write replaces a lost one."""

@@ -222,6 +222,8 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             kept = run_summary.kept(config, destinations.run_folder(), saver.newest, snapshot)
             said = "\n".join([said, *kept])
         events.write(run_summary.ended(config, last, left, said, ledgers, ended_at))
+    if warden.left:
+        said = f"{said}\n{run_summary.left_behind(warden.left)}"
     return left.code, said
 
 

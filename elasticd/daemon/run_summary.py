@@ -120,6 +120,16 @@ def kept(config: RunConfig, logs: Path | None, newest: SaveReport | None, snapsh
     return lines
 
 
+def left_behind(pids: Sequence[int]) -> str:
+    """Return a sentence about processes of the run that are not gone."""
+    which = "process" if len(pids) == 1 else "processes"
+    return (
+        f"elasticd: the kernel has not taken down {which} {describe.listing(list(map(str, pids)))} of this "
+        "run after SIGKILL, so some memory and devices are not free. See `dmesg` for errors of a driver or a "
+        "disk. If this lasts, restart the machine."
+    )
+
+
 def pass_on_error_file(config: RunConfig, last: Round, error_file_of: Callable[[int], str]) -> None:
     """Copy the error file of the failed worker to TORCHELASTIC_ERROR_FILE. Torch's nested launchers expect
     this."""

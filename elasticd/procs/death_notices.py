@@ -4,8 +4,8 @@ SIGCHLD and pidfds tell of an exit only once the memory of the process is releas
 Each worker therefore holds a robust mutex in its page (elasticd/worker/boot/elasticd_mutex.py), which the
 kernel marks first, and /proc then has the exit status already. Such a process runs no more code of its own.
 
-A thread waits for all mutexes with futex_waitv(2), from Linux 5.16 on. Without it, without the mutex, and
-for exits with status 0, which nothing waits for, there are no notices.
+Threads wait for the mutexes with futex_waitv(2), from Linux 5.16 on. Without it, without the mutex, and for
+exits with status 0, which nothing waits for, there are no notices.
 
 Standard library only, because the warden uses this module.
 """
@@ -22,17 +22,15 @@ import threading
 from collections import deque
 from pathlib import Path
 
-from elasticd.procs.linux import stat_of
+from elasticd.procs.linux import is_exiting, stat_of
 
 _FUTEX_WAITV = 449  # the number of the system call, on all machines
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(os.uname().machine)  # as in elasticd_mutex
 _WAKE_PRIVATE = 1 | 128
 _SIZE_U32, _PRIVATE = 2, 128  # flags of a waiter
-_WAITERS_MAX = 128
+_WAITERS_MAX = 128  # of one call
 _OWNER_DIED = 0x40000000
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.EFAULT)  # a mutex has changed, or its page is gone
-_FLAGS = 6  # of the fields that ``stat_of`` returns
-_PF_EXITING = 0x4
 _SIGKILL_PENDING = 1 << 8
 
 
@@ -48,10 +46,11 @@ class _Waiter(ctypes.Structure):
 
 
 class _Mutex:
-    """The mutex in a worker's page. It is read through the file: after a worker has truncated the file, a
-    read of the mapped memory would kill this process."""
+    """The mutex in the page of process ``pid``. It is read through the file: after a worker has truncated the
+    file, a read of the mapped memory would kill this process."""
 
-    def __init__(self, page: str, offset: int) -> None:
+    def __init__(self, pid: int, page: str, offset: int) -> None:
+        self.pid = pid
         self._fd = os.open(page, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         self._offset = offset
         try:
@@ -72,43 +71,42 @@ class _Mutex:
 
 
 class DeathNotices:
-    """The deaths of watched processes. ``fd`` becomes readable when ``take`` has one to return."""
+    """The deaths of watched processes. ``fd`` becomes readable when ``take`` or ``take_trouble`` has news."""
 
     def __init__(self, offset: int) -> None:
         """``offset``: of the mutex in each page, in bytes."""
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._offset = offset
-        self._lock = threading.Lock()
-        self._mutexes: dict[int, _Mutex] = {}
+        self._waits: list[_Wait] = []
         self._deaths: deque[tuple[int, int]] = deque()
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._changes = ctypes.c_uint32(0)  # a futex of this process, to wake the thread
-        self._thread: threading.Thread | None = None
+        self._trouble: str | None = None
 
-    def watch(self, pid: int, page: str) -> None:
-        """Watch the worker that has this page. Without descriptors, memory or threads it is not watched."""
-        if _FUTEX is None:
-            return
-        with contextlib.suppress(OSError, ValueError), self._lock:
-            self._mutexes[pid] = _Mutex(page, self._offset)
-        if self._thread is None:
-            thread = threading.Thread(target=self._wait, name="elasticd-deaths", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads: the next worker leads to another try
-                thread.start()
-                self._thread = thread
-        self._wake()
+    def watch(self, id: int, pid: int, page: str) -> None:
+        """Watch the worker that has this page. ``id`` names it; unlike its pid, no later worker has the same.
+        Without descriptors, memory or threads the worker is not watched."""
+        if (why := _unsupported()) or (why := self._try_to_watch(id, pid, page)):
+            self.complain(why)
 
-    def forget(self, pid: int) -> None:
+    def _try_to_watch(self, id: int, pid: int, page: str) -> str:
+        """Return why the worker is not watched; empty if it is."""
+        wait = next((wait for wait in self._waits if wait.has_room), None)
+        if wait is None:
+            wait = _Wait(self)
+            self._waits.append(wait)
+        try:
+            wait.add(id, _Mutex(pid, page, self._offset))
+        except (OSError, ValueError, RuntimeError) as error:
+            return str(error)
+        return ""
+
+    def forget(self, id: int) -> None:
         """Watch a process no longer, since it was reaped."""
-        with self._lock:
-            mutex = self._mutexes.pop(pid, None)
-        if mutex is not None:
-            mutex.close()
-            self._wake()
+        for wait in self._waits:
+            wait.remove(id)
 
     def take(self) -> list[tuple[int, int]]:
-        """Return the pids of processes that have begun to exit, each with its exit status, or minus the
-        signal that kills it."""
+        """Return the ids of processes that have begun to exit, each with its exit status, or minus the signal
+        that kills it."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         taken: list[tuple[int, int]] = []
@@ -116,37 +114,96 @@ class DeathNotices:
             taken.append(self._deaths.popleft())
         return taken
 
+    def take_trouble(self) -> str:
+        """Return why deaths are noticed only once processes are gone; empty if they are not, or if this was
+        returned before."""
+        why = self._trouble or ""
+        if why:
+            self._trouble = ""
+        return why
+
+    # ------------------------------------------------------------ also from the threads
+
+    def complain(self, why: str) -> None:
+        if self._trouble is None:
+            self._trouble = why
+            os.eventfd_write(self.fd, 1)
+
+    def report(self, id: int, code: int) -> None:
+        self._deaths.append((id, code))
+        os.eventfd_write(self.fd, 1)
+
+
+def _unsupported() -> str:
+    """Return why this machine gives no notices; empty if it may give them."""
+    if _FUTEX is None:
+        return f"elasticd knows no robust mutexes on {os.uname().machine}"
+    if "CS_GNU_LIBC_VERSION" not in os.confstr_names:
+        return "the C library is not glibc"
+    return ""
+
+
+class _Wait:
+    """A thread that waits for as many mutexes as one system call takes."""
+
+    def __init__(self, notices: DeathNotices) -> None:
+        self._notices = notices
+        self._lock = threading.Lock()
+        self._mutexes: dict[int, _Mutex] = {}  # by id
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._changes = ctypes.c_uint32(0)  # a futex of this process, to wake the thread
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._mutexes) < _WAITERS_MAX - 1
+
+    def add(self, id: int, mutex: _Mutex) -> None:
+        """Raises RuntimeError if the thread cannot be started; the next call tries again."""
+        with self._lock:
+            self._mutexes[id] = mutex
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="elasticd-deaths", daemon=True)
+            thread.start()
+            self._thread = thread
+        self._wake()
+
+    def remove(self, id: int) -> None:
+        with self._lock:
+            mutex = self._mutexes.pop(id, None)
+        if mutex is not None:
+            mutex.close()
+            self._wake()
+
     def _wake(self) -> None:
         """Have the thread wait for the present mutexes."""
         self._changes.value += 1
         self._libc.syscall(_FUTEX, ctypes.byref(self._changes), _WAKE_PRIVATE, 1)
 
-    # ------------------------------------------------------------ the thread
-
-    def _wait(self) -> None:
+    def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while True:
             here = _Waiter(self._changes.value, ctypes.addressof(self._changes), _SIZE_U32 | _PRIVATE)
             waiters = [here, *self._look()]
             array = (_Waiter * len(waiters))(*waiters)
             woken = self._libc.syscall(_FUTEX_WAITV, array, len(waiters), 0, None, 0)
-            if woken < 0 and ctypes.get_errno() not in _AGAIN:
-                return  # an older kernel, or a sandbox without this call
+            if woken < 0 and (code := ctypes.get_errno()) not in _AGAIN:
+                older = " (Linux has it from 5.16 on)" if code == errno.ENOSYS else ""
+                self._notices.complain(f"futex_waitv: {os.strerror(code)}{older}")
+                return
 
     def _look(self) -> list[_Waiter]:
         """Report the deaths that the mutexes show. Return what to wait for."""
         waiters = []
         with self._lock:
-            for pid, mutex in list(self._mutexes.items())[: _WAITERS_MAX - 1]:
+            for id, mutex in list(self._mutexes.items()):
                 word = mutex.word()
                 if word is not None and not word & _OWNER_DIED:
                     waiters.append(_Waiter(word, mutex.address, _SIZE_U32))
                     continue
-                self._mutexes.pop(pid).close()
-                code = exit_under_way(pid)
-                if code:
-                    self._deaths.append((pid, code))
-                    os.eventfd_write(self.fd, 1)
+                self._mutexes.pop(id).close()
+                if code := exit_under_way(mutex.pid):
+                    self._notices.report(id, code)
         return waiters
 
 
@@ -154,7 +211,7 @@ def exit_under_way(pid: int) -> int | None:
     """Return the status with which a process is exiting, or minus the signal that kills it. None if it lives:
     its main thread has ended alone, or has begun another program."""
     fields = stat_of(pid)
-    if not fields or not int(fields[_FLAGS]) & _PF_EXITING:
+    if not is_exiting(fields):
         return None
     code = os.waitstatus_to_exitcode(int(fields[-1]))
     return code if code < 0 or _all_exit(pid, fields[-1]) else None
@@ -170,7 +227,7 @@ def _all_exit(pid: int, status: bytes) -> bool:
     for task in reversed(tasks):
         if int(task) != pid:
             fields = stat_of(int(task))
-            if not fields or int(fields[_FLAGS]) & _PF_EXITING or fields[-1] == status != b"0":
+            if not fields or is_exiting(fields) or fields[-1] == status != b"0":
                 return True
             return _is_killed(pid, int(task))
     return True

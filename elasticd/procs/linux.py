@@ -11,12 +11,16 @@ import os
 import select
 import signal
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_FLAGS = 6  # of the fields that ``stat_of`` returns
+_PF_EXITING = 0x4
+
+TAKING_DOWN_S = 60.0  # the time to wait for a process that is exiting (40 GB of memory, a GPU)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -105,6 +109,12 @@ def stat_of(pid: int) -> list[bytes]:
         return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
         return []
+
+
+def is_exiting(stat: Sequence[bytes]) -> bool:
+    """Return whether the kernel has begun to take down the process, or the thread, that has these fields of
+    ``stat_of``."""
+    return bool(stat) and bool(int(stat[_FLAGS]) & _PF_EXITING)
 
 
 def session_of(pid: int) -> int:

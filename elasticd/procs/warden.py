@@ -4,8 +4,8 @@ When the agent dies, the warden lives long enough to kill all workers and servic
 files. It also enforces the fence, so that workers stop in time even if the agent is stopped.
 
 Standard library only, started as ``python -I -S``: faults of torch, grpc or the agent's threads do not affect
-the warden, and a fork takes a fraction of a millisecond. One thread does everything; a second one only waits
-for deaths (``death_notices``). The agent uses ``warden_client``.
+the warden, and a fork takes a fraction of a millisecond. One thread does everything; others only wait for
+deaths (``death_notices``). The agent uses ``warden_client``.
 
 The warden forks workers itself, or from a zygote (``zygote``) if one is ready. In both cases the workers are
 its children.
@@ -24,12 +24,12 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from elasticd.channel.codec import ChannelClosed
-from elasticd.channel.framing import QueuedChannel, close_all, duplicates, pair
+from elasticd.channel.framing import QueuedChannel, close_all, pair
 from elasticd.channel.warden_messages import (
     AGENT_TO_WARDEN,
     WARDEN_TO_AGENT,
@@ -37,10 +37,12 @@ from elasticd.channel.warden_messages import (
     CloseWarden,
     Ended,
     Forked,
-    HeldBack,
+    Gone,
     Imported,
     ImportModules,
+    LateNotices,
     LeftOut,
+    Leftover,
     MoveFence,
     NoZygote,
     RemoveAtEnd,
@@ -58,15 +60,18 @@ from elasticd.core.page_layout import MUTEX
 from elasticd.procs.death_notices import DeathNotices
 from elasticd.procs.launch import CANNOT_RUN, launch, start_error
 from elasticd.procs.linux import (
+    TAKING_DOWN_S,
     adopt_orphans,
     came_from,
     children,
+    is_exiting,
     is_resource_tracker,
     kill,
     kill_group,
     kill_tree,
     name_process,
     session_of,
+    stat_of,
     steady_now,
 )
 from elasticd.procs.zygote import Fork, ZygoteProcess
@@ -99,14 +104,6 @@ class _Child:
         return start_error(errors) if errors >= 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A worker that starts once others are gone. It owns ``fds``."""
-
-    request: Spawn
-    fds: list[int]
-
-
 class WardenProcess:
     def __init__(self, sock: socket.socket, worker_files: int | None) -> None:
         self._worker_files = worker_files
@@ -115,7 +112,6 @@ class WardenProcess:
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
         self._deaths = DeathNotices(8 * MUTEX)
-        self._waiting: list[_Waiting] = []
         self._zygote: ZygoteProcess | None = None
         self._fresh_at = 0.0  # when a worker was last started without the zygote
         self._fresh_s: float | None = None  # the seconds from that start to the start of the first zygote
@@ -128,6 +124,7 @@ class WardenProcess:
         self._paths: list[str] = []
         self._closing = False
         self._give_up_at: float | None = None
+        self._patient = True
 
     # ------------------------------------------------------------ the loop
 
@@ -143,7 +140,7 @@ class WardenProcess:
         self._selector.register(self._agent, selectors.EVENT_READ, "agent")
         self._selector.register(self._deaths.fd, selectors.EVENT_READ, "exit")
         self._watch(agent_pid)
-        while not (self._closing and self._all_gone()):
+        while not (self._closing and self._is_over()):
             for key, events in self._selector.select(self._until_next_deadline()):
                 if key.data == "child":
                     _drain(woken)
@@ -241,14 +238,6 @@ class WardenProcess:
         if not service and (self._fence_passed or _is_past(self._fence_at)):
             self._tell_end(message.id, 0, -signal.SIGKILL, fenced=True)
             return
-        if before := self._before(message):
-            try:
-                self._waiting.append(_Waiting(message, duplicates(fds)))
-            except OSError as error:
-                self._tell_end(message.id, 0, CANNOT_RUN, error=f"cannot fork: {error.strerror}")
-            else:
-                self._tell(HeldBack(message.id, before[0].pid))
-            return
         if message.fork and self._zygote is not None and self._zygote.takes_orders:
             try:
                 self._ask_zygote(lambda zygote: zygote.fork(message, fds))
@@ -270,10 +259,6 @@ class WardenProcess:
         else:
             self._tell(Spawned(child.id, pid))
 
-    def _before(self, request: Spawn) -> list[_Child]:
-        """Return the processes that must be gone before."""
-        return [child for child in self._children.values() if child.id in request.after]
-
     def _hear_beginning(self, child: _Child) -> None:
         """Tell the agent that a service runs its program. If the program cannot run, the agent is told when
         the child exits, as with a worker."""
@@ -287,7 +272,7 @@ class WardenProcess:
     def _add(self, child: _Child, page: str) -> None:
         self._children[child.pid] = child
         if page:
-            self._deaths.watch(child.pid, page)
+            self._deaths.watch(child.id, child.pid, page)
         if child.pid in self._ended_sessions:  # pids are reused
             self._ended_sessions.remove(child.pid)
 
@@ -320,11 +305,13 @@ class WardenProcess:
 
     def _hear_of_exits(self) -> None:
         """Report workers that are exiting, before the kernel has taken them down."""
-        for pid, code in self._deaths.take():
-            child = self._children.get(pid)
-            if child is not None and not child.told:
+        for id, code in self._deaths.take():
+            for child in self._workers([id]):  # none if it was reaped meanwhile
                 child.told = True
-                self._tell_end(child.id, pid, code, fenced=child.fenced)
+                end = Ended(id, child.pid, code, time.time(), fenced=child.fenced, lingers=True)
+                self._tell(end)
+        if why := self._deaths.take_trouble():
+            self._tell(LateNotices(why))
 
     def _reap(self) -> None:
         while True:
@@ -353,8 +340,8 @@ class WardenProcess:
         self._sweep()
 
     def _finish(self, child: _Child, code: int, at: float) -> None:
-        """Kill the orphans of a reaped process, report its exit, and start the workers that waited for it."""
-        self._deaths.forget(child.pid)
+        """Kill the orphans of a reaped process, and report its exit."""
+        self._deaths.forget(child.id)
         self._ended_sessions.append(child.pid)
         if child.mark:
             self._ended_marks.append(child.mark)
@@ -362,20 +349,12 @@ class WardenProcess:
         if child.service:
             self._hear_beginning(child)
         error = child.failure or child.start_error()
-        if not child.told:
+        if child.told:
+            self._tell(Gone(child.id))
+        else:
             self._tell_end(
                 child.id, child.pid, code if error is None else CANNOT_RUN, at, error or "", child.fenced
             )
-        for waiting in self._no_longer_waiting(lambda w: not self._before(w.request)):
-            self._spawn(waiting.request, waiting.fds)
-            close_all(waiting.fds)
-
-    def _no_longer_waiting(self, chosen: Callable[[_Waiting], bool]) -> Iterator[_Waiting]:
-        """Yield the chosen workers one by one, each off the list. The loss of the agent may empty the list
-        meanwhile."""
-        while (waiting := next(filter(chosen, self._waiting), None)) is not None:
-            self._waiting.remove(waiting)
-            yield waiting
 
     def _tell_end(
         self, id: int, pid: int, code: int, at: float | None = None, error: str = "", fenced: bool = False
@@ -410,8 +389,17 @@ class WardenProcess:
     def _workers(self, ids: Collection[int] | None = None) -> list[_Child]:
         return [c for c in self._children.values() if not c.service and (ids is None or c.id in ids)]
 
-    def _all_gone(self) -> bool:
-        return not children(os.getpid()) or _is_past(self._give_up_at)
+    def _is_over(self) -> bool:
+        """Return whether no process is left to wait for. Processes that the kernel is taking down get more
+        time than others."""
+        left = children(os.getpid())
+        if not left or not _is_past(self._give_up_at):
+            return not left
+        waits = self._patient and any(is_exiting(stat_of(pid)) for pid in left)
+        if waits:
+            self._give_up_at, self._patient = steady_now() + TAKING_DOWN_S, False
+        self._tell(Leftover(tuple(left), TAKING_DOWN_S if waits else 0.0))
+        return not waits
 
     # ------------------------------------------------------------ the zygote
 
@@ -503,10 +491,7 @@ class WardenProcess:
             close_all(fds)
 
     def _drop_forks(self, code: int, ids: Collection[int] | None = None, *, fenced: bool = False) -> None:
-        """Cancel the workers that wait for others to be gone, or are not forked yet."""
-        for waiting in self._no_longer_waiting(lambda w: ids is None or w.request.id in ids):
-            close_all(waiting.fds)
-            self._tell_end(waiting.request.id, 0, code, fenced=fenced)
+        """Cancel the workers that are not forked yet."""
         for fork in self._zygote.give_up(ids) if self._zygote is not None else ():
             fork.drop()
             self._tell_end(fork.request.id, 0, code, fenced=fenced)

@@ -28,8 +28,10 @@ from elasticd.channel.warden_messages import (
     AgentToWarden,
     CloseWarden,
     Ended,
-    HeldBack,
+    Gone,
     ImportModules,
+    LateNotices,
+    Leftover,
     MoveFence,
     Program,
     RemoveAtEnd,
@@ -43,11 +45,14 @@ from elasticd.channel.warden_messages import (
     ZygoteNews,
 )
 from elasticd.procs.linux import (
+    TAKING_DOWN_S,
     adopt_orphans,
     came_from,
     children,
+    is_exiting,
     is_ready,
     kill_tree,
+    stat_of,
     steady_now,
 )
 
@@ -59,6 +64,8 @@ _PROGRAM = (
 )
 _SPAWN_ANSWER_S = 30.0
 _KILL_ORPHANS_S = 5.0
+_LOOK_S = 0.1
+_CLOSE_S = 10.0  # what the warden may need beyond the grace
 
 
 class WardenError(RuntimeError):
@@ -67,13 +74,16 @@ class WardenError(RuntimeError):
 
 @dataclass(slots=True)
 class _Running:
+    """A process that is not gone. ``lingers``: its end was told."""
+
     ended: Callable[[Ended], None]
     mark: str
     service: bool
     pid: int = 0
     started: Callable[[int], None] | None = None
-    held_back: Callable[[int], None] | None = None
+    gone: Callable[[], None] | None = None
     heard: Callable[[ZygoteNews], None] | None = None
+    lingers: bool = False
 
 
 class Warden:
@@ -97,6 +107,9 @@ class Warden:
         self._lost = False
         self._over = False  # the thread has ended
         self._on_lost: Callable[[], None] | None = None
+        self._bereaved: list[_Running] = []  # what ran when the warden was killed
+        self._wait_until = 0.0  # of ``close``, on the monotonic clock
+        self.left: tuple[int, ...] = ()  # after ``close``: processes that SIGKILL has not ended
         self._thread = threading.Thread(target=self._listen, name="elasticd-warden-client", daemon=True)
 
     @classmethod
@@ -151,29 +164,27 @@ class Warden:
         fds: Sequence[int],
         mark: str = "",
         page: str = "",
-        after: tuple[int, ...] = (),
         whole_group: bool = False,
         fork: bool = False,
         started: Callable[[int], None] | None = None,
-        held_back: Callable[[int], None] | None = None,
         ended: Callable[[Ended], None],
+        gone: Callable[[], None] | None = None,
     ) -> int:
         """Start a worker in its own session with exactly the files ``fds``, which the warden then owns.
         Return the id for ``stop_workers``.
 
         ``mark``: a ``NAME=value`` that only this worker has in its environment; it identifies the worker's
-        orphans. ``page``: the path of its page, by which its end is noticed early. ``after``: the ids of
-        processes that must be gone before. ``whole_group``: signals go to the worker's process group.
-        ``fork``: fork from the zygote if ready. ``ended`` is always called once; ``started`` is called
-        before, with the pid, if the worker starts. ``held_back`` is called before that, with the pid of a
-        process that is not gone yet. When ``ended`` is called, the process runs no more code of its own,
-        but the kernel may still be releasing its memory and files.
+        orphans. ``page``: the path of its page, by which its end is noticed early. ``whole_group``: signals
+        go to the worker's process group. ``fork``: fork from the zygote if ready. ``ended`` is always called
+        once; ``started`` is called before, with the pid, if the worker starts. When ``ended`` is called, the
+        process runs no more code of its own, but the kernel may still be releasing its memory and files
+        (``Ended.lingers``). ``gone`` is then called once the process is gone.
         """
-        running = _Running(ended, mark, False, 0, started, held_back)
+        running = _Running(ended, mark, False, 0, started, gone)
         program = _program(argv, env, cwd)
         return self._spawn(
             lambda id: Spawn(
-                id, program, _portable(mark), _portable(page), after, whole_group=whole_group, fork=fork
+                id, program, _portable(mark), _portable(page), whole_group=whole_group, fork=fork
             ),
             program,
             fds,
@@ -284,19 +295,34 @@ class Warden:
 
     def close(self, grace_s: float = 3.0) -> None:
         """Kill the workers, end the services (SIGKILL after the grace), remove the registered paths, and wait
-        until this is done. A second call does nothing."""
+        until this is done: for up to a minute more while the kernel is taking processes down. A second call
+        does nothing."""
         with self._lock:
             if self._closing:
                 return
             self._closing = True
+        self._wait_until = time.monotonic() + grace_s + _CLOSE_S
         self._tell(CloseWarden(grace_s))
-        try:
-            self._process.wait(grace_s + 10.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        while self._process.poll() is None and (rest_s := self._wait_until - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(rest_s)
+        self._process.kill()
+        self._process.wait()
         if threading.current_thread() is not self._thread:
             self._thread.join(10.0)
+        self._outlast_orphans()
+
+    def _hear_of_the_left(self, message: Leftover) -> None:
+        pids, waits_s = message.pids, message.waits_s
+        if waits_s:
+            self._wait_until = time.monotonic() + waits_s + _CLOSE_S
+            _log.warning(
+                "the kernel is still taking down processes %s, which were killed: waiting up to %.0f s more",
+                ", ".join(map(str, pids)),
+                waits_s,
+            )
+        else:
+            self.left = pids
 
     def __enter__(self) -> Self:
         return self
@@ -410,23 +436,34 @@ class Warden:
                 self._channel.flush()
 
     def _hear(self, message: WardenToAgent) -> None:
+        if isinstance(message, LateNotices):
+            _log.warning(
+                "deaths of workers are noticed later, once the kernel has taken the process down: %s",
+                message.why,
+            )
+            return
+        if isinstance(message, Leftover):
+            self._hear_of_the_left(message)
+            return
         with self._lock:
             running = self._running.get(message.id)
             if running is None:
                 return
             if isinstance(message, Spawned):
                 running.pid = message.pid
-            elif isinstance(message, Ended):
+            elif isinstance(message, Ended) and message.lingers:
+                running.lingers = True
+            elif isinstance(message, Ended | Gone):
                 del self._running[message.id]
         match message:
             case Spawned(pid=pid):
                 if running.started is not None:
                     _call(partial(running.started, pid))
-            case HeldBack(pid=pid):
-                if running.held_back is not None:
-                    _call(partial(running.held_back, pid))
             case Ended():
                 _call(partial(running.ended, message))
+            case Gone():
+                if running.gone is not None:
+                    _call(running.gone)
             case ZygoteNews():
                 if running.heard is not None:
                     _call(partial(running.heard, message))
@@ -448,9 +485,12 @@ class Warden:
         if not self._closing:
             self._process.kill()
             self._process.wait()
-            self._kill_orphans(list(left.values()))
+            self._bereaved = list(left.values())
+            self._kill_orphans()
         error = "" if self._closing else "the warden of this node was killed"
         for id, running in left.items():
+            if running.lingers:
+                continue
             # Reported as fenced, because the workers are not to blame.
             end = Ended(id, running.pid, -signal.SIGKILL, time.time(), error, fenced=bool(error))
             _call(partial(running.ended, end))
@@ -461,20 +501,37 @@ class Warden:
         self._over = True
         self._call_queued()
 
-    def _kill_orphans(self, left: Sequence[_Running]) -> None:
-        """Kill the processes that the warden's children had started. The kernel has killed the children."""
-        pids = {running.pid for running in left}
-        marks = [running.mark for running in left if running.mark]
+    def _orphans(self) -> list[int]:
+        """Return the processes that a killed warden's children had started, and the children, if they are not
+        gone."""
+        pids = {running.pid for running in self._bereaved}
+        marks = [running.mark for running in self._bereaved if running.mark]
+        return [pid for pid in children(os.getpid()) if pid in pids or came_from(pid, pids, marks)]
+
+    def _kill_orphans(self) -> None:
+        """Kill the orphans, and wait until none runs. The kernel may still be taking some down."""
+        killed: set[int] = set()
         give_up_at = time.monotonic() + _KILL_ORPHANS_S
         while time.monotonic() < give_up_at:
-            ours = [pid for pid in children(os.getpid()) if pid in pids or came_from(pid, pids, marks)]
-            if not ours:
+            running = [pid for pid in self._orphans() if pid not in killed or not is_exiting(stat_of(pid))]
+            if not running:
                 return
-            for pid in ours:
+            for pid in running:
                 kill_tree(pid)
-            for pid in ours:
-                _reap(pid, give_up_at)
-        _log.error("processes that the warden's children left cannot be killed: pids %s", ours)
+                killed.add(pid)
+            for pid in running:
+                _reap(pid, time.monotonic() + _LOOK_S)
+
+    def _outlast_orphans(self) -> None:
+        for wait_s, more_s in ((_KILL_ORPHANS_S, TAKING_DOWN_S), (TAKING_DOWN_S, 0.0)):
+            until = time.monotonic() + wait_s
+            while (left := self._orphans()) and time.monotonic() < until:
+                for pid in left:
+                    kill_tree(pid)
+                    _reap(pid, until)
+            if not left:
+                return
+            self._hear_of_the_left(Leftover(tuple(left), more_s))
 
 
 def _reap(pid: int, give_up_at: float) -> None:

@@ -21,6 +21,8 @@ from elasticd.core.ports import (
     Assignment,
     WorkerBroke,
     WorkerCheckpointed,
+    WorkerGone,
+    WorkerLingers,
     WorkerLinked,
     WorkerNews,
     WorkerReturned,
@@ -63,9 +65,9 @@ class LocalProcs:
     ``zygote``: whether Python workers may be forked from a process that has imported what they import.
     ``command`` must then run Python, and may differ between workers only in the script's arguments. ``say``
     gets the events of the zygote (see ``Preload``), and ``worker.entered``, ``worker.done``,
-    ``worker.broken``, ``worker.unlinked``, and ``worker.held_back`` for a worker that waits until another
-    is gone. ``warn`` gets ``worker.crashed_at_exit``, for a worker that crashes after its script
-    finished, and ``log.not_kept``. ``duplicate_*``: the filters of torchrun's ``--duplicate-stdout-filters``.
+    ``worker.broken`` and ``worker.unlinked``. ``warn`` gets ``worker.crashed_at_exit``, for a worker that
+    crashes after its script finished, and ``log.not_kept``. ``duplicate_*``: the filters of torchrun's
+    ``--duplicate-stdout-filters``.
     ``clock``: the clock of ``fence`` and ``step_times``; it must not jump as the system clock may.
     """
 
@@ -105,7 +107,6 @@ class LocalProcs:
         self._round = 0
         self._workers: dict[int, Worker] = {}  # by slot: the latest worker, running or ended
         self._started = 0
-        self._ends: dict[int, int] = {}  # by slot: the id of the process that ended last
         self._error_files: dict[int, str] = {}
         self.page_dir = shared_memory_dir()
         self._warden.remove_at_end(self.page_dir)
@@ -291,20 +292,12 @@ class LocalProcs:
             fds=self._standard_files.connect(worker, outlets),
             mark=mark,
             page=str(worker.page.path) if worker.page is not None else "",
-            after=self._to_be_gone(worker),
             whole_group=self._whole_group,
             fork=self._preload is not None and self._preload.suits(argv, env, self._cwd),
             started=worker.started,
-            held_back=partial(self._held_back, worker),
             ended=partial(self._ended, worker),
+            gone=lambda: self._news(WorkerGone(worker.pid)),
         )
-
-    def _to_be_gone(self, worker: Worker) -> tuple[int, ...]:
-        """Return the ids of ended processes whose memory, device or ports the worker may need. Ranks on this
-        node may change from round to round, and with them devices."""
-        slot = worker.assignment.slot
-        with self._lock:
-            return tuple(id for of, id in self._ends.items() if worker.round or of == slot)
 
     def _add_heartbeat(self, worker: Worker, env: dict[str, str]) -> str:
         """Give the worker a page. Return the mark that identifies its descendants."""
@@ -403,9 +396,6 @@ class LocalProcs:
             if worker.protocol.linked and worker.life in (Life.STARTING, Life.WAITING):
                 self._stop([worker], signals.SIGKILL, 0.0)  # without a link, the worker would wait for ever
 
-    def _held_back(self, worker: Worker, pid: int) -> None:
-        self._say("worker.held_back", slot=worker.assignment.slot, until_gone=pid)
-
     def _ended(self, worker: Worker, end: Ended) -> None:
         self._standard_files.drain(worker, _LAST_OUTPUT_S)
         if worker.link is not None:
@@ -414,14 +404,14 @@ class LocalProcs:
         with self._lock:
             if end.code != 0:
                 self._error_files[worker.assignment.slot] = worker.error_file
-            if end.pid:  # else no process was started, and the one before may not be gone yet
-                self._ends[worker.assignment.slot] = worker.id
             number, exited, exit = worker.round, worker.exited, worker.ended(end)
         if end.code != exit.code:
             why = f"Python crashed after the script had finished ({signals.Signals(-end.code).name})"
             self._warn(
                 "worker.crashed_at_exit", slot=exit.slot, rank=exit.rank, why=why, counts_as="finished"
             )
+        if end.lingers:
+            self._news(WorkerLingers(exit.slot, end.pid))
         exited(number, exit)
 
 

@@ -260,6 +260,12 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"the workers leave round {number} {when}: {cause(why)}"
         case r.StandbysStarted(slots):
             return f"started {count(len(slots), 'worker')} to wait for a round"
+        case r.StartHeldBack(slots, pid):
+            whose = "slot" if len(slots) == 1 else "slots"
+            return f"the start in {whose} {listing([str(s) for s in slots])} {awaits(pid)}"
+        case r.ProcessLingers(slot, pid, for_s):
+            ago = f"process {pid} of slot {slot}, which ended {span(for_s)} ago"
+            return f"the kernel has not taken down {ago}: {_what_to_do(reason)}"
         case r.ScriptCheckpointed(_, slot, path):
             return f"the worker in slot {slot} has written a checkpoint" + (f", {path}" if path else "")
         case r.StandbyReady(slot):
@@ -464,6 +470,8 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.WorkersStopping: ("workers.stopping", "info"),
     r.WorkersLeaving: ("workers.leaving", "info"),
     r.StandbysStarted: ("standbys.started", "info"),
+    r.StartHeldBack: ("worker.held_back", "info"),
+    r.ProcessLingers: ("worker.lingers", "warning"),
     r.ScriptCheckpointed: ("checkpoint.told", "info"),
     r.StandbyReady: ("standby.ready", "info"),
     r.StandbyFailed: ("standby.failed", "warning"),
@@ -484,6 +492,24 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.NameTaken: ("node.name_taken", "warning"),
     r.PolicyDiffers: ("policy.differs", "warning"),
 }
+
+
+def awaits(pid: int) -> str:
+    """Return what a slot waits for whose worker starts once this process is gone."""
+    return f"waits for process {pid} to be taken down by the kernel"
+
+
+def _what_to_do(lingering: r.ProcessLingers) -> str:
+    pid, waits_s = lingering.pid, lingering.waits_s
+    if waits_s:
+        return (
+            f"new workers wait up to {span(waits_s)} more for its memory and its device; if it does not end, "
+            f"see /proc/{pid}/stack, and `dmesg` for errors of a driver or a disk"
+        )
+    return (
+        "new workers no longer wait for it, and may find its memory or its device taken; if they fail, run "
+        "`elasticd drain` for this node, and restart the machine"
+    )
 
 
 def event(reason: r.Reason) -> LogEvent:
@@ -531,4 +557,6 @@ def event(reason: r.Reason) -> LogEvent:
             flat[f.name] = round(value, 3)
         elif f.name != "hung" or value:
             flat["round" if f.name == "number" else f.name] = value
+    if isinstance(reason, r.ProcessLingers):
+        flat["advice"] = _what_to_do(reason)
     return LogEvent(name, level, {k: v for k, v in flat.items() if v not in (None, "", [])})

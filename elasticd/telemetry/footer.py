@@ -126,6 +126,8 @@ def _cell(s: SlotStatus, node: str) -> Text:
     if s.rank is not None:
         cell.append(f" rank {s.rank}", style="")
     cell.append(f" {s.state}", style=_STATE_STYLES[s.state])
+    if s.until_gone is not None:
+        cell.append(f", waits for process {s.until_gone}")
     if s.step:
         cell.append(f" {s.step}")
     if s.steps_per_s is not None:

@@ -59,7 +59,7 @@ class SlotState(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SlotStatus:
     """One slot of a node and its worker, if it has one. ``rank``: None if the slot is not in this round.
-    ``step``: see ``JobStatus``."""
+    ``step``: see ``JobStatus``. ``until_gone``: the worker starts once the process with this pid is gone."""
 
     slot: int
     state: SlotState
@@ -68,6 +68,7 @@ class SlotStatus:
     step: int | None = None
     steps_per_s: float | None = None
     quarantined_until: float | None = None
+    until_gone: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,10 +357,14 @@ class _Picture:
         out = {q.slot: q.until for q in quarantines if q.node == name and q.until > self.now}
         states = self.local.states if self.local and self.local.agent.node == name else {}
         beats = self.beats.get(name, {})
+        held_back = self.progress[name].held_back if name in self.progress else {}
         within = member.slots if member else ()
         ready, places = (node.ready, node.slots) if node else ((), ())
-        for slot in sorted({*places[:most], *within, *ready, *states, *(out.keys() & places)}):
-            if member is not None and slot in within:
+        for slot in sorted({*places[:most], *within, *ready, *states, *held_back, *(out.keys() & places)}):
+            if slot in held_back:
+                rank = member.rank_of(slot) if member is not None and slot in within else None
+                yield SlotStatus(slot, SlotState.STARTING, rank, until_gone=held_back[slot])
+            elif member is not None and slot in within:
                 beat = beats.get(slot)
                 state = states.get(slot, SlotState.RUNNING)
                 if state is SlotState.RUNNING:

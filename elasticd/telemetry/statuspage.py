@@ -94,9 +94,10 @@ def _row(node: str, name: str, slot: SlotStatus) -> str:
     pace = "" if slot.steps_per_s is None else f"{slot.steps_per_s:.2f}"
     rank = "" if slot.rank is None else str(slot.rank)
     step = "" if slot.step is None else f"{slot.step:,}"
+    awaits = "" if slot.until_gone is None else f", {describe.awaits(slot.until_gone)}"
     return (
         f"<tr><td title='{escape(node)}'>{escape(name)}<td>{slot.slot}"
-        f"<td class='s {slot.state}'>● {slot.state}<td>{rank}<td>{step}"
+        f"<td class='s {slot.state}'>● {slot.state}{awaits}<td>{rank}<td>{step}"
         f"<td class=more>{pace}<td class=more>{slot.pid or ''}</tr>"
     )
 

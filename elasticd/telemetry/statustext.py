@@ -81,6 +81,8 @@ def _slot(slot: SlotStatus, now: float) -> str:
     text += slot.state
     if slot.quarantined_until is not None:
         text += f" for another {describe.span(slot.quarantined_until - now)}"
+    if slot.until_gone is not None:
+        text += f", {describe.awaits(slot.until_gone)}"
     if slot.step is not None:
         text += f"  step {slot.step}"
     if slot.steps_per_s is not None:

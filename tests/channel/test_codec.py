@@ -21,7 +21,7 @@ from elasticd.channel.warden_messages import (
     WARDEN_TO_AGENT,
     WARDEN_TO_ZYGOTE,
     ZYGOTE_TO_WARDEN,
-    Ended,
+    Gone,
     MoveFence,
     Program,
     Spawn,
@@ -154,7 +154,7 @@ NEWS = b'{"is": "ZygoteNews", "id": 1, "untried": 0, "unfit": "", "ready": %b}'
         (b"null", "its kind is none of"),
         (b"[" * 100_000, "recursion|allowed"),
         (b'{"id": 1, "pid": 2}', "its kind is none of"),
-        (b'{"is": "Leave", "id": 1}', "its kind is none of Spawned, HeldBack, Ended"),
+        (b'{"is": "Leave", "id": 1}', "its kind is none of Spawned, Ended, Gone"),
         (b'{"is": ["Spawned"], "id": 1, "pid": 2}', "its kind is none of"),
         (b'{"is": "Spawned", "id": 1}', "wrong or missing: 'pid'"),
         (b'{"is": "Spawned", "id": 1, "pid": 2, "mood": "good"}', "wrong or missing: 'mood'"),
@@ -191,5 +191,5 @@ def test_strings_keep_bytes_that_are_no_utf_8() -> None:
 
 
 def test_what_is_sent_is_a_json_object_with_the_name_of_its_class() -> None:
-    said = json.loads(WARDEN_TO_AGENT.encode(Ended(1, 2, -9, 3.5)))
-    assert said == {"is": "Ended", "id": 1, "pid": 2, "code": -9, "at": 3.5, "error": "", "fenced": False}
+    said = json.loads(WARDEN_TO_AGENT.encode(Gone(1)))
+    assert said == {"is": "Gone", "id": 1}

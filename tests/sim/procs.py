@@ -14,12 +14,15 @@ from typing import Any
 
 from elasticd.channel.worker_messages import HANDOVER
 from elasticd.core.age import Age
+from elasticd.core.agent.lingering import PATIENCE_S
 from elasticd.core.facts import Exit, SlotProgress
 from elasticd.core.page_layout import PageContents, Use
 from elasticd.core.ports import (
     Assignment,
     WorkerBroke,
     WorkerCheckpointed,
+    WorkerGone,
+    WorkerLingers,
     WorkerLinked,
     WorkerNews,
     WorkerReturned,
@@ -51,7 +54,8 @@ class Job:
     processes and their state, with ``spares`` more of them per node; ``stuck``: how likely one is not to
     leave a round when told to; ``tears``: how likely a survivor's state is torn when its world breaks;
     ``dwells``: how likely it is in code of its own then, for ``dwell_s``; ``lingers``: how likely a worker
-    that fails takes as long to end. Times in seconds.
+    that fails takes as long to end. ``taken_down_s``: how long the kernel takes a process down that has
+    failed or was killed. Times in seconds.
     """
 
     total_steps: int = 100
@@ -70,6 +74,7 @@ class Job:
     dwells: float = 0.0
     lingers: float = 0.0
     dwell_s: tuple[float, float] = (4.0, 20.0)
+    taken_down_s: tuple[float, float] = (0.0, 0.0)
     saved: int = 0
 
 
@@ -238,6 +243,7 @@ class Training:
         self.clock = clock
         self.job = job
         self.random = clock.random("training")
+        self.kernel = clock.random("kernel")
         self.formed: list[Callable[[World], None]] = []
         self.stepped: list[Callable[[World], None]] = []
         self.failed: list[Callable[[SimWorker, Exit], None]] = []
@@ -557,6 +563,8 @@ class SimWorker:
         self.acts = False
         procs._made[self.slot] = (self.round, self.made)
         number, exited = self.round, self.exited
+        if code and procs.training.job.taken_down_s[1]:
+            procs.take_down(self)
         procs.host.call(lambda: exited(number, exit))
 
 
@@ -574,6 +582,7 @@ class SimProcs:
     slow_slots: dict[int, float] = field(default_factory=dict)
     workers: dict[int, SimWorker] = field(default_factory=dict)
     news: Callable[[WorkerNews], None] = lambda news: None
+    lingering: dict[int, tuple[int, float]] = field(default_factory=dict)  # by pid: the slot, and since when
     _made: dict[int, tuple[int, int]] = field(default_factory=dict)  # by those that ended: round, steps
     _round: int = 0
     _fence: Timer | None = None
@@ -605,6 +614,7 @@ class SimProcs:
             store = f"{a.env.get('MASTER_ADDR', '')}:{a.env.get('MASTER_PORT', '')}"
             world = self.training.world(round_number, store, size, HANDOVER in a.env)
             if (worker := self.workers.get(a.slot)) is None:
+                self._require_room()
                 worker = self._add(a, exited)
             worker.exited = exited
             worker.act(world, a.rank)
@@ -614,6 +624,7 @@ class SimProcs:
         assert self.host.alive
         for a in assignments:
             assert a.slot not in self.workers, f"slot {a.slot} has a worker already"
+            self._require_room(a.slot)
             self._add(a, exited)
         self._put_up_fence()
 
@@ -621,6 +632,24 @@ class SimProcs:
         worker = self.workers[a.slot] = SimWorker(self, a.slot, a.rank, exited)
         worker.begin()
         return worker
+
+    def _require_room(self, of: int | None = None) -> None:
+        """What the kernel is taking down has its memory and its device, unless that takes long."""
+        now = self.host.clock.now()
+        held = {slot for slot, since in self.lingering.values() if now < since + PATIENCE_S}
+        assert not (held if of is None else held & {of}), f"a worker starts while {held} are being taken down"
+
+    def take_down(self, worker: SimWorker) -> None:
+        """As the kernel does; only then the process is gone."""
+        training, pid = self.training, worker.pid
+        self.lingering[pid] = worker.slot, self.host.clock.now()
+        self.tell(WorkerLingers(worker.slot, pid))
+
+        def gone() -> None:
+            del self.lingering[pid]
+            self.tell(WorkerGone(pid))
+
+        training.clock.after(training.kernel.uniform(*training.job.taken_down_s), gone)
 
     def leave(
         self, planned: bool, signal: int, grace_s: float, leave_s: float | None, going: bool = False

@@ -272,6 +272,9 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
         )
     elif Random(f"{seed}/tells").random() < 0.5:
         job = replace(job, tells=True)
+    kernel = Random(f"{seed}/kernel")
+    if kernel.random() < 0.3:
+        job = replace(job, taken_down_s=kernel.choice(((0.01, 0.3), (0.1, 3.0), (5.0, 20.0))))
     setup = Setup(slots, Limits(least, most), skew_max_s=random.choice((0.0, 0.05, 0.5)), job=job)
     allowed = {k: w for k, (w, _) in KINDS.items() if kinds is None or k in kinds}
     favourites = random.sample(sorted(allowed), k=min(len(allowed), random.randint(1, 6)))

@@ -54,6 +54,8 @@ EXAMPLES: dict[type, r.Reason] = {
         r.WorkersStopping(7, Cause.SCALED, 30.0),
         r.WorkersLeaving(7, Cause.GREW, True),
         r.StandbysStarted((2, 3)),
+        r.StartHeldBack((2, 3), 4711),
+        r.ProcessLingers(2, 4711, 10.0, 50.0),
         r.ScriptCheckpointed(7, 2, "/shared/step-100.pt"),
         r.StandbyReady(2),
         r.StandbyFailed(2, 1, "ImportError: no module named x", NOW + 1),

@@ -56,6 +56,8 @@ IDLE = node("a", running(0), time={"productive": 1.0, "hung": 1.0})
 LEAVES = agent(unready="this node is leaving the job")
 OVER: dict[str, Any] = {"phase": "ended", "outcome": "failed", "why": "the budget is spent"}
 WAITS = {"waiting": "waiting for 1 more worker"}
+HELD_BACK = (node("a", running(0), SlotStatus(1, SlotState.STARTING, 1, until_gone=4711)),)
+AWAITS = "starting, waits for process 4711 to be taken down by the kernel"
 UNSTEPPED = {"step": None, "steps_per_s": None}
 
 
@@ -77,6 +79,9 @@ UNSTEPPED = {"step": None, "steps_per_s": None}
         ("status", "slot 1  rank 1  running  step 1234  9.50/s  pid 4712", {}),
         ("page", "● running 1 1,234 9.50 4712", {}),
         *(("live top status page", state, {"nodes": (STATES,)}) for state in SlotState),
+        ("live top", "slot 1 rank 1 starting, waits for process 4711", {"nodes": HELD_BACK}),
+        ("status", f"slot 1  rank 1  {AWAITS}", {"nodes": HELD_BACK}),
+        ("page", f"● {AWAITS} 1", {"nodes": HELD_BACK}),
         ("live top page", "waiting for 1 more worker", WAITS),
         ("status", "waiting   for 1 more worker", WAITS),
         ("live top", "round 7  failed", OVER),

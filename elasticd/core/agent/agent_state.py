@@ -108,6 +108,16 @@ class Setback:
 
 
 @dataclass(frozen=True, slots=True)
+class Lingering:
+    """A worker of this slot that has ended, ``since`` this time, and whose process the kernel is still taking
+    down. ``late``: a warning was given."""
+
+    slot: int
+    since: float
+    late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AgentConfig:
     """What the agent was started with.
 
@@ -183,6 +193,9 @@ class AgentState:
     states that these processes have. ``setbacks``: for each slot, how often in a row its process failed to
     become ready, and when it is tried again.
 
+    ``lingering``: by pid, the processes that must be gone before a new worker may need what they have.
+    ``held_back``: the slots whose worker starts once a process is gone, and the pid of that process.
+
     ``linked``: slots whose worker keeps its process from round to round. ``inplace``: some worker of this job
     keeps its process. ``checkpointed``: a worker reported a checkpoint of its own. ``exiting``: how the agent
     exits, once no worker is left.
@@ -200,6 +213,8 @@ class AgentState:
     standbys: Mapping[int, Life] = field(default_factory=dict)
     ages: Mapping[int, Age] = field(default_factory=dict)
     setbacks: Mapping[int, Setback] = field(default_factory=dict)
+    lingering: Mapping[int, Lingering] = field(default_factory=dict)
+    held_back: Mapping[int, int] = field(default_factory=dict)
     linked: frozenset[int] = frozenset()
     inplace: bool = False
     checkpointed: bool = False

@@ -14,6 +14,7 @@ from elasticd.core.agent.agent_state import (
     Released,
     Stopping,
 )
+from elasticd.core.agent.lingering import hold_back, in_the_way
 from elasticd.core.agent.standbys import dismiss_holders
 from elasticd.core.agent_messages import (
     ContinueWorkers,
@@ -68,6 +69,11 @@ def follow_the_round(do: Decisions) -> None:
         # The round was formed on an old record of this node: the store has closed since, or the workers are
         # being ended.
         _decline(do, round)
+        return
+    fresh = [slot for slot in member.slots if slot not in waiting]
+    pid = in_the_way(state) if fresh else None
+    if pid is not None:
+        hold_back(do, fresh, pid)
         return
     do.set(
         crew=Crew(

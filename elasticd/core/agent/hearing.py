@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
-from elasticd.core.agent.agent_state import SIGKILL, SIGTERM, Decisions, Departure, Leaving, Stopping
+from elasticd.core.agent.agent_state import (
+    SIGKILL,
+    SIGTERM,
+    Decisions,
+    Departure,
+    Leaving,
+    Lingering,
+    Stopping,
+)
 from elasticd.core.agent.crew import leave, stop
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import take_over_record
@@ -43,6 +51,8 @@ from elasticd.core.ports import (
     StoreSilent,
     WorkerBroke,
     WorkerCheckpointed,
+    WorkerGone,
+    WorkerLingers,
     WorkerLinked,
     WorkerReturned,
     WorkerWaiting,
@@ -89,6 +99,10 @@ def absorb(do: Decisions, event: Event) -> None:
             _broke(do, slot, number, fails)
         case WorkerCheckpointed():
             _checkpointed(do, event)
+        case WorkerLingers(slot, pid):
+            do.set(lingering={**state.lingering, pid: Lingering(slot, do.now)})
+        case WorkerGone(gone):
+            do.set(lingering={pid: one for pid, one in state.lingering.items() if pid != gone})
         case PortReserved(port):
             do.set(store_port=port, renewing_store=False)
         case StoreComplained(why, forgot):
@@ -118,7 +132,7 @@ def absorb(do: Decisions, event: Event) -> None:
                 workers = state.crew.workers
                 fenced = {slot: become(workers[slot], Life.FENCED) for slot in state.crew.alive}
                 do.crew(workers={**workers, **fenced})
-            do.set(standbys={})
+            do.set(standbys={}, lingering={})
             why = "leaves, as its warden, the parent process of its workers, was killed"
             do.set(exiting=state.exiting or LeaveJob(128 + SIGTERM, why))
         case Tick():

@@ -7,6 +7,7 @@ process to start: survivors go on at once, and replacements join at a later comm
 from __future__ import annotations
 
 from elasticd.core.agent.agent_state import SIGTERM, AgentState, Decisions, Setback
+from elasticd.core.agent.lingering import hold_back, in_the_way
 from elasticd.core.agent_messages import StartStandbys, StopWorkers
 from elasticd.core.facts import Exit, Phase
 from elasticd.core.lifecycle import Life, become
@@ -32,14 +33,19 @@ def keep_standbys(do: Decisions, stays: bool) -> None:
         _dismiss(do, kept[wanted:])
     busy = state.standbys.keys() | (state.crew.alive if state.crew else frozenset())
     chosen: list[int] = []
+    later: dict[int, int] = {}
     for slot in state.me.slots:
         if slot in busy or len(chosen) >= wanted - have:
             continue
-        setback = state.setbacks.get(slot)
+        setback, pid = state.setbacks.get(slot), in_the_way(state, slot)
         if setback is not None and do.now < setback.retry_at:
             do.wakes.append(setback.retry_at)
+        elif pid is not None:
+            later[slot] = pid
         else:
             chosen.append(slot)
+    for slot in list(later)[: wanted - have - len(chosen)]:
+        hold_back(do, [slot], later[slot])
     if chosen:
         do.set(standbys={**do.state.standbys, **dict.fromkeys(chosen, become(None, Life.STARTING))})
         do.actions.append(StartStandbys(tuple(chosen)))

@@ -12,6 +12,7 @@ from elasticd.core.agent.leaving import (
     finish_leaving,
     hands_over,
 )
+from elasticd.core.agent.lingering import tell_of_the_held_back, watch_the_lingering
 from elasticd.core.agent.membership import (
     campaign,
     join,
@@ -40,6 +41,8 @@ def step(state: AgentState, event: Event, now: float) -> AgentStep:
 
 
 def decide(do: Decisions) -> None:
+    held_back = do.state.held_back
+    watch_the_lingering(do)
     move_the_fence(do)
     begin_requested_drain(do)
     outlast_the_store(do)
@@ -54,6 +57,7 @@ def decide(do: Decisions) -> None:
     release(do)
     depart(do)
     keep_standbys(do, hands_over(do))
+    tell_of_the_held_back(do, held_back)
     if do.state.exiting is None:
         register(do)
         report(do)

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +75,9 @@ class Player:
             case "print":
                 sys.stdout.write(order["text"])
                 sys.stderr.write(order["error_text"])
+            case "keep_thread":
+                threading.Thread(target=signal.pause, daemon=True).start()
+                self.tell("keeps_thread")
             case "leave_orphan":
                 self.leave_orphan()
 

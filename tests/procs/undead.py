@@ -1,0 +1,49 @@
+"""A process that has ended, and that the kernel does not take down until it is told to.
+
+One of its threads is held at its exit, as a driver's clean-up would hold it. The others have exited, the
+main thread as a zombie, so the process runs no code and cannot be reaped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from elasticd.procs.linux import stat_of
+
+_PTRACE_DETACH, _PTRACE_SEIZE, _PTRACE_O_TRACEEXIT = 17, 0x4206, 0x40
+
+
+class Undead:
+    """Holds the exit of a process that has more than one thread. Used on one thread of the test: the kernel
+    lets no other one of a process let go of what it traces."""
+
+    def __init__(self, pid: int) -> None:
+        """The process lives, and ends later. The test is skipped where none may trace another."""
+        self.pid = pid
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.ptrace.argtypes = [ctypes.c_long] * 4
+        self._thread = next(int(task) for task in os.listdir(f"/proc/{pid}/task") if int(task) != pid)
+        if self._libc.ptrace(_PTRACE_SEIZE, self._thread, 0, _PTRACE_O_TRACEEXIT) != 0:
+            pytest.skip("this process may not trace another")
+
+    def wait_for_the_exit(self, lives: Callable[[], object] = lambda: True) -> None:
+        """Wait until the process is as good as gone."""
+        while (stat_of(self.pid)[:1], stat_of(self._thread)[:1]) != ([b"Z"], [b"t"]):
+            assert lives()
+
+    def let_go(self) -> None:
+        self._libc.ptrace(_PTRACE_DETACH, self._thread, 0, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.let_go()
