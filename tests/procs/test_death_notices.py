@@ -360,14 +360,14 @@ def test_a_notice_does_not_count_for_a_later_process_with_the_same_pid(tmp_path:
 MANY = """
 import mmap, os, signal, sys
 sys.path.insert(0, sys.argv[1])
-from elasticd_mutex import hold
+from elasticd_mutex import hold_mutex
 ours, theirs = os.pipe()
 pids = []
 for path in sys.argv[3:]:
     pid = os.fork()
     if not pid:
         memory = mmap.mmap(os.open(path, os.O_RDWR), mmap.PAGESIZE)
-        hold(memory, int(sys.argv[2]))
+        hold_mutex(memory, int(sys.argv[2]))
         os.write(theirs, b"x")
         signal.pause()
     os.read(ours, 1)
