@@ -48,7 +48,7 @@ class Observer:
         return lags(self._measuring, self.found, node)
 
     def look_at_gpu(self, slot: int, reading: GpuReading) -> None:
-        """Note a GPU that reports an error. The GPU counts as bad until this agent ends."""
+        """Note an error that the GPU of a slot reports. The GPU counts as bad until this agent ends."""
         spoilt = reading.ecc.get("uncorrected")
         if spoilt is not None:
             self._spoilt_before.setdefault(slot, spoilt)

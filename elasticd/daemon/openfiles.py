@@ -15,8 +15,8 @@ from contextlib import suppress
 from elasticd.core.agent_messages import ResourceExhausted
 from elasticd.daemon.config import CannotStart
 
-RESERVE = 32  # files; enough for an agent to end in order
-MARGIN = 16  # with fewer, a round's store, a worker's pipes or gRPC fails; gRPC aborts the process
+RESERVE = 32  # reserved files, enough for an agent to exit in order
+MARGIN = 16  # with fewer free files, a round's store, a worker's pipes or gRPC fail; gRPC aborts the process
 LOOK_S = 1.0
 BASE = 128  # files of the agent itself: the reserve, etcd, HTTP, logs, libraries
 OF_A_SLOT = 12  # files per slot: a worker's inherited files, its pipes, copies of its output, its link

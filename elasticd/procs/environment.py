@@ -85,8 +85,8 @@ def standbys(
 ) -> tuple[Assignment, ...]:
     """Return assignments for workers that start before they have a round.
 
-    Their local ranks are those of a node with all its slots, since devices follow the local rank. The round
-    sets all other ranks anew. ``began``: see ``run_id``.
+    They have the local ranks of a round with all of the node's slots, since devices follow the local rank.
+    The round sets all other ranks anew. ``began``: see ``run_id``.
     """
     member = Member("", "", node_slots, 0)
     alone = Round(0, Phase.WAITING, (member,), "localhost:0", Cause.START, 0.0, began=began)
@@ -94,8 +94,8 @@ def standbys(
 
 
 def _devices(member: Member, local_rank: int, setting: Setting) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES where needed: scripts use LOCAL_RANK as the GPU's index, which is wrong
-    where a slot is left out."""
+    """Return CUDA_VISIBLE_DEVICES if it is needed: scripts use LOCAL_RANK as the GPU's index, which is wrong
+    if a slot of the node is left out of the round."""
     if not setting.devices:
         return {}
     mine = [setting.devices[s] for s in member.slots if s < len(setting.devices)]

@@ -25,8 +25,8 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LINES = 20
 _AFTER = 10  # lines shown after an error: its message may have several lines
 _RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch's prefix of the lines of a traceback
-# The first line of a traceback (a progress bar may precede it), the lines inside (rich and loguru draw
-# boxes), and the error at the end. A syntax error in the script itself has no first line.
+# The patterns match the first line of a traceback, which a progress bar may precede, the lines inside, around
+# which rich and loguru draw boxes, and the error at the end. A syntax error in the script has no first line.
 _PLAIN = re.compile(r"(?<!Original )(?<!Group )Traceback \(most recent call last\)[^\w\"']*$")
 _PLAIN_INSIDE = re.compile(r"(?:[\s>│╭╰]|$)")
 _PLAIN_ERROR = re.compile(r"([^\W\d][\w.]*(?:: .*|:)?)$")

@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import NoReturn
 
-_FROM_THE_KERNEL = 0x80  # SI_KERNEL: Ctrl-C on a terminal, which the agent receives too
+_FROM_THE_KERNEL = 0x80  # SI_KERNEL: the signal is Ctrl-C on a terminal, which the agent receives too
 
 
 def fork_from_process_1() -> None:

@@ -22,8 +22,8 @@ def launch(program: Program, fds: Sequence[int], files: int | None) -> tuple[int
     """
     parent = os.getpid()
     errors, tell_error = os.pipe()
-    # Signals to the child wait until it has reset its handlers: the inherited handlers ignore the signals
-    # that end a job.
+    # Signals are blocked until the child has reset its handlers, since the handlers that the child inherits
+    # ignore the signals that end a job.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()

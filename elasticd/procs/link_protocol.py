@@ -48,7 +48,7 @@ class LinkProtocol:
         assert self.last is Waiting, f"told to enter {round_number} after {self.last}"
         self.last, self.round = Enter, round_number
 
-    def hear(self, message: WorkerToAgent) -> None:
+    def receive(self, message: WorkerToAgent) -> None:
         """Process a message. Raises BadMessage if the message is out of order or has an impossible value."""
         if isinstance(message, Checkpointed):
             return

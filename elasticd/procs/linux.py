@@ -44,7 +44,7 @@ def die_with_parent() -> None:
 
 def hide_memory() -> None:
     """Hide this process's memory, environment and open files from other processes of this user, and prevent
-    tracing, except by a process that may trace any other. Forked children are hidden too, until they run a
+    tracing, except by processes with CAP_SYS_PTRACE. Forked children are hidden too, until they run a
     program. A hidden process leaves no core dump."""
     _prctl(_PR_SET_DUMPABLE, 0)
 

@@ -17,7 +17,7 @@ _ERASE_LINE = b"\r\x1b[K"
 class WorkerStream:
     """One stream of one worker. ``held``: the start of a line that is not yet on the console.
 
-    ``mid_line``: its last output did not end with a line break.
+    ``mid_line``: the last output of the stream did not end with a line break.
     """
 
     prefix: bytes = b""

@@ -80,8 +80,8 @@ class Filtered:
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """One output stream of a worker. ``drained`` is set once its last byte has been passed on, or all bytes
-    that had arrived when ``Output.drain`` was called."""
+    """One output stream of a worker. ``drained`` is set once the stream has ended and all bytes were passed
+    on, or once all bytes were passed on that had arrived when ``Output.drain`` was called."""
 
     stream: int
     source: int
@@ -138,8 +138,8 @@ class Output:
         os.eventfd_write(self._wake, 1)
 
     def drain(self, feeds: Sequence[Feed], timeout_s: float) -> None:
-        """Wait until all that has arrived of these feeds is passed on. A worker that has ended may still have
-        them open for a while."""
+        """Wait until all output that has arrived on these feeds is passed on. The feeds may stay open after
+        the worker has ended."""
         with self._lock:
             self._to_drain += feeds
         os.eventfd_write(self._wake, 1)
@@ -206,7 +206,7 @@ class Output:
     def _drain(self, selector: selectors.BaseSelector) -> None:
         with self._lock:
             feeds, self._to_drain = self._to_drain, []
-        self._admit(selector)  # also feeds that were added and are to be drained already
+        self._admit(selector)  # admit new feeds first, since they may be among the feeds to drain
         for feed in feeds:
             if self._feeds.get(feed.source) is feed:
                 self._pass_on_all(feed)
@@ -214,7 +214,8 @@ class Output:
             feed.drained.set()
 
     def _pass_on_all(self, feed: Feed) -> None:
-        """Pass on what has arrived. A process that writes on and on does not hold up other feeds."""
+        """Pass on the output that has arrived, in a limited number of chunks, so that a process that never
+        stops writing does not hold up other feeds."""
         for _ in range(_READS_MAX):
             if not (is_ready(feed.source, select.POLLIN, 0) and self._pass_on(feed)):
                 return

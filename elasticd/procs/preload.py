@@ -1,7 +1,9 @@
-"""The agent's part in forking workers: learn what they import, and keep a zygote that has imported the same.
+"""The agent's part in forking workers: learn which modules workers import, and keep a zygote that has
+imported these modules.
 
 Workers report their imports after the first optimizer step (elasticd/worker/boot/elasticd_heartbeat.py).
-Before that, and wherever the zygote would differ from them, workers start as fresh processes.
+Before that report, workers start as fresh processes; so does a worker that needs another environment or
+another command than the zygote's.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ PERSONAL = frozenset(
 ) | {"MASTER_ADDR", "MASTER_PORT"}
 PERSONAL_PREFIXES = ("TORCHELASTIC_", "ELASTICD_")
 _PADDING_BYTES = 4096  # room for a worker's own variables, where /proc/pid/environ shows them
-_DEATHS_MAX = 3  # in all: if memory is short, a zygote must not be started again for ever
+_DEATHS_MAX = 3  # deaths of zygotes after which no other is started, for example because memory is short
 _NAMES_BYTES_MAX = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """How a worker was started. ``env``: without the variables that differ between workers."""
+    """The command, environment and folder with which a worker was started. ``env`` is without the variables
+    that differ between workers."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -40,8 +43,9 @@ class _Model:
 
 
 class Preload:
-    """Manages the zygote of a node. ``folder``: where workers find the socket, beside their pages. ``say``:
-    takes the name of an event (``zygote.ready``, ``left_out``, ``ended`` or ``given_up``) and its fields."""
+    """Manages the zygote of a node. ``folder``: the folder of the workers' pages, which gets the socket for
+    their reports. ``say``: takes the name of an event (``zygote.ready``, ``left_out``, ``ended`` or
+    ``given_up``) and its fields."""
 
     def __init__(self, warden: Warden, folder: Path, say: LogFunction) -> None:
         self._warden = warden
@@ -106,7 +110,7 @@ class Preload:
         out = [os.memfd_create("elasticd-said", os.MFD_CLOEXEC) for _ in (1, 2)]
         self._warden.start_zygote(
             model.argv,
-            # The padding comes last: where a worker's environment replaces this one, only padding is cut off.
+            # The padding comes last, so that a worker's own variables overwrite only padding.
             env={**model.env, "ELASTICD_ZYGOTE": "-" * _PADDING_BYTES},
             cwd=model.cwd,
             fds=[os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), *out],

@@ -54,8 +54,8 @@ def _ask(page: Page) -> str:
     except OSError:
         return ""
     try:
-        # The signal would harm a program that does not handle it, or uses it otherwise. If the program has
-        # closed the page, the descriptor may be another file.
+        # The signal would end a program that has no handler for it. If the program has closed the page, the
+        # descriptor may be another file by now.
         if not (_catches(beat.pid) and _has(beat.pid, beat.stacks_fd, page)):
             return ""
         page.forget_stacks()
@@ -124,7 +124,7 @@ def py_spy_main_thread(text: str, pid: int) -> tuple[Frame, ...]:
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """Return the stack of the main thread. The innermost frame has its line of source."""
+    """Return the stack of the main thread. The innermost frame has the text of its line of source."""
     threads = parse(text)
     if not threads or not threads[-1]:
         return ()

@@ -19,8 +19,9 @@ LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's default
 
 
 @dataclass(frozen=True, slots=True)
-class Outlets:
-    """Where workers that start together print. ``filtered``: the file for each stream that has filters."""
+class OutputFiles:
+    """The files to which workers that start together print. ``filtered``: the file for the lines that match
+    a filter, by stream."""
 
     dest: LogDest = field(default_factory=LogDest)
     filtered: Mapping[int, Filtered] = field(default_factory=dict)
@@ -50,17 +51,17 @@ class StandardFiles:
         self._duplicates = duplicates
         self._warn = warn
 
-    def outlets(self, round_number: int, envs: dict[int, dict[str, str]]) -> Outlets:
-        """Return the outlets of workers with these environments, by local rank. ``reify`` may add to the
-        environments."""
+    def output_files(self, round_number: int, envs: dict[int, dict[str, str]]) -> OutputFiles:
+        """Return the output files of workers with these environments (by local rank). ``reify`` may add
+        variables to the environments."""
         try:
             dest = self._reify(round_number, envs)
-            return Outlets(dest, self._open_filtered(dest))
+            return OutputFiles(dest, self._open_filtered(dest))
         except OSError as error:
             self._not_kept(error)
-            return Outlets()
+            return OutputFiles()
 
-    def connect(self, worker: Worker, outlets: Outlets) -> list[int]:
+    def connect(self, worker: Worker, output_files: OutputFiles) -> list[int]:
         """Return the worker's first three files, which the caller owns, and start to pass on its output.
         Raises OSError if no more files can be opened."""
         feeds: list[Feed] = []
@@ -74,7 +75,7 @@ class StandardFiles:
                     feeds.append(feed)
                     undo.callback(feed.discard)
                     if worker.dest.tee_of(stream, worker.log_rank):
-                        feed.filtered = outlets.filtered.get(stream)
+                        feed.filtered = output_files.filtered.get(stream)
             undo.pop_all()
         worker.feeds = tuple(feeds)
         if feeds:
@@ -88,7 +89,7 @@ class StandardFiles:
                 feed.console_stream.prefix = self._prefix(worker.assignment)
 
     def drain(self, worker: Worker, timeout_s: float) -> None:
-        """Wait until all that the worker has printed is passed on."""
+        """Wait until all output of the worker is passed on."""
         self._output.drain(worker.feeds, timeout_s)
 
     def close(self) -> None:

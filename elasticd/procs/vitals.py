@@ -42,7 +42,7 @@ def _cpu_s(fields: list[bytes]) -> float:
 def _state(letter: bytes) -> ProcessState:
     try:
         return ProcessState(letter.decode())
-    except ValueError:  # a parked or idle kernel thread, or a state of a newer kernel
+    except ValueError:  # a state of a kernel thread or of a newer kernel
         return ProcessState.SLEEPING
 
 

@@ -4,8 +4,8 @@ When the agent dies, the warden lives long enough to kill all workers and servic
 files. It also enforces the fence, so that workers stop in time even if the agent is stopped.
 
 Standard library only, started as ``python -I -S``: faults of torch, grpc or the agent's threads do not affect
-the warden, and a fork takes a fraction of a millisecond. One thread does everything; others only wait for
-deaths (``death_notices``). The agent uses ``warden_client``.
+the warden, and a fork takes a fraction of a millisecond. One thread does all work; others only wait for deaths
+of workers (``death_notices``). The agent uses ``warden_client``.
 
 The warden forks workers itself, or from a zygote (``zygote``) if one is ready. In both cases the workers are
 its children.
@@ -162,7 +162,7 @@ class WardenProcess:
             _remove(path)
 
     def _watch(self, agent_pid: int) -> None:
-        """Notice the agent's death even if another process still has its socket."""
+        """Notice the agent's death even if another process still has the agent's end of the socket."""
         with contextlib.suppress(OSError):  # no pidfds in this kernel: only the socket is watched
             self._selector.register(os.pidfd_open(agent_pid), selectors.EVENT_READ, "death")
         if os.getppid() != agent_pid:
@@ -238,12 +238,12 @@ class WardenProcess:
         if not service and (self._fence_passed or _is_past(self._fence_at)):
             self._tell_end(message.id, 0, -signal.SIGKILL, fenced=True)
             return
-        if message.fork and self._zygote is not None and self._zygote.takes_orders:
+        if message.fork and self._zygote is not None and self._zygote.accepts_requests:
             try:
                 self._ask_zygote(lambda zygote: zygote.fork(message, fds))
                 return
             except OSError:
-                pass  # for want of descriptors: a start without the zygote takes fewer
+                pass  # too few descriptors are free: a start without the zygote needs fewer
         try:
             ours = service and not zygote  # workers inherit the zygote's limits
             pid, errors = launch(message.program, fds, None if ours else self._worker_files)

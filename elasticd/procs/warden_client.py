@@ -272,7 +272,7 @@ class Warden:
         program = _program(argv, os.environ if env is None else env, str(cwd or os.getcwd()))
         id = self._spawn(lambda id: Spawn(id, program, service=True), program, fds, running)
         if not answered.wait(_SPAWN_ANSWER_S):
-            self._tell(StopService(id, 0.0))  # the caller gives up
+            self._tell(StopService(id, 0.0))  # the caller gets an error, so the service must not run
             raise WardenError(f"{argv[0]} did not start within {_SPAWN_ANSWER_S:.0f} s")
         match outcome[0]:
             case int(pid):
@@ -426,7 +426,7 @@ class Warden:
             selector.close()
 
     def _exchange(self, events: int) -> None:
-        if events & selectors.EVENT_READ:  # first: a dead warden's last messages can still be read
+        if events & selectors.EVENT_READ:  # read before writing, to get the last messages of a dead warden
             while (heard := self._channel.poll()) is not None:
                 message, fds = heard
                 close_all(fds)

@@ -32,7 +32,7 @@ from elasticd.procs.logdest import STDERR, STDOUT, LogDest, Reify
 from elasticd.procs.output import Output
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
 from elasticd.procs.preload import LogFunction, Preload
-from elasticd.procs.standard_files import Outlets, StandardFiles
+from elasticd.procs.standard_files import OutputFiles, StandardFiles
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.worker import Worker
 from elasticd.procs.worker_links import LinkListener
@@ -55,8 +55,8 @@ class LocalProcs:
     """Runs workers through the warden; ``core.ports.Procs`` defines the behaviour.
 
     ``command``: the argv of every worker, or a function that returns it. ``base_env``: the environment that
-    each assignment adds to. ``reify``: returns where a round's workers print, given the round's number and
-    the environments by local rank, which it may add to (as torch's ``LogsSpecs.reify`` does).
+    each assignment adds to. ``reify``: returns the output files of a round's workers, given the round's
+    number and the environments by local rank. It may add variables, as torch's ``LogsSpecs.reify`` does.
     ``line_prefix``: for tee'd lines, with torchrun's macros. ``heartbeat``: whether Python workers report
     their steps; only such workers can keep their process from round to round. ``whole_group``: whether
     ``stop`` signals the worker's process group (for a command that starts Python itself, such as a shell
@@ -256,11 +256,11 @@ class LocalProcs:
         if not assignments:
             return
         envs = {a.local_rank: {**self._base_env, **a.env} for a in assignments}
-        outlets = self._standard_files.outlets(round_number, envs)
+        output_files = self._standard_files.output_files(round_number, envs)
         workers = []
         for a in assignments:
             life = become(None, Life.TRAINING if round_number else Life.STARTING)
-            worker = Worker(a, round_number, life, exited, outlets.dest, a.local_rank)
+            worker = Worker(a, round_number, life, exited, output_files.dest, a.local_rank)
             if worker.error_file not in ("", os.devnull):
                 envs[a.local_rank].setdefault("TORCHELASTIC_ERROR_FILE", worker.error_file)
             workers.append(worker)
@@ -273,12 +273,12 @@ class LocalProcs:
                 self._workers[worker.assignment.slot] = worker
         for worker in workers:
             try:
-                self._launch(worker, envs[worker.log_rank], outlets)
+                self._launch(worker, envs[worker.log_rank], output_files)
             except OSError as error:
                 end = Ended(0, 0, 127, time.time(), f"cannot start a worker: {error}")
                 self._warden.call_soon(partial(self._ended, worker, end))
 
-    def _launch(self, worker: Worker, env: dict[str, str], outlets: Outlets) -> None:
+    def _launch(self, worker: Worker, env: dict[str, str], output_files: OutputFiles) -> None:
         a = worker.assignment
         mark = self._add_heartbeat(worker, env) if self._heartbeat else ""
         if self._links is not None:
@@ -289,7 +289,7 @@ class LocalProcs:
             argv,
             env=env,
             cwd=self._cwd,
-            fds=self._standard_files.connect(worker, outlets),
+            fds=self._standard_files.connect(worker, output_files),
             mark=mark,
             page=str(worker.page.path) if worker.page is not None else "",
             whole_group=self._whole_group,
@@ -346,7 +346,7 @@ class LocalProcs:
         with self._lock:
             if not worker.alive:
                 return
-            worker.protocol.hear(message)
+            worker.protocol.receive(message)
             slot, came_out = worker.assignment.slot, False
             if isinstance(message, wire.Waiting):
                 came_out = self._comes_to_wait(worker, message)
@@ -354,7 +354,7 @@ class LocalProcs:
                 worker.become(Life.FAILING)
             if isinstance(message, wire.Checkpointed) and not worker.protocol.linked:
                 worker.held = True
-                if worker.life is Life.STOPPING:  # it has saved because it is to end
+                if worker.life is Life.STOPPING:  # the worker has saved because it was told to end
                     worker.tell(wire.Leave(worker.round, planned=True))
             number, steps = worker.round, worker.steps
         match message:
@@ -379,7 +379,7 @@ class LocalProcs:
     def _comes_to_wait(self, worker: Worker, message: wire.Waiting) -> bool:
         """Handle a worker's message that it waits. Return whether the worker has left its round."""
         if worker.life is Life.STOPPING:
-            return False  # it ends soon
+            return False  # the worker ends soon
         if worker.life is Life.TRAINING and message.round == 0:
             self._let_enter(worker)  # a new worker, started for this round
             return False

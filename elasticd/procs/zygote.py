@@ -31,8 +31,8 @@ _IMPORTING_S_MAX = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A requested worker. ``link``: the socket on which the forked process waits for ``take``, and reports
-    errors."""
+    """The request for a forked worker. ``link``: the socket on which the forked process waits for ``take``,
+    and reports errors. ``until``: when to start the worker without the zygote."""
 
     request: Spawn
     fds: tuple[int, ...]
@@ -42,7 +42,7 @@ class Fork:
     def take(self) -> None:
         """Let the process go on to its script. The caller then owns the link."""
         close_all(self.fds)
-        with contextlib.suppress(OSError):  # the process is dead; its exit is reported elsewhere
+        with contextlib.suppress(OSError):  # the process has exited, which its parent reports
             os.write(self.link, b"g")
 
     def start_afresh(self) -> list[int]:
@@ -75,9 +75,9 @@ class ZygoteProcess:
         return 0 < self._asked == self._done
 
     @property
-    def takes_orders(self) -> bool:
-        """Whether to fork workers from the zygote. True while it still imports, because it finishes sooner
-        than a fresh process that needs the same imports; False if its imports were late last time."""
+    def accepts_requests(self) -> bool:
+        """Whether to fork workers from the zygote. True while the zygote still imports, since a fresh process
+        would need longer for the same imports. False if the zygote's last imports were late."""
         return self._asked > 0 and not self._late
 
     @property
@@ -120,7 +120,8 @@ class ZygoteProcess:
         return self._forks.pop(id, None)
 
     def give_up_late(self) -> list[Fork]:
-        """Give up all requests because the imports take too long, and accept none until they are done."""
+        """Give up all requests because the imports take too long, and accept none until the imports are
+        done."""
         self._late = True
         return self.give_up()
 
