@@ -55,14 +55,15 @@ from elasticd.worker.report import any_nan, not_finite, policy
 __all__ = ["Checkpoints", "CommittedSave", "NoCheckpoint"]
 
 _log = logging.getLogger(__name__)
-_UNDER_WAY_MAX: Final = 4  # saves that are not committed yet: slow commits fill the disk
+_UNDER_WAY_MAX: Final = 4  # the most saves that are not committed yet; more would fill the disk
 _COPY_S: Final = 10.0  # how long close() waits for a copy from a GPU, which may hang
 _NOTHING_WHOLE: Final = 5  # the exit code of a job that finds no whole checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedSave:
-    """A committed save. ``took_s``: from the handover until it was durable. ``size``: bytes of all ranks."""
+    """A committed save. ``took_s``: the seconds from the handover to the commit. ``size``: bytes of all
+    ranks."""
 
     name: str
     step: int
@@ -72,8 +73,8 @@ class CommittedSave:
 
 @contextlib.contextmanager
 def _ends_the_job() -> Iterator[None]:
-    """Let the job end with an error that each restart would raise again, unless the script catches it. With
-    ``--resume=required`` the job ends in any case if no checkpoint is whole."""
+    """End the job with an error of the block that each restart would raise again, unless the script catches
+    the error. With ``--resume=required`` the job ends in any case if no checkpoint is whole."""
     try:
         yield
     except Misfit as misfit:
@@ -170,7 +171,7 @@ class Checkpoints:
         same = plan is not None and plan.suits(shape, blobs)
         free = (plan is None or not same or plan.free) and len(self._pending) < _UNDER_WAY_MAX
         answer = ranks.begin_minimum([self._line.is_open, same, free, step, -step])
-        # Copy already: the copy is most likely needed, and the others' answers take time.
+        # Copy before the other ranks have answered: the copy is most likely needed.
         why = self._fill(state, flat, blobs) if self._line.is_open and same and free else None
         agreed = answer()
         if agreed[3] != -agreed[4]:
@@ -196,13 +197,13 @@ class Checkpoints:
 
     @_ends_the_job()
     def try_out(self, state: Mapping[str, Any]) -> None:
-        """Raise what ``save`` would raise for this state. Nothing is copied or saved."""
+        """Raise the error that ``save`` would raise for this state, if any. Nothing is copied or saved."""
         flat = flatten(state)
         lay_out_together(self._in_this_world(), state, flat, pickled(flat.objects, {}))
 
     def due(self, step: int) -> bool:
-        """Whether this step is to be saved, by ``when``. All ranks must ask with each step, and get the same
-        answer. Raises as collectives do."""
+        """Whether this step is to be saved, by the cadence ``when``. All ranks must call this at each step,
+        and get the same answer. Raises as collectives do."""
         return self._schedule.due(step, self._in_this_world())
 
     def save_if_due(self, state: Mapping[str, Any], step: int) -> bool:
@@ -227,7 +228,7 @@ class Checkpoints:
             self._line.try_send(AwaitSaves(on=False))
         return not self._is_waited_for()
 
-    @agentpage.goes_on
+    @agentpage.reports_loaded_step
     @_ends_the_job()
     def load(self, state: dict[str, Any], *, required: bool = False, beyond: Age | None = None) -> int | None:
         """Fill ``state`` from the newest whole checkpoint. Return its step, or None if there is no
@@ -250,8 +251,8 @@ class Checkpoints:
             self.tier, self.overwrote = resuming.tier, resuming.overwrote
 
     def newest_kept(self) -> Kept | None:
-        """Return the state that ``load`` would take, unless it proves damaged. All ranks ask together and get
-        the same answer. None also where no rank can tell."""
+        """Return the state that ``load`` would load, unless it turns out to be damaged. All ranks call this
+        together and get the same answer. None if there is no such state, or if no rank can tell."""
         return Resuming(self._store, self._in_this_world(), {}).newest()
 
     def load_plain(self, state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
@@ -285,7 +286,7 @@ class Checkpoints:
     def _make_plan(
         self, ranks: RankGroup, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]
     ) -> None:
-        """Decide who writes what, on all ranks together, and tell the saver."""
+        """Decide which rank writes which part, on all ranks together, and send the plan to the saver."""
         self._plans += 1
         self._plan, layout = CopyPlan.agree(ranks, self._plans, state, flat, blobs, self._gpu)
         file = layout.file()
@@ -299,11 +300,11 @@ class Checkpoints:
         return self._plan.fill(state, flat, blobs, self._line.send)
 
     def _hand_over(self, why: str, step: int, began: float) -> None:
-        """Hand the filled buffer over, or tell the saver ``why`` it was not filled."""
+        """Hand the filled buffer over to the saver, or tell the saver ``why`` it was not filled."""
         plan = self._plan
         assert plan is not None
         name = folder_name(step, self._terms.round, self._terms.token, self._seq)
-        if not self._line.is_open:  # lost during the copy, before this save was pending
+        if not self._line.is_open:  # the saver was lost during the copy
             self._fail(step, self._line.why)
             return
         self._pending.add(name)

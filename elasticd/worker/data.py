@@ -208,7 +208,7 @@ class Data:
         return self._rate is not None
 
     def growth(self, world: int) -> tuple[int, float]:
-        """Return the batch of a world of this size, and the factor of its learning rates. Raises
+        """Return the batch size in a world of ``world`` workers, and the factor of its learning rates. Raises
         ValueError."""
         batch = (self._worker_batch or 0) * world
         self._rate_batch = self._rate_batch or batch
@@ -302,7 +302,8 @@ class Data:
         return fetched
 
     def check_read(self, reads: Sequence[int]) -> None:
-        """Compare the digests of what each rank has read first. Raises DataChanged if they differ."""
+        """Compare the digests of the first samples that each rank has read. Raises DataChanged if they
+        differ."""
         if len(set(reads)) > 1:
             other = next(rank for rank, read in enumerate(reads) if read != reads[0])
             raise _read_unlike(f"ranks 0 and {other}")

@@ -69,13 +69,13 @@ def checkpointed(path: str | os.PathLike[str] = "") -> None:
         return
     uses(Use.CHECKPOINTED)
     message = Checkpointed(os.fspath(path))
-    if own_link.cache_info().currsize:  # this worker keeps its process, and leaves worlds at commits
+    if own_link.cache_info().currsize:  # a worker that keeps its process leaves worlds only at commits
         own_link(address).send(message)
         return
     try:
         with closing(Channel(connect(address), WORKER_TO_AGENT, AGENT_TO_WORKER)) as agent:
             agent.send(message)
-            while True:  # until the agent closes, or wants this worker to end and the script handles SIGTERM
+            while True:  # until the agent closes, or asks a worker to end whose script handles SIGTERM
                 answer, files = agent.receive()
                 close_all(files)
                 if isinstance(answer, Leave) and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -108,7 +108,7 @@ def _arrived(known: dict[str, Any]) -> dict[str, Any]:
     arrived: dict[str, Any] = {}
     while _pending and _pending[0][1].query():
         arrived = _pending.pop(0)[0]
-    if len(_pending) < 16:  # a loop far ahead of its GPU reports some values only
+    if len(_pending) < 16:  # if the script is far ahead of its GPU, only some values are reported
         copies = {
             name: value.detach().to("cpu", torch.float64, non_blocking=True)
             if isinstance(value, torch.Tensor)
@@ -152,13 +152,13 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def any_nan(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a value is NaN. Infinite values are allowed: masks consist of them."""
+    """Whether any value is NaN. Infinite values are allowed, since masks contain them."""
     return any(bool(largest.isnan().any()) for largest in _largest(tensors))
 
 
 def _largest(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield for each device the largest magnitude of each tensor. A sum of squares could overflow though no
-    element does."""
+    """Yield for each device the largest magnitude of each tensor. The maximum norm is used, since a sum of
+    squares could overflow."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         wide = tensor.is_floating_point() and tensor.element_size() > 1  # narrower types have no norm

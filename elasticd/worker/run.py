@@ -24,8 +24,8 @@ from elasticd.worker.world.group import World, WorldChanged, is_of_the_group, wh
 
 _log = logging.getLogger(__name__)
 NEWS_S = 5.0  # how long to wait for Leave after a failed collective
-NEWS_S_MAX = 15.0  # the same for a worker that has no state yet, and ends then
-WHY_MAX = 1000  # characters of an error to send
+NEWS_S_MAX = 15.0  # the same for a worker that has no state yet, and ends after the wait
+WHY_MAX = 1000  # the most characters of an error to send
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,7 +102,7 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
         handover = os.environ.pop(HANDOVER, "")
         round = enter.round
         world = World(enter)
-        link.attend(world)
+        link.pass_orders_to(world)
         failure: BaseException | None = None
         try:
             started = time.monotonic()
@@ -116,7 +116,7 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
             took = formed - started, time.monotonic() - formed
             link.send(Entered(round, state.step, *took, *state.growth, source))
             result = call()
-            world.check()  # a function that swallowed the end of its world has not finished
+            world.check()  # raises if the function has swallowed the end of its world, and is not finished
             loop.finish()
             if world.end():
                 link.send(Done(round))
@@ -163,10 +163,10 @@ def _is_of_the_world(error: BaseException, world: World) -> bool:
 def _await_the_end(state: CommittedState, world: World, link: Link, failure: BaseException | None) -> None:
     """Wait until the agent closes the round.
 
-    Raises ``failure`` if the agent sends nothing and this worker has no state to lose: the error then tells
-    what is wrong.
+    Raises ``failure`` if the agent sends nothing and this worker has no state to lose. The error then ends
+    the worker, and shows the user what is wrong.
     """
-    asked = link.closes(world.number, NEWS_S if state.agreed else NEWS_S_MAX)
+    asked = link.wait_for_leave(world.number, NEWS_S if state.agreed else NEWS_S_MAX)
     if asked and (failure is None or link.is_closed(world.number)):
         return
     failure = failure or RuntimeError(f"round {world.number} has ended, and the agent has not closed it")
@@ -179,13 +179,13 @@ def _await_the_end(state: CommittedState, world: World, link: Link, failure: Bas
             world.number,
             _why(failure),
         )
-    # In a planned leave other workers may wait for this one.
+    # If workers leave the round as planned, other workers may wait for this one.
     link.send(Broken(world.number, fails=False, why=_why(failure)))
-    link.closes(world.number)
+    link.wait_for_leave(world.number)
 
 
 def _clear_frames(failure: BaseException) -> None:
-    """Clear the frames of the failure and its causes. They would keep a dead world's model, or a DataLoader
+    """Clear the frames of the failure and its causes, which would keep the old world's model, or a DataLoader
     with its processes, alive."""
     for error in what_led_to(failure):
         traceback.clear_frames(error.__traceback__)

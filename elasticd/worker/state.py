@@ -1,4 +1,4 @@
-"""What a training script keeps in a State, and how it goes from step to step."""
+"""The State of a training: the values that continue after a change of world, and the steps."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from elasticd.worker.samples.loading import Fetched, Share
 from elasticd.worker.world.group import WorldChanged, gathered, rank, world_size
 
 _log = logging.getLogger(__name__)
-LOOKS_DEEP = 3  # the first commits, after which all values are checked for late changes
+LOOKS_DEEP = 3  # after each of this many first commits, all values are checked for late changes
 _CHANGED_LATE = (
     "%s was changed between state.commit() and the next step, and the change is lost whenever the world "
     "changes: change it before the commit (for example by scheduler.step())"
@@ -30,8 +30,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Micro:
     """One of the k micro-batches of a step, from ``state.steps(N, accumulate=k)``. ``step``: the step's
-    number. ``turn``: the number of the micro-batch. After the ``last`` one the optimizer steps and the script
-    commits."""
+    number. ``turn``: the micro-batch's number in the step. After the ``last`` micro-batch, the script calls
+    the optimizer's step and commits."""
 
     step: int
     turn: int
@@ -46,9 +46,9 @@ class Step:
     ``position`` in its epoch.
 
     ``turn``: the number of uncommitted steps before it. ``taken``: called with the used samples and losses
-    before the last gradient is added up; the arguments are ``Recorder.took``'s. ``portions``: the number
-    of batches that each worker has in the step. ``calls``: the number of collectives that this worker has
-    called, without DistributedDataParallel's own before a forward pass.
+    before the last gradient is added up, with the arguments of ``Recorder.took``. ``portions``: returns the
+    number of batches that each worker has in the step. ``calls``: returns the number of collectives that the
+    script has called, see ``WrappedModels.calls``.
     """
 
     def __init__(
@@ -106,12 +106,13 @@ class Step:
 
     @property
     def loss(self) -> torch.Tensor | None:
-        """The mean loss over the global batch, the same in all workers, once the batches are used up. None
-        unless the data is consistent: otherwise it is not summed."""
+        """The mean loss over the global batch, the same in all workers; None before all batches are used.
+        Always None unless the data is consistent, since only consistent mode adds the losses up."""
         return self._reduction.loss if self.done else None
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Call it in place of ``loss.backward()``. ``loss``: the mean over the batch's samples.
+        """Compute gradients; call this in place of ``loss.backward()``. ``loss``: the mean over the batch's
+        samples.
 
         After the last batch, each worker's gradients are those of the mean over the global batch.
         """
@@ -198,19 +199,19 @@ class Peekable(Generic[T]):
 
 
 class StepLoop:
-    """The steps and epochs that a State yields. Knows which steps are uncommitted."""
+    """Yields the steps and epochs of a State, and keeps track of the uncommitted steps."""
 
     def __init__(self, committed: CommittedState, data: Data | None) -> None:
         self.committed, self._data = committed, data
-        self._looked = 0  # how often late changes were looked for
+        self._looked = 0  # the number of checks for late changes
         self._warned: set[str] = set()
         self._clear()
 
     def _clear(self) -> None:
         self._begun = 0  # steps yielded since the last commit
-        self._used = 0  # this worker's samples of these steps, without the open step's
+        self._used = 0  # this worker's samples of these steps, without the open step
         self._open: Step | None = None
-        self._numbered = False  # steps() is running, without data
+        self._numbered = False  # steps() yields numbers, since there is no data
         self._micro: Micro | None = None
         self._epoch: Epoch | None = None
 
@@ -358,8 +359,8 @@ class StepLoop:
                 self._epoch = None
 
     def _refuse_other_epochs(self, epoch: int) -> None:
-        """Raise ValueError if the data is in an epoch that counts as over, as after epochs of ``steps=``
-        steps: the data's epoch would have no step."""
+        """Raise ValueError if the data is in an epoch that counts as over, so that the epoch would have no
+        steps. This happens after epochs that were cut short by ``steps=``."""
         if epoch < (ended := self.committed.progress.ended):
             raise ValueError(
                 f"{ended} epochs are over, and the data is in its epoch {epoch}: give state.epochs() the "
@@ -372,7 +373,7 @@ class StepLoop:
             yield from self._of_data(shares, until, self.committed.progress.ended if until is None else None)
         elif until is not None:
             yield from self._of_numbers(until, accumulate)
-        if self._begun:  # so that the work after the steps can be repeated without them
+        if self._begun:  # commit, so that the work after the steps can be repeated without the steps
             self.commit()
 
     def _end_epoch(self, epoch: Epoch) -> None:
@@ -430,7 +431,7 @@ class StepLoop:
         self.committed.finish()
 
     def _warn_of_late_changes(self) -> None:
-        """Warn once if the script has changed something after it committed a step.
+        """Warn once if the script has changed a value between the commit and the next step.
 
         Simple values are checked each time. Everything else is checked in the first steps, and then more and
         more rarely.

@@ -78,7 +78,7 @@ def test_a_step_that_is_not_finite_is_counted_and_no_more_unless_asked(
 
 def test_going_back_needs_checkpoints_to_go_back_to(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTICD_ON_NONFINITE", "rollback")
-    agentpage.goes_on(lambda: 30)()
+    agentpage.reports_loaded_step(lambda: 30)()
     with pytest.raises(worker.NotFinite, match="going back to the last checkpoint"):
         worker.report(loss=math.nan)
     assert page.contents().fatal is None and page.contents().base == 30 and page.contents().astray == 30

@@ -1,1 +1,1 @@
-"""What a worker and its agent tell each other."""
+"""The worker's end of the link to its agent, and the page of memory that the two share."""

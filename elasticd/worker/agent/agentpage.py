@@ -1,7 +1,7 @@
-"""The page of memory that this worker shares with its agent: what the worker tells the agent of its training.
+"""The page of memory in which this worker reports its training to its agent.
 
-A write is a few stores, and blocks nothing. Outside an agent's worker (torchrun, plain ``python``) no process
-reads the page.
+A report is a few writes to memory, which never block. Outside an agent's worker (torchrun, plain ``python``)
+no process reads the page.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AgentPage:
         self.doubles = whole.cast("d")
         self.bytes = whole
         self.names: dict[str, int] = {}
-        self.has_checkpoints = False  # the script has checkpoints to go back to
+        self.has_checkpoints = False  # the script loads checkpoints when it is restarted
 
     @staticmethod
     def _open(path: str) -> mmap.mmap | None:
@@ -55,7 +55,7 @@ class AgentPage:
             os.close(fd)
         with memoryview(memory)[: layout.WORDS * 8] as whole, whole.cast("Q") as words:
             mine = words[layout.PID] == os.getpid()
-        return memory if mine else None  # a child of the worker inherits only the variable
+        return memory if mine else None  # a child process inherits the variable, but not the page
 
     def add(self, word: int, amount: int) -> None:
         self.words[word] += amount
@@ -130,8 +130,8 @@ def has_checkpoints() -> None:
     own_page().has_checkpoints = True
 
 
-def goes_on(load: Callable[P, int | None]) -> Callable[P, int | None]:
-    """Decorate a load function: note the step that it returns, None for the beginning."""
+def reports_loaded_step(load: Callable[P, int | None]) -> Callable[P, int | None]:
+    """Decorate a function that loads a checkpoint: report the step that it returns (None: the beginning)."""
 
     @functools.wraps(load)
     def noted(*args: P.args, **kwargs: P.kwargs) -> int | None:
@@ -152,8 +152,8 @@ def fatal(why: Fatal) -> None:
 
 
 def end_job_if_uncaught(error: BaseException, why: Fatal) -> None:
-    """Let the job end with ``error``, which is about to be raised, if ``error`` ends this process. A script
-    may catch the error and go on."""
+    """Have the job end if ``error``, which is about to be raised, ends this process. A script may catch the
+    error and go on."""
     setattr(error, _MARK, why)
     _watch_the_end()
 

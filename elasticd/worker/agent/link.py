@@ -59,8 +59,8 @@ class Link:
                 raise AgentGone(f"the agent of this worker has exited: {self._gone}")
             return self._enter
 
-    def attend(self, world: World) -> None:
-        """Pass the agent's orders about this world on to the world from now on."""
+    def pass_orders_to(self, world: World) -> None:
+        """From now on, pass the agent's orders about this world on to ``world``."""
         with self._news:
             self._world = world
             closed = self._closed >= world.number
@@ -70,7 +70,7 @@ class Link:
         elif asked:
             world.ask_to_leave(self._going)
 
-    def closes(self, round: int, within_s: float | None = None) -> bool:
+    def wait_for_leave(self, round: int, within_s: float | None = None) -> bool:
         """Wait until the agent asks this worker to leave the round, or exits. Return whether it has asked."""
         with self._news:
             self._news.wait_for(lambda: self._gone or self._to_leave >= round, within_s)

@@ -1,1 +1,1 @@
-"""How samples are chosen, loaded, and noted for an audit."""
+"""Choose the samples of a training, load them, and note them for an audit."""

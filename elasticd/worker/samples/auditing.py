@@ -1,7 +1,6 @@
-"""Write the notes for ``elasticd audit``: what this worker took, and what was committed.
+"""Write the notes for ``elasticd audit``: the samples that this worker used, and the commits.
 
-Each process has a file of its own. A line is whole once it is written, so a worker that is killed loses no
-note.
+Each process has a file of its own. One system call writes a note, so a worker that is killed loses no note.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Recorder:
         self._file: int | None = None
         self._turn = 0
         self._path = folder / f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}{SUFFIX}"
-        self._round: EntryNote | None = None  # the round of the notes, until it is written
-        self._lost, self._why = 0, ""  # notes that could not be written
+        self._round: EntryNote | None = None  # the note of the round, until it is written
+        self._lost, self._why = 0, ""  # how many notes could not be written, and why
         try:
             self._open()
         except OSError as error:
@@ -84,12 +83,12 @@ class Recorder:
 
     def learned(self, step: int, tensors: Iterable[torch.Tensor]) -> None:
         """Note a digest of the weights after ``step`` steps."""
-        if not self._why:  # a digest takes long
+        if not self._why:  # while notes cannot be written, compute no digest, which takes long
             self._note(Weights(step, digest(tensors)), step)
 
     def _note(self, note: Note, step: int) -> None:
-        """Write a note. Notes that the disk refuses are lost, which is noted as soon as the disk takes a note
-        again."""
+        """Write a note. If the disk takes no writes, the note is lost. The number of lost notes is written as
+        soon as the disk takes writes again."""
         if isinstance(note, EntryNote):
             self._round = note
         behind = [Gap(step, self._lost, self._why)] if self._lost else []
@@ -112,7 +111,7 @@ class Recorder:
         self._file = os.open(self._path, flags, 0o644)
 
     def _write(self, lines: bytes) -> None:
-        """Write all lines or nothing: a note after half a line could not be read."""
+        """Write all lines or none, since a note after an incomplete line could not be read."""
         assert self._file is not None
         end = os.fstat(self._file).st_size
         try:

@@ -1,7 +1,7 @@
-"""Load samples with torch's DataLoader and its processes, which are told exactly what to fetch.
+"""Load samples with torch's DataLoader and its processes, which get a request for each part of a batch.
 
-A loaded part says what it is, and which samples were asked of the dataset. Random numbers during loading come
-from a seed for each batch, so they are the same in any process.
+A loaded part names its batch and its samples' indices. Random numbers during loading come from a seed for
+each batch, so they are the same in any process.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ OURS = ("batch_size", "batch_sampler", "drop_last", "generator", "in_order", "sa
 class Fetched(NamedTuple):
     """A loaded part of a global batch.
 
-    ``part``: None where the worker has no part. ``ids``: the indices asked of the dataset, or the positions
-    read from an iterable one. ``samples``: 0 marks the end of an epoch whose end only the reader knows.
-    ``read``: in the first parts from each process that reads a stream, a digest of the first global batch
-    that the process read.
+    ``epoch``, ``first``, ``samples``: the global batch. With an iterable dataset, ``samples`` 0 marks the end
+    of an epoch. ``part``: None if the worker has no part. ``ids``: the indices of the samples in the dataset,
+    or their positions in an iterable dataset. ``read``: in the first parts from each process that reads an
+    iterable dataset, a digest of the first global batch that the process read.
     """
 
     epoch: int
@@ -47,7 +47,7 @@ class Fetched(NamedTuple):
 
 @dataclass(slots=True)
 class Share:
-    """One worker's parts of a global batch. ``loaded`` yields them next."""
+    """One worker's parts of a global batch. ``loaded``: an iterator whose next items are these parts."""
 
     batch: Batch
     parts: list[Portion]
@@ -82,7 +82,7 @@ class Indexed(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How global batches of ``size`` samples are cut, and which parts are this worker's."""
+    """The rule by which global batches of ``size`` samples are cut into parts, and this worker's ``rank``."""
 
     rank: int
     world: int
@@ -92,19 +92,19 @@ class Cutting:
     drop_last: bool
 
     def parts(self, samples: int) -> list[Portion]:
-        """Return this worker's parts of a batch of so many samples."""
+        """Return this worker's parts of a batch of ``samples`` samples."""
         cut = {"samples": samples, "virtual_ranks": self.virtual_ranks, "accumulate": self.accumulate}
         return parts_of(self.rank, self.world, **cut)
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Return the number of parts that each worker has of a batch, by rank."""
+        """Return the number of parts of a batch of ``samples`` samples that each worker has, by rank."""
         cut = {"samples": samples, "virtual_ranks": self.virtual_ranks, "accumulate": self.accumulate}
         return counts_of(self.world, **cut)
 
 
 class Stream(IterableDataset[Any]):
-    """An iterable dataset that each process reads as a whole, from ``position`` in ``epoch`` on, keeping its
-    own parts.
+    """An iterable dataset. Each process reads the whole dataset from ``position`` in ``epoch`` on, and keeps
+    its own parts.
 
     The dataset sees a single process, so it does not shard itself. A dataset may have ``set_epoch(epoch)``,
     and ``iter_from(position)``, which begins in the middle without reading the samples before.
@@ -125,7 +125,7 @@ class Stream(IterableDataset[Any]):
         self._read = 0
 
     def __iter__(self) -> Iterator[Fetched]:
-        """Yield this process's parts: the loading processes take turns."""
+        """Yield this process's parts. The loading processes take turns."""
         info = get_worker_info()
         mine, processes = (info.id, info.num_workers) if info is not None else (0, 1)
         if info is not None:
@@ -199,8 +199,8 @@ def digest(samples: Any) -> int:
     return int.from_bytes(summary.digest(), "little") >> 1 or 1
 
 
-class Initialized:
-    """Call the script's ``worker_init_fn`` in a process that reads a stream."""
+class StreamInit:
+    """Calls the script's ``worker_init_fn`` in a process that reads an iterable dataset."""
 
     def __init__(self, init: Callable[[int], None], dataset: Any) -> None:
         self._init, self._dataset = init, dataset
@@ -216,7 +216,8 @@ class Initialized:
 
 
 def _as_the_only_one(info: worker.WorkerInfo, dataset: Any) -> worker.WorkerInfo:
-    """Return info for a dataset that shards itself by process: one process reads everything."""
+    """Return worker info with one process, so that a dataset that shards itself by process gives all
+    samples."""
     return worker.WorkerInfo(id=0, num_workers=1, seed=info.seed, dataset=dataset)
 
 
@@ -236,12 +237,13 @@ def _stream(dataset: Any, epoch: int, position: int) -> Iterator[Any]:
 
 
 class Requests:
-    """A sampler for torch that yields what to fetch next. ``begin`` is called when the iteration begins."""
+    """A batch sampler for torch's DataLoader that yields the next parts to fetch. ``begin`` returns the
+    iterator over the parts."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], Iterator[Fetched]] = lambda: iter(())
 
-    def __iter__(self) -> Iterator[Any]:  # torch's type says lists
+    def __iter__(self) -> Iterator[Any]:  # torch's type hints expect lists of indices
         return self.begin()
 
 
@@ -257,7 +259,7 @@ def loader_of_indexed(dataset: Indexed, requests: Requests, options: dict[str, A
 def loader_of_stream(dataset: Stream, options: dict[str, Any]) -> DataLoader[Any]:
     """Return a loader for one world: its processes know where to continue reading."""
     if options.get("worker_init_fn") is not None:
-        init = Initialized(options["worker_init_fn"], dataset.dataset)
+        init = StreamInit(options["worker_init_fn"], dataset.dataset)
         options = {**options, "worker_init_fn": init}
     return DataLoader(
         dataset,
@@ -269,7 +271,7 @@ def loader_of_stream(dataset: Stream, options: dict[str, Any]) -> DataLoader[Any
 
 
 def collate_of(options: dict[str, Any]) -> Callable[[list[Any]], Any]:
-    """Take the collate function out of the DataLoader's options: elasticd calls it itself."""
+    """Remove the collate function from the DataLoader's options and return it. elasticd calls it itself."""
     return options.pop("collate_fn", None) or default_collate
 
 

@@ -1,1 +1,1 @@
-"""The workers of one round: their process group, and what they send each other."""
+"""The workers of one round: their process group, and the exchange of the state."""

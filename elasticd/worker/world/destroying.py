@@ -1,10 +1,10 @@
 """Destroy the groups of a world that is over.
 
-Gloo's destructor waits for the group's threads, and such a thread may wait in vain. If a collective fails
-while a message of it is half received on another connection, Gloo no longer reads that connection, and never
-sees its end. A later collective of the same group, queued by then, waits there until its timeout, which is
-half an hour. Gloo's event loop spins meanwhile, since the connection stays readable. So another thread runs
-the destructor, and the event loop is told to forget the connections if the destructor takes long.
+Gloo's destructor waits for the group's threads, and a thread may wait in vain. If a collective fails while
+one of its messages is partly received on another connection, Gloo no longer reads that connection, and never
+notices that it was closed. A later collective of the group, if one is queued, waits for that connection until
+its timeout, which is half an hour. Meanwhile Gloo's event loop spins, since the connection stays readable. So
+another thread runs the destructor, and the connections are removed from the event loop if it takes long.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Iterator, Set
 
 import torch.distributed as dist
 
-SOON_S = 0.2  # many times what the destructor usually takes
+SOON_S = 0.2  # many times as long as the destructor usually takes
 
 
 def destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
     """Drop the groups of the list, which holds the last references to them, and return soon.
 
-    ``connections``: the groups' sockets: the descriptor and an id, as of ``sockets``. They are shut down.
+    ``connections``: the groups' sockets, which are shut down: descriptors and ids, as from ``sockets``.
     """
     destroyed = threading.Event()
 
@@ -38,13 +38,13 @@ def destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) 
 
 
 def is_held(groups: list[dist.ProcessGroup]) -> bool:
-    """Whether something else than the list holds a reference to one of its groups."""
+    """Whether anything besides the list holds a reference to one of its groups."""
     return any(sys.getrefcount(groups[number]) > 2 for number in range(len(groups)))
 
 
 def sockets() -> Iterator[tuple[int, str]]:
-    """Yield the sockets of this process: the descriptor, and an id that differs from later sockets with the
-    same number. psutil does not tell the id."""
+    """Yield the sockets of this process: the descriptor, and an id, which differs between sockets that have
+    the same descriptor one after the other. psutil does not report the id."""
     for number, target in _descriptors():
         if target.startswith("socket:"):
             yield number, target

@@ -1,4 +1,4 @@
-"""The exchange of the state at the start of each round: who has the state, and who needs it."""
+"""Exchange the state at the start of each round, from a worker with the newest state to the other workers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from elasticd.worker.commit.comparison import Digests
 from elasticd.worker.commit.plaindata import outlined, with_tensors
 from elasticd.worker.world.group import World, gathered
 
-PARCEL_BYTES = 8 << 20  # small tensors travel together, larger ones in pieces of this size
-UNDER_WAY_MAX = 8  # pieces in flight: enough to keep a link busy, and little memory
+PARCEL_BYTES = 8 << 20  # small tensors are sent together, larger tensors in pieces of this size
+UNDER_WAY_MAX = 8  # the most pieces in flight: enough to keep a link busy, with little memory
 _ALIGNED = 16
 _HOLDS = tuple(Holds)
 _NO_DIGESTS = Digests()
@@ -129,7 +129,7 @@ def _why_lost(step: int) -> str:
 
 
 def _standings(state: CommittedState, world: World) -> list[HeldState]:
-    """Return what each worker brings, by rank."""
+    """Return the state that each worker brings, by rank."""
     mine = [_HOLDS.index(state.holds), state.agreed, state.step, state.progress.marks]
     return [
         HeldState(_HOLDS[holds], agreed, step, marks, Digests(*digests))
@@ -141,8 +141,8 @@ def _standings(state: CommittedState, world: World) -> list[HeldState]:
 
 
 class _Chain:
-    """A chain: bytes go from the source to the first taker, who passes them on while it receives, and so on.
-    Many takers need little more time than one."""
+    """A chain of workers: the source sends bytes to the first taker, which passes them on to the next taker
+    while it still receives, and so on. Many takers need little more time than one."""
 
     def __init__(self, choice: Transfer, rank: int) -> None:
         order = (choice.source, *choice.takers)
@@ -180,7 +180,7 @@ def _send(snapshot: Any, choice: Transfer) -> None:
 
 
 def _receive(choice: Transfer, rank: int) -> dict[str, Any]:
-    """Receive a snapshot. All of it is received before any of it is used, so a source that dies on the way
+    """Receive a snapshot. The snapshot is used only once it is complete, so a source that dies on the way
     does no harm."""
     chain = _Chain(choice, rank)
     length = int(chain.carry(torch.zeros(8, dtype=torch.uint8)).view(torch.int64))
@@ -212,7 +212,7 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 def _parcels(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Yield the tensors that travel together, by index, in order."""
+    """Yield the indices of the tensors that are sent together, in order."""
     together: list[int] = []
     size = 0
     for i, tensor in enumerate(tensors):

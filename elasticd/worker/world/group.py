@@ -28,10 +28,10 @@ from elasticd.channel.worker_messages import Enter
 from elasticd.worker.world import destroying, message_timeouts
 from elasticd.worker.world.destroying import sockets
 
-FORMING_S_MAX = 10.0  # for all workers, which are ready, to connect
-FORMING_S_MAX_EACH = 0.1  # more for each worker, as all connect to all
-STORE_S_MAX = 15.0  # torch resolves the names of both ends of each connection, and DNS may be slow
-ANSWER_S_MAX = 2.0  # for the store's answer when a wait is to end: the network may be down
+FORMING_S_MAX = 10.0  # the time for the workers, which are all ready, to connect to each other
+FORMING_S_MAX_EACH = 0.1  # additional time for each worker
+STORE_S_MAX = 15.0  # for the store; torch resolves the names of both ends, and DNS may be slow
+ANSWER_S_MAX = 2.0  # for the store's answer when a wait is ended, since the network may be down
 _LEFT = "left"
 _OF_THE_GROUP = ("gloo/", "NCCL", "monitoredBarrier")  # marks of a failed collective in torch's messages
 _FOREVER = timedelta(days=30)  # the agent ends the wait, not a clock
@@ -107,10 +107,10 @@ class World:
             # Gloo waits in vain for a worker that dies while it connects. So connect only when all are ready.
             if self._store.add("here", 1) == self.size:
                 self._store.compare_set("all", "", "here")
-            if self._await("all") != "here" or self.over:  # over: too late to tell the others
+            if self._await("all") != "here" or self.over:  # the world may have ended too late for the store
                 raise WorldChanged
             self._know_groups()
-            message_timeouts.give_time()
+            message_timeouts.use_group_timeouts()
             _survive_the_communicator()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -138,8 +138,8 @@ class World:
             raise WorldChanged
 
     def require_all_sums(self) -> None:
-        """Raise WorldChanged unless all sums of this step have arrived. If no DistributedDataParallel of
-        State's did the sums, ask the other workers by a collective."""
+        """Raise WorldChanged unless all sums of this step have arrived. If none of State's
+        DistributedDataParallel wrappers made the sums, ask the other workers by a collective."""
         if self.broken is not None:
             raise WorldChanged from self.broken
         if self.size > 1 and (self.sums == 0 or self.sums != self.sums_begun):
@@ -300,8 +300,8 @@ class World:
         )
 
     def _await(self, key: str) -> str:
-        """Wait for a value that all agree on. It is set once, by a worker that knows it or by the first that
-        must leave."""
+        """Wait for a value that is the same for all workers. The value is set once: by a worker that knows
+        it, or by the first worker that must leave, to ``_LEFT``."""
         with self._lock:
             if self.over:
                 return _LEFT
@@ -315,8 +315,8 @@ class World:
 
     @contextlib.contextmanager
     def _connecting(self) -> Iterator[None]:
-        """Count connections made in the block as this world's, except those that another thread of the script
-        makes in Python."""
+        """Note the connections that are made in the block as connections of this world. Not noted are sockets
+        that another thread of the script makes in Python."""
         self._others = others = set(sockets())
         try:
             with _noting_pythons_own(others):
@@ -327,7 +327,7 @@ class World:
                 self._others = None
 
     def _know_groups(self) -> None:
-        """Count the connections of groups that the script makes as well."""
+        """Note also the connections of groups that the script makes."""
 
         def connecting(*args: Any, **kwargs: Any) -> Any:
             with self._connecting():
@@ -368,7 +368,7 @@ def gathered(mine: Sequence[int], world: World | None) -> list[list[int]]:
 def _spare_children() -> None:
     """Exclude present objects from garbage collection in forked children, such as a DataLoader's.
 
-    A group has no threads in a child. To destroy a dead world's group there crashes or hangs.
+    A forked child has no threads of its parent's groups, so destroying such a group there crashes or hangs.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 
@@ -436,7 +436,7 @@ def _abort_communicators() -> None:
         with contextlib.suppress(RuntimeError):
             group.abort()
     if nccl is not None:
-        with contextlib.suppress(RuntimeError):  # the communicator was broken, and is over in any case
+        with contextlib.suppress(RuntimeError):  # the communicator was broken already
             nccl._group_end()
 
 
@@ -448,7 +448,7 @@ def _world_group() -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def _noting_pythons_own(sockets: set[tuple[int, str]]) -> Iterator[None]:
-    """Add the sockets that Python code makes in the block. torch makes its own without Python."""
+    """Add to ``sockets`` the sockets that Python code makes in the block. torch makes its sockets in C++."""
     make: Any = socket.socket.__init__
 
     def noting(self: socket.socket, *args: Any, **kwargs: Any) -> None:

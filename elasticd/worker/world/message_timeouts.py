@@ -1,9 +1,9 @@
 """Let messages between two workers wait as long as collectives do.
 
-Gloo waits for a message as long as for a connection. That time must be short, since Gloo waits in vain for
-workers that die while they connect. So each message is waited for with the timeout of its group's
+Gloo has one timeout for messages and for connections. It must be short, since Gloo waits in vain for workers
+that die while they connect. So this module waits for each message with the timeout of the group's
 collectives. Gloo also keeps waiting for a message from any sender after all connections are lost. So a thread
-waits for such a message, and is abandoned when the world ends.
+waits for a message from any sender, and is abandoned when the world ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_UNSAID = timedelta(0)  # torch's value for no timeout
+_NO_TIMEOUT = timedelta(0)  # torch's default: no timeout is given
 _METHODS = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
 
 
@@ -27,7 +27,7 @@ class Message:
         self._work = work
         self._timeout = timeout
 
-    def wait(self, timeout: timedelta = _UNSAID) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the message. Raises RuntimeError after the timeout."""
         return self._work.wait(timeout or self._timeout)
 
@@ -42,7 +42,7 @@ class FromAnyone(Message):
         super().__init__(work, timeout)
         self._ends = _Ends.before
 
-    def wait(self, timeout: timedelta = _UNSAID) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the message. Raises RuntimeError also when the world has ended, even before this call."""
         came: list[bool | RuntimeError] = []
 
@@ -67,7 +67,8 @@ class FromAnyone(Message):
 
 
 class _Ends:
-    """The number of worlds that ended in this process; ``before``: at the start of the present world."""
+    """The ends of worlds in this process. ``so_far``: their number. ``before``: their number at the start of
+    the present world."""
 
     news = threading.Condition()
     so_far = before = 0
@@ -80,8 +81,8 @@ def end() -> None:
         _Ends.news.notify_all()
 
 
-def give_time() -> None:
-    """Give the groups' timeouts to all messages of this process from now on, when a world begins."""
+def use_group_timeouts() -> None:
+    """From now on, when a world begins, wait for all messages of this process with the groups' timeouts."""
     with _Ends.news:
         _Ends.before = _Ends.so_far
     for name, method in _METHODS.items():
