@@ -11,8 +11,8 @@ import torch.distributed as dist
 class RankGroup:
     """The ranks of the present world, or this process alone.
 
-    ``in_step``: no rank uses other collectives meanwhile. The world's own group is then used, which is
-    aborted when the world ends.
+    ``in_step``: no rank uses other collectives at the same time, so this class uses the world's own group,
+    which is aborted when the world ends.
     """
 
     def __init__(self, *, in_step: bool = False) -> None:

@@ -117,9 +117,8 @@ class PendingCopy:
 
 
 _pending: weakref.WeakSet[PendingCopy] = weakref.WeakSet()
-_finisher = ThreadPoolExecutor(
-    1, "offload"
-)  # in the order of the saves; the interpreter waits for it at its end
+# One thread, so that copies are finished in the order of the saves. The interpreter waits for it at exit.
+_finisher = ThreadPoolExecutor(1, "offload")
 
 
 def offload(

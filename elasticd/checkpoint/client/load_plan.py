@@ -1,4 +1,4 @@
-"""Load the bytes of a checkpoint into the tensors in use, whatever their sharding is now."""
+"""Plan which bytes of a checkpoint are read into which tensors. The tensors' sharding may have changed."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class SaverQueries:
             self.close()
             said = "the saver of this node is stopped or stuck (%s): states in memory are not used"
             _log.warning(said, error)
-        except ChannelClosed:  # the caller sees what is missing
+        except ChannelClosed:  # the caller notices that answers are missing
             self.close()
 
 

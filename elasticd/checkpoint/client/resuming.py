@@ -53,7 +53,7 @@ class Resuming:
         self.overwrote = False
 
     def newest(self) -> Kept | None:
-        """See ``Checkpoints.newest_kept``."""
+        """Return the state that ``Checkpoints.newest_kept`` returns."""
         with contextlib.closing(self._queries):
             choice, there = self._survey()
         its = choice or there.newest
@@ -192,7 +192,7 @@ class Resuming:
                     _log.info("resuming from step %d in %s", choice.step, where)
                 return choice.step, ""
             [node, lost] = losses[0]
-            choice = choice.without(node) if node else None  # "": useless on every node
+            choice = choice.without(node) if node else None  # without a name, the state is lost on all nodes
 
     def _restore(self, name: str, flat: Flat) -> None:
         try:

@@ -32,8 +32,8 @@ _PROGRAM: Final = (
     "import sys; sys.path.append({root!r}); "
     "from elasticd.checkpoint.server.standalone import main; main({fd}, {options!r})"
 )
-_LEFT_ALONE_S: Final = 60.0  # how long a silent saver is not tried again
-_MOMENT_S: Final = 1.0  # how long it then has to answer
+_LEFT_ALONE_S: Final = 60.0  # the time after which a silent saver is tried again
+_MOMENT_S: Final = 1.0  # how long a saver that was silent may take to answer
 started: Final[
     list[subprocess.Popen[bytes]]
 ] = []  # savers outlive this process; kept to avoid ResourceWarning
@@ -56,16 +56,16 @@ class SaverConnection:
     def __init__(self, take: Callable[[SaverToWorker], None], lost: Callable[[ChannelClosed], None]) -> None:
         self._take, self._lost = take, lost
         self._line: SaverChannel | None = None
-        self._silent_until, self._silence = 0.0, ""  # by the monotonic clock; in words
-        self.why = ""  # why it is not open
+        self._silent_until, self._silence = 0.0, ""  # when to try the saver again (monotonic), and the error
+        self.why = ""  # why the connection is not open
 
     @property
     def is_open(self) -> bool:
         return self._line is not None
 
     def open(self, ranks: RankGroup, store: CheckpointStore, keep: Keep) -> Terms:
-        """Find or start the savers and connect, on all ranks together. ``is_open`` then says whether it
-        worked, and ``why`` why not."""
+        """Find or start the savers and connect, on all ranks together. Afterwards ``is_open`` tells whether
+        the connection is open, and ``why`` the reason if it is not."""
         self.close()
         mine: dict[str, Any] = {"host": _host(), "saver": saver_name()}
         mine["node"] = os.environ.get("ELASTICD_HOLDER", "")
@@ -91,7 +91,7 @@ class SaverConnection:
             saver = _start()
         names = [raw.decode() for raw in ranks.gather(saver.encode())]
         try:
-            line = self._connect(*names[locals_[0]].split())  # and the secret, if there is one
+            line = self._connect(*names[locals_[0]].split())  # the saver's name, and its secret if it has one
             line.send(
                 OpenWorld(
                     store.url,

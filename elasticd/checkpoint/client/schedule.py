@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BELIEVED_S: Final = 6 * 3600.0  # the assumed time between failures, before the first one
 LEAST_S: Final = 1.0
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_NOT_MINE: Final = 1 << 62  # larger than rank 0's numbers, so that ``least`` returns those of rank 0
+_NOT_MINE: Final = 1 << 62  # larger than rank 0's numbers, so that ``minimum`` returns those of rank 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,9 +91,9 @@ def restore(state: dict[str, Any], flat: Flat) -> None:
             _restore_optimizer(value, loaded or {}, _names(value, state))
         elif name in nested:
             if _loads(value):
-                value.load_state_dict(_as_it_was(loaded))
+                value.load_state_dict(_from_dcp_form(loaded))
             else:
-                state[name] = _as_it_was(loaded)
+                state[name] = _from_dcp_form(loaded)
 
 
 def prepare_optimizers(
@@ -140,10 +140,10 @@ def _state_of(value: Any, state: Mapping[str, Any]) -> Any:
         return {_plain(key): leaf for key, leaf in _bare(value).state_dict().items()}
     if isinstance(value, torch.optim.Optimizer):
         return _optimizer_state(value, _names(value, state))
-    return _whole_where_odd(value.state_dict() if _loads(value) else value)
+    return _in_dcp_form(value.state_dict() if _loads(value) else value)
 
 
-def _whole_where_odd(value: Any) -> Any:
+def _in_dcp_form(value: Any) -> Any:
     """Return the value in a form that DCP preserves.
 
     DCP splits mappings by key. It loses keys that are not strings, empty mappings, and the types of mappings.
@@ -160,22 +160,22 @@ def _whole_where_odd(value: Any) -> Any:
     if isinstance(value, list):
         if size.entries > _MANY and size.bytes <= _WHOLE_MAX and size.alone:
             return (_WHOLE, value)
-        return [_whole_where_odd(v) for v in value]
+        return [_in_dcp_form(v) for v in value]
     if value and type(value) in (dict, OrderedDict) and _are_plain(value.keys()):
         plain = _without_tensors(value) if len(value) > _MANY else {}
         parts = {_SOME + _keys_of(plain): (_WHOLE, plain)} if plain else {}
-        return parts | {key: _whole_where_odd(v) for key, v in value.items() if key not in plain}
+        return parts | {key: _in_dcp_form(v) for key, v in value.items() if key not in plain}
     return (_WHOLE, value) if size.bytes <= _WHOLE_MAX else _with_keys(value)
 
 
-def _as_it_was(value: Any) -> Any:
-    """Return the original value of ``_whole_where_odd``."""
+def _from_dcp_form(value: Any) -> Any:
+    """Return the original value of ``_in_dcp_form``."""
     if _is_whole(value):
         return value[1]
     if isinstance(value, dict) and _KEYS in value:
         _, (mapping, names) = value[_KEYS]
         for name, key in names.items():
-            mapping[key] = _as_it_was(value[name])
+            mapping[key] = _from_dcp_form(value[name])
         return mapping
     if isinstance(value, dict):
         made: dict[str, Any] = {}
@@ -183,9 +183,9 @@ def _as_it_was(value: Any) -> Any:
             if isinstance(key, str) and key.startswith(_SOME) and _is_whole(part):
                 _merge(made, part[1])
             else:
-                made[key] = _as_it_was(part)
+                made[key] = _from_dcp_form(part)
         return made
-    return [_as_it_was(v) for v in value] if isinstance(value, list) else value
+    return [_from_dcp_form(v) for v in value] if isinstance(value, list) else value
 
 
 def _merge(made: dict[str, Any], others: Mapping[str, Any]) -> None:
@@ -243,7 +243,7 @@ def _with_keys(value: dict[Any, Any]) -> dict[str, Any]:
         raise ValueError("two keys of a mapping have the same text: use plain numbers or strings as keys")
     empty = copy.copy(value)
     empty.clear()
-    parts = {name: _whole_where_odd(value[key]) for name, key in names.items()}
+    parts = {name: _in_dcp_form(value[key]) for name, key in names.items()}
     return {_KEYS: (_WHOLE, (empty, names)), **parts}
 
 
@@ -317,7 +317,7 @@ def _names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[t
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
     state = {
-        names[p]: {k: _whole_where_odd(v) for k, v in optimizer.state[p].items()}
+        names[p]: {k: _in_dcp_form(v) for k, v in optimizer.state[p].items()}
         for p in _parameters(optimizer)
         if optimizer.state.get(p)
     }
@@ -354,7 +354,7 @@ def _restore_optimizer(
     _restore_groups(optimizer, loaded.get("param_groups", ()), names)
     state = loaded.get("state", {})
     for parameter in _parameters(optimizer):
-        saved = _as_it_was(state.get(names[parameter], {}))
+        saved = _from_dcp_form(state.get(names[parameter], {}))
         if saved:
             have = optimizer.state[parameter]
             for slot in have.keys() - saved.keys():

@@ -40,7 +40,8 @@ class _Unsealed(_Record, frozen=True, forbid_unknown_fields=True):
     """The record as the first releases wrote it, without a checksum."""
 
 
-# Made before any thread starts: msgspec crashes if two threads decode a class for the first time together.
+# The decoders are made before any thread starts: msgspec crashes if two threads make the first decoder of a
+# class at the same time.
 _VERSIONS: Final = msgspec.json.Decoder(_PointerVersion)
 _RECORDS: Final = msgspec.json.Decoder(_Record)
 _UNSEALED: Final = msgspec.json.Decoder(_Unsealed)
@@ -225,7 +226,7 @@ class FilePointer:
     def clear(self, names: Iterable[str]) -> None:
         """Remove temporary files of the pointer, left by processes that were killed while they wrote."""
         if begun := [name for name in names if is_fresh(name, POINTER)]:
-            with self._store.locked(_LOCK):  # under the lock nobody writes the listed files
+            with self._store.locked(_LOCK):  # under the lock, no process is writing these files
                 self._store.unlink(begun)
 
     def close(self) -> None:

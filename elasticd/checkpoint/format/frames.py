@@ -23,9 +23,9 @@ _END = struct.Struct("<IHHHHIIH")
 def tensor_frame(dtype: str, sizes: Sequence[int], nbytes: int) -> tuple[bytes, bytes]:
     """Return the bytes before and after the data of a contiguous tensor. ``dtype``: for example "float32".
 
-    The data is aligned to ``ALIGNMENT`` if the file is. The CRC-32 of the data is left 0: torch never checks
-    it, and the manifest has stronger checksums. Raises ValueError if the data is larger than the frame can
-    hold.
+    If the start of the file is aligned to ``ALIGNMENT``, so is the data. The CRC-32 of the data stays 0:
+    torch never checks the CRC-32, and the manifest has stronger checksums. Raises ValueError if the data is
+    larger than the frame can hold.
     """
     if nbytes > _LIMIT:
         raise ValueError(f"a row of {nbytes} bytes cannot be stored: torch.save's frame holds 4 GiB")

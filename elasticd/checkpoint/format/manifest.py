@@ -114,7 +114,8 @@ class _Unread(_Head, frozen=True):
     seal: str = ""
 
 
-# Made before any thread starts: msgspec crashes if two threads decode a class for the first time together.
+# The decoders are made before any thread starts: msgspec crashes if two threads make the first decoder of a
+# class at the same time.
 _MANIFESTS: Final = msgspec.json.Decoder(Manifest)
 _UNREAD: Final = msgspec.json.Decoder(_Unread)
 _INDEXES: Final = msgspec.json.Decoder(Index)

@@ -1,4 +1,4 @@
-"""The protocol between the savers of a job's nodes, also used by workers that read from other nodes' savers.
+"""The protocol of a job's savers, for callers on other nodes: other savers, and workers that read shards.
 A caller lists the shards in memory, stores a replica, or reads shards."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elasticd.core.checkpoint_names import require_name
 from elasticd.core.facts import SaverAddress
 
 WAIT: Final[Message] = {"wait": True}  # sent from time to time to a caller that must wait for its turn
-_RANGES_MAX: Final = 4096  # byte ranges of a shard in one request
+_RANGES_MAX: Final = 4096  # the most byte ranges of a shard in one request
 _T = TypeVar("_T")
 
 
@@ -31,8 +31,8 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What ``serve`` needs from the saver, called in the thread of each caller. ``room`` allocates memory for
-    a replica, and raises OSError; ``keep`` or ``give_up`` follows."""
+    """The functions of the saver that ``serve`` calls, in the thread of each caller. ``room`` allocates
+    memory for a replica, or raises OSError; a call of ``keep`` or ``give_up`` follows."""
 
     offers: Callable[[str], list[Offer]]
     find: Callable[[str, str, int | None], Replica | None]  # path, name, and rank (None: any)
@@ -169,7 +169,7 @@ class PeerSaver:
         return answer
 
 
-for _kind in (Label, Offer):  # before any thread starts: see ``format.manifest``
+for _kind in (Label, Offer):  # make the decoders before any thread starts: see ``format.manifest``
     msgspec.json.Decoder(_kind)
 
 

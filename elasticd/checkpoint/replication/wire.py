@@ -22,10 +22,10 @@ from typing import Any, Final, Self
 import msgspec
 
 Message = dict[str, Any]
-PIECE: Final = 4 << 20  # bytes of raw data in a frame at most
-_MESSAGE_MAX: Final = 256 << 20  # bytes of a message; the index of a large model is the largest
-_HEAD = struct.Struct("<Q16s")  # length and seal
-_SEALED = struct.Struct("<QQ32s")  # number, length and SHA-256
+PIECE: Final = 4 << 20  # the most bytes of raw data in a frame
+_MESSAGE_MAX: Final = 256 << 20  # the most bytes of a message; the largest is the index of a large model
+_HEAD = struct.Struct("<Q16s")  # the head of a frame: length and seal
+_SEALED = struct.Struct("<QQ32s")  # the input of the seal: number, length and SHA-256
 _NONCE: Final = 32
 _CONNECT_S: Final = 5.0
 SILENCE_S: Final = 20.0  # the longest silence of the other end within an exchange
@@ -42,7 +42,7 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._keys = b"", b""  # for sent frames, for received frames
-        self._sent = self._received = 0  # frames
+        self._sent = self._received = 0  # the numbers of frames
         sock.settimeout(SILENCE_S)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

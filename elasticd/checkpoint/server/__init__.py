@@ -1,1 +1,1 @@
-"""The saver process: it writes, commits and replicates what the workers of its node hand over."""
+"""The saver process: it writes, commits and replicates the shards that the workers of its node hand over."""

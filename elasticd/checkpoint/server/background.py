@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
-_ASKED_S: Final = 60.0  # the loop never blocks: without an answer by then, it has ended
+_ASKED_S: Final = 60.0  # the loop never blocks, so without an answer within this time it has ended
 _T = TypeVar("_T")
 
 

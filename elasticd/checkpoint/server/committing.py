@@ -31,7 +31,7 @@ from elasticd.core.facts import Saved
 _RECEIPT: Final = ".receipt"
 _READERS: Final = 16
 _OTHERS_S: Final = 600.0  # how long to wait for the shards of other nodes
-_ALONE_S: Final = 30.0  # the same, once all workers of the world on this node have left
+_ALONE_S: Final = 30.0  # how long to wait once all workers of the world on this node have left
 
 
 class _Receipt(msgspec.Struct, frozen=True):
@@ -122,8 +122,8 @@ class Committing:
             world.store.replace(_receipt(world, save), msgspec.json.encode(_Receipt(why=save.why)))
 
     def discard(self, world: SavingWorld, save: PendingSave) -> None:
-        """Remove the files of a failed checkpoint, and retry removals that failed before: the disk may have
-        been full."""
+        """Remove the files of a failed checkpoint, and retry removals that failed before, since the disk may
+        be full."""
         world.store.remove(save.name)
         self._sweep_again()
 
@@ -136,7 +136,7 @@ class Committing:
         alone_since: float | None = None
         while missing:
             later = [g for g in list(world.pending.values()) if g.step > save.step]
-            # List later checkpoints first: a node with a receipt there writes none here any more.
+            # List later checkpoints first: a node that has a receipt in a later one writes none in this one.
             ahead = {receipt: g.step for g in later for receipt in _receipts(world.store, g.name)}
             there = _receipts(world.store, save.name)
             if fresh := sorted(there - read):
@@ -202,7 +202,8 @@ class Committing:
             self._unswept.pop(store.url, None)
 
     def _sweep_again(self) -> list[tuple[Saved, str]]:
-        """Settle and sweep again where an earlier sweep failed. Return what ``close`` returns."""
+        """Settle and sweep again where an earlier sweep failed. Return the checkpoints that are still not
+        settled, as ``close`` does."""
         unrecorded = []
         for store, made in list(self._unswept.values()):
             try:

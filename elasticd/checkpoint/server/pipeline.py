@@ -1,5 +1,5 @@
-"""The way of each save through the saver: its shards are written, and the save is committed, in the order of
-the saves, or fails. The workers are notified."""
+"""The steps of each save in the saver: write its shards, commit it, and notify the workers. Saves are
+committed in their order."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class SavePipeline:
 
     def _witness(self, world: SavingWorld) -> Future[bool]:
         """Ask whether the world's round is still the job's round. Must be called when a checkpoint is handed
-        over: a checkpoint that was handed over before the next round began counts, however long its write
-        takes and even if its workers have ended. A checkpoint that was handed over later does not."""
+        over: only a checkpoint that was handed over before the next round began may be committed. Its write
+        may end later, and its workers may have ended."""
         return self.askers.submit(lambda: self._committing.committer(world.store).witness(world.fence))
 
     def find_or_begin(

@@ -19,7 +19,7 @@ from elasticd.checkpoint.shared_memory import Memory, available
 from elasticd.core.facts import SaverAddress
 
 _T = TypeVar("_T")
-_CALLERS_MAX: Final = 64  # served at the same time; further callers wait
+_CALLERS_MAX: Final = 64  # the most callers served at the same time; further callers wait
 _STRANGERS_MAX: Final = 256  # connections that are not authenticated yet; a new one closes the oldest
 _SPARE: Final = 0.1  # the share of available memory that stays free
 
@@ -69,8 +69,8 @@ class Replication:
                 if len(self._strangers) >= _STRANGERS_MAX:
                     oldest = next(iter(self._strangers))
                     del self._strangers[oldest]
-                    with contextlib.suppress(OSError):  # it is closed already
-                        oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                    with contextlib.suppress(OSError):  # the connection is closed already
+                        oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes the connection
                 self._strangers[sock] = None
             threading.Thread(target=self._serve, args=(sock,), name="peer", daemon=True).start()
 
@@ -91,7 +91,7 @@ class Replication:
         self._jobs.run(self._senders, send, sent)
 
     def survey(self, path: str, then: Callable[[list[Offer]], None]) -> None:
-        """Call ``then`` with what this node and all reachable nodes hold at ``path``."""
+        """Call ``then`` with the offers of this node and of all reachable nodes at ``path``."""
         near = self.offers(path)
         assert self._jobs is not None
 
@@ -132,7 +132,7 @@ class Replication:
         )
 
     def offers(self, path: str) -> list[Offer]:
-        """Return what this node holds: its own shards of ended worlds, and replicas."""
+        """Return this node's offers: its own shards of ended worlds, and replicas."""
         return offers(self.held(path), self._me.node)
 
     def held(self, path: str, name: str = "") -> list[Replica]:

@@ -1,6 +1,6 @@
-"""The saver: a process beside the workers that writes and commits what they hand over.
+"""The saver: a process beside the workers that writes and commits the shards that they hand over.
 
-Workers may be killed at any time. The saver still writes, checks and commits what they have handed over. The
+Workers may be killed at any time. The saver still writes and commits the shards that they handed over. The
 saver imports no torch: it only moves bytes.
 """
 
@@ -65,7 +65,7 @@ from elasticd.core.checkpoint_names import require_name
 from elasticd.core.facts import Checkpoint, SaverAddress
 
 _SHORT_PAUSE_S: Final = 0.1
-_UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may not have reached the newest
+_UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may have no shards of the newest world
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +143,7 @@ class Saver:
                     self._pace.hurry(not self._trains())
                 leaves = self._leaves and not self._jobs
                 if leaves:
-                    timeout: float | None = 0.0  # read what was sent before
+                    timeout: float | None = 0.0  # only read messages that have arrived already
                 elif self._clients or self._jobs:
                     idle_since = time.monotonic()
                     timeout = None
@@ -253,7 +253,7 @@ class Saver:
     def _refuse(self, client: _Client, why: str) -> None:
         self._say(f"a worker sent an invalid message and was disconnected ({why})")
         if client.plan is not None:
-            client.plan.holds.clear()  # its buffers may change without a ``BufferTorn`` now
+            client.plan.holds.clear()  # the worker may now change its buffers without a ``BufferTorn``
         self._lose(client)
 
     def _obey(self, client: _Client, message: WorkerToSaver, files: list[int]) -> None:
@@ -349,7 +349,7 @@ class Saver:
             client.line.try_send(free_note)
             self._pipeline.settle_if_failed(world, save)
             return
-        using = {"disk"}  # what still reads the buffer; the buffer is free when this is empty
+        using = {"disk"}  # the readers of the buffer; the buffer is free when the set is empty
         if world.holder and self._replication is not None:
             using.add(world.holder)
             label = Label(world.store.url, name, world.round, step, world.size, rank)

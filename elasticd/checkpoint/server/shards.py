@@ -24,7 +24,7 @@ class ShardPlan:
     layout: Layout
     layout_fd: int
     buffers: dict[int, Memory] = field(default_factory=dict)
-    holds: dict[int, tuple[int, str]] = field(default_factory=dict)  # buffer: (step, name) if whole
+    holds: dict[int, tuple[int, str]] = field(default_factory=dict)  # step and name of each whole buffer
 
     def __del__(self) -> None:
         os.close(self.layout_fd)
@@ -41,13 +41,13 @@ class PendingSave:
     layout: Layout
     files: dict[int, File] = field(default_factory=dict)
     writing: set[int] = field(default_factory=set)
-    answered: set[int] = field(default_factory=set)  # ranks that have handed over a shard, or will not
-    witness: Future[bool] | None = None  # whether it was handed over while its round was the job's
-    why: str = ""  # why it failed
+    answered: set[int] = field(default_factory=set)  # ranks that have handed over a shard, or never will
+    witness: Future[bool] | None = None  # whether it was handed over before the next round began
+    why: str = ""  # why the save failed
     committing: bool = False
-    tried: bool = False  # it may be committed in spite of an error
+    tried: bool = False  # a commit was tried, and may have succeeded in spite of an error
     failed: bool = False  # the failure has been reported
-    settled: bool = False  # no rank of this node will add to it
+    settled: bool = False  # no rank of this node will add a shard
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +63,9 @@ class SavingWorld:
     keep: Keep
     lines: dict[int, WorkerChannel] = field(default_factory=dict)  # connections to workers, by rank
     plans: dict[int, ShardPlan] = field(default_factory=dict)
-    left: set[int] = field(default_factory=set)  # ranks of this node that are not connected any more
+    left: set[int] = field(default_factory=set)  # ranks of this node that have disconnected
     pending: dict[str, PendingSave] = field(default_factory=dict)
-    holder: str = ""  # the node that holds replicas
+    holder: str = ""  # the node that holds replicas of this node's shards
     handed: set[str] = field(default_factory=set)  # names of states that all ranks here have handed over
 
     @property
@@ -87,7 +87,8 @@ class SavingWorld:
 
     @property
     def settled(self) -> bool:
-        """Whether states of earlier worlds are no longer needed: another node lags by one save at most."""
+        """Whether states of earlier worlds are no longer needed. Another node may lag by one save at most, so
+        one save is enough if all ranks are on this node, and otherwise two are."""
         return len(self.handed) >= (1 if self.is_here else 2)
 
     @property

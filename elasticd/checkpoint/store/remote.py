@@ -25,10 +25,12 @@ from elasticd.checkpoint.store.rate_limit import RateLimit
 
 PART: Final = 16 << 20  # bytes; at most 10,000 parts to a file on S3, so files up to 160 GB
 _PARTS_MAX: Final = 9_000
-_FLAT: Final = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "cos", "memory"}  # no folders
+# Schemes of stores without folders.
+_FLAT: Final = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "cos", "memory"}
 
 _OVERTAKEN: Final = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409"}
-_NO_CONDITIONS: Final = {"NotImplemented", "501", "ParamValidationError"}  # the server or client is too old
+# Errors of a server or a client that is too old for conditional writes.
+_NO_CONDITIONS: Final = {"NotImplemented", "501", "ParamValidationError"}
 
 
 class Remote:
