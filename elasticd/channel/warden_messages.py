@@ -14,7 +14,7 @@ from .codec import Codec
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run. The strings are UTF-8 with surrogate escapes, whatever the encoding of the sender."""
+    """A command to run. The strings are UTF-8 with surrogate escapes, whatever the encoding of the sender."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -56,8 +56,8 @@ class Personal:
 
 @dataclass(frozen=True, slots=True)
 class ImportModules:
-    """Have the zygote import the modules; the warden passes this on. ``left_out``: modules that cannot be
-    shared, and why."""
+    """Have the zygote import the modules. The warden passes this message on. ``left_out``: modules that
+    cannot be shared, and why."""
 
     modules: tuple[str, ...]
     personal: Personal
@@ -104,7 +104,7 @@ class RemoveAtEnd:
 
 @dataclass(frozen=True, slots=True)
 class CloseWarden:
-    """End all processes, and then end. The agent's death means the same, without grace."""
+    """End all processes, and then exit. The agent's death has the same effect, without grace."""
 
     grace_s: float
 
@@ -176,8 +176,8 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class ZygoteNews:
-    """What the zygote reports. ``ready``: it has imported all that was asked for, but for ``untried``
-    modules. ``left_out``: modules that cannot be shared, and why. ``unfit``: why no zygote can work."""
+    """News of the zygote. ``ready``: it has imported all requested modules except ``untried`` ones.
+    ``left_out``: modules that cannot be shared, and why. ``unfit``: why no zygote can work."""
 
     id: int
     ready: bool = False
@@ -194,7 +194,8 @@ WardenToAgent = Spawned | Ended | Gone | LateNotices | Leftover | ZygoteNews
 
 @dataclass(frozen=True, slots=True)
 class ForkWorker:
-    """Fork a worker with the files of the message. On the last one it waits until the warden lets it run."""
+    """Fork a worker with the files of the message. The last file is the link on which the worker waits until
+    the warden lets it run."""
 
     id: int
     program: Program
@@ -240,7 +241,8 @@ ZygoteToWarden = Forked | Imported | LeftOut | NoZygote
 
 @dataclass(frozen=True, slots=True)
 class Importing:
-    """A child of the zygote begins to import the module. ``LeftOut`` follows if that spoils the child."""
+    """A child of the zygote begins to import the module. ``LeftOut`` follows if the module cannot be
+    shared."""
 
     module: str
 
@@ -255,7 +257,7 @@ ChildToZygote = Importing | LeftOut | Succeeded
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The embryo, a process that is forked in advance, becomes the worker that it was sent."""
+    """The embryo, a process that was forked in advance, accepts a request and becomes the worker."""
 
 
 AGENT_TO_WARDEN: Codec[AgentToWarden] = Codec(AgentToWarden, bytes_max=1 << 24)

@@ -35,7 +35,7 @@ from elasticd.core.age import Age
 
 VERSION = 2
 ADDRESS = "ELASTICD_LINK"
-HANDOVER = "ELASTICD_HANDOVER"  # in the environment of a handover round, which only passes the state on
+HANDOVER = "ELASTICD_HANDOVER"  # set in the environment of a handover round, which only passes the state on
 
 
 class Source(StrEnum):
@@ -49,7 +49,7 @@ class Source(StrEnum):
 
 
 class Holds(StrEnum):
-    """What a waiting worker has of the training state."""
+    """How much of the training state a waiting worker has."""
 
     NONE = "none"  # only the script's initial state
     WHOLE = "whole"  # the whole state of its last commit

@@ -1,4 +1,4 @@
-"""Which etcd to use, and how: parsed from the user's options, and checked once."""
+"""The address of an etcd and the means to use it, parsed from the user's options and checked once."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ class _Version(msgspec.Struct):
     v: int
 
 
-# Made before any thread starts: msgspec crashes if two threads decode a class for the first time together.
+# The decoders are made before any thread starts: msgspec crashes if two threads make the first decoder of a
+# class at the same time.
 _VERSIONS: Final = msgspec.json.Decoder(_Version)
 _DECODERS: Final[dict[type[Fact], msgspec.json.Decoder[Any]]] = {
     kind: msgspec.json.Decoder(kind) for kind in (*_BY_KEY.values(), *_BY_FOLDER.values())

@@ -25,7 +25,7 @@ def wanted(spent: Mapping[str, float]) -> float:
 
 
 def goodput(spent: Mapping[str, float]) -> float | None:
-    """Return the share of the wanted time that was productive. None without a seen step, for example for
+    """Return the share of the wanted time that was productive; None if no step was seen, for example for
     scripts without an optimizer."""
     trained_s = sum(spent.get(kind, 0.0) for kind in (Kind.PRODUCTIVE, Kind.REPLAYED, Kind.CHECKPOINT))
     return spent.get(Kind.PRODUCTIVE, 0.0) / wanted(spent) if trained_s > 0 else None
