@@ -151,7 +151,7 @@ def unfit() -> str:
         why = too_old(metadata.version("torch"))
         return f"{why}: pip install 'torch>={oldest()}'" if why else ""
     except metadata.PackageNotFoundError:
-        if util.find_spec("torch") is not None:  # used from its source tree, without a known version
+        if util.find_spec("torch") is not None:  # torch is used from its source tree, without a known version
             return ""
         return f"PyTorch is not installed in this Python: pip install 'torch>={oldest()}'"
 

@@ -150,7 +150,8 @@ class QueuedChannel(Channel[_Said, _Heard]):
             return False
         except OSError as error:
             if error.errno in _SCARCE:
-                time.sleep(_SCARCE_PAUSE_S)  # the socket is writable, so ``flush`` is called again at once
+                # The loop would call ``flush`` again at once, since the socket is writable.
+                time.sleep(_SCARCE_PAUSE_S)
                 return False
             raise ChannelClosed(f"the connection is lost: {error.strerror or error}") from error
         return True
@@ -242,7 +243,8 @@ def _files_in(attached: Iterable[tuple[int, int, bytes]]) -> list[int]:
 def _content(fd: int, bytes_max: int) -> bytes:
     """Return the content of a file in memory, and close the file. Raises BadMessage."""
     try:
-        fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # fails for other files, which might make this process wait
+        # Fails for files that are not in memory, on which this process might block.
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         size = os.fstat(fd).st_size
         if size > bytes_max:
             raise BadMessage(f"a message has {size} bytes, and {bytes_max} are allowed")

@@ -44,7 +44,7 @@ class Memory:
             os.close(fd)
             raise
 
-    def __del__(self) -> None:  # a view that is still in use keeps the mapping
+    def __del__(self) -> None:  # a memoryview that is still in use keeps the mapping alive
         if hasattr(self, "map"):
             os.close(self.fd)
 
@@ -106,4 +106,4 @@ def _of_groups(groups: str, root: Path) -> Iterator[int]:
                     freed = sum(int(stat.get(total + kind, 0)) for kind in _RECLAIMED)
                     yield int(most) - int((group / usage).read_text()) + freed
             except (OSError, ValueError):
-                continue  # a container may not see its parent groups
+                continue  # the parent groups may be invisible in a container

@@ -95,7 +95,7 @@ def _notes(folders: Iterable[Path]) -> dict[str, Numbered]:
     """Return the notes by file name. Each folder is a run's folder, or the ``audit`` folder in it. Raises
     OSError."""
     places = [folder / FOLDER if (folder / FOLDER).is_dir() else folder for folder in folders]
-    others = (FILE, TIMELINE)  # a run without an audit has these files as well
+    others = (FILE, TIMELINE)  # every run has these files, also without an audit
     paths = [p for place in places for p in sorted(place.glob(f"*{SUFFIX}")) if p.name not in others]
     sizes = [path.stat().st_size for path in paths]
     return as_of({str(path): (path.read_bytes(), size) for path, size in zip(paths, sizes, strict=True)})

@@ -30,7 +30,7 @@ class Stopped(BaseException):
 def main() -> NoReturn:
     """Run a command and exit."""
     try:
-        if sys.argv[1:2] == ["run"]:  # until the agent installs its own handlers
+        if sys.argv[1:2] == ["run"]:  # handle signals until the agent installs its own handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, _stop)
         from elasticd.cli.main import main as go

@@ -68,5 +68,6 @@ def over_interface(
     if asked or not host_is_named:
         told["GLOO_SOCKET_IFNAME"] = name
     if asked:
-        told["NCCL_SOCKET_IFNAME"] = f"={name}"  # "=": exactly this name, not every name with this prefix
+        # NCCL reads "=" as exactly this name, and otherwise as a prefix.
+        told["NCCL_SOCKET_IFNAME"] = f"={name}"
     return {variable: value for variable, value in told.items() if variable not in inherited}

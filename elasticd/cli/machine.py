@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-NODES_MAX = 100  # agents of one job on one machine that get different default names
+NODES_MAX = 100  # the most agents of one job on one machine that get different default names
 
 
 class Machine(Protocol):

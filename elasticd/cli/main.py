@@ -67,7 +67,8 @@ def version() -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit. Errors that users can fix are one sentence on stderr."""
     _open_missing_streams()
-    if os.environ.get("ELASTICD_ETCD_PASSWORD"):  # otherwise visible in /proc, also of process 1
+    # Otherwise the password would be visible in /proc, also if this is process 1.
+    if os.environ.get("ELASTICD_ETCD_PASSWORD"):
         hide_memory()
     fork_from_process_1()
     sys.exit(_exit_code(argv))

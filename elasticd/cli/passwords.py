@@ -27,7 +27,7 @@ def of_login(options: Mapping[str, Any]) -> str | None:
         if file is not None:
             raise CommandError(f"--etcd-password-file {file} is given without --etcd-user.")
         return None  # a password in the environment needs --etcd-user too
-    hide_memory()  # from the scripts that the agent runs
+    hide_memory()  # hide the password from the scripts that the agent runs
     return os.environ.get(VARIABLE) if file is None else read(file)
 
 

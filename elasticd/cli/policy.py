@@ -69,7 +69,8 @@ def _checked(path: Path, name: str, value: object) -> Any:
         raise CommandError(f"--policy {path}: there is no setting {name}{meant}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CommandError(f"--policy {path}: {name} is not a number.")
-    if isinstance(value, int) and abs(value) > MOST:  # it may have too many digits to be shown
+    # An integer may have too many digits to be converted to text.
+    if isinstance(value, int) and abs(value) > MOST:
         raise CommandError(f"--policy {path}: {name} is not between -{MOST:,} and {MOST:,}.")
     try:
         return kind.convert(value, None, None)

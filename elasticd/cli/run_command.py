@@ -59,7 +59,8 @@ def run(ctx: click.Context, /, **_: object) -> int:
         os.environ.pop(f"ELASTICD_{name}", None)
     termination_log = TerminationLog(options.termination_log)
     try:
-        if gone := working_directory_fault():  # else torch or the script would fail with an unclear error
+        # Otherwise torch or the script would fail with an unclear error.
+        if gone := working_directory_fault():
             raise CommandError(gone)
         _check_variables(os.environ)
         return _run(options, termination_log)

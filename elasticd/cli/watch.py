@@ -18,7 +18,7 @@ from elasticd.etcd.errors import BadRecord, StoreError, StoreRefused, StoreUnava
 from elasticd.telemetry.status import JobStatus, job_status
 from elasticd.telemetry.steprate import StepRates
 
-QUIET_S = 5.0  # after this silence, check whether etcd still responds
+QUIET_S = 5.0  # after this time without a change, check whether etcd still responds
 AWAY_S = 1.0  # the interval of checks while etcd is away
 EVERY_S = 1.0  # heartbeats of all nodes are shown together, at this interval
 

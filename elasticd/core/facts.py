@@ -167,8 +167,8 @@ class Phase(StrEnum):
     """The phase of a round: waiting* -> live -> closing -> (the next round | waiting | ended)."""
 
     WAITING = "waiting"  # nothing runs, and there are too few workers for the next round
-    LIVE = "live"  # its workers run
-    CLOSING = "closing"  # its members stop their workers and release it
+    LIVE = "live"  # the round's workers run
+    CLOSING = "closing"  # the round's members stop their workers and release the round
     ENDED = "ended"  # the job is over; see Round.outcome
 
 
@@ -182,7 +182,7 @@ class Cause(StrEnum):
     WORLD_BROKEN = "world_broken"  # workers lost each other, though no worker ended
     NODE_FAULT = "node_fault"  # a worker failed because its node's disk was full
     NODE_DRAINED = "node_drained"
-    SLOT_DRAINED = "slot_drained"  # its worker was a straggler, or its GPU has errors
+    SLOT_DRAINED = "slot_drained"  # the slot's worker was a straggler, or its GPU has errors
     GREW = "grew"
     SCALED = "scaled"
     STOPPED = "stopped"
@@ -257,7 +257,7 @@ class Outcome(StrEnum):
     SHORT = "short"  # fewer than min workers for longer than the join timeout
     STOPPED = "stopped"  # by `elasticd stop`
     DIVERGED = "diverged"  # a loss or gradient was not finite, and the user wants the job to stop then
-    NOWHERE = "nowhere"  # no checkpoint to resume from, and one was required
+    NOWHERE = "nowhere"  # there was no checkpoint to resume from, although one was required
     REFUSED = "refused"  # the data differs from the data of the training to resume
 
 

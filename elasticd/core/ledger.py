@@ -17,14 +17,14 @@ from enum import StrEnum
 
 from elasticd.core.facts import NodeLedger, SlotTime
 
-ABSENT_MAX_S = 300.0  # the longest absence of an agent that counts as its restart
+ABSENT_MAX_S = 300.0  # the longest absence of an agent that counts as a restart of the agent
 KEPT_SHARE = 0.01  # if an agent is killed, the kind of at most this share of its time is lost
 KEPT_FIRST_S, KEPT_MOST_S = 1.0, 30.0  # the shortest and the longest time between two writes of the record
 
 
 class Kind(StrEnum):
     PRODUCTIVE = "productive"  # steps made for the first time
-    REPLAYED = "replayed"  # steps made again, because they were lost
+    REPLAYED = "replayed"  # steps that were lost, and made again
     CHECKPOINT = "checkpoint"  # training was held up by a checkpoint
     RENDEZVOUS = "rendezvous"  # the worker was ready, and waited for the next world
     RESTARTING = "restarting"  # from a worker's last step to its end, and from its start to its first

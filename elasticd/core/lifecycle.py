@@ -12,7 +12,7 @@ from typing import Final
 
 
 class Life(StrEnum):
-    STARTING = "starting"  # in no round, and not ready for one
+    STARTING = "starting"  # in no round, and not ready for a round
     WAITING = "waiting"  # in no round, and ready for the next
     TRAINING = "training"  # in a round
     FAILING = "failing"  # in a round, and about to end by an exception of its own

@@ -61,11 +61,12 @@ class Fatal(StrEnum):
     """The reason why the end of a worker ends the job, without a restart."""
 
     NOT_FINITE = "not_finite"  # a loss or gradient is not finite, and the job is to stop then
-    NO_CHECKPOINT = "no_checkpoint"  # no whole checkpoint, and one was required
+    NO_CHECKPOINT = "no_checkpoint"  # no checkpoint is whole, although one was required
     BAD_DATA = "bad_data"  # the data differs from the data of the training to resume
 
 
-FATALS: Final = (None, Fatal.NOT_FINITE, Fatal.NO_CHECKPOINT, Fatal.BAD_DATA)  # by their number in the page
+# The index of a reason is its number in the page.
+FATALS: Final = (None, Fatal.NOT_FINITE, Fatal.NO_CHECKPOINT, Fatal.BAD_DATA)
 
 
 @dataclass(frozen=True, slots=True)

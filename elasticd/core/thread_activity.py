@@ -23,8 +23,8 @@ Stack = Sequence[Frame]  # innermost first
 
 class ActivityKind(StrEnum):
     COLLECTIVE = "collective"  # waits for other ranks
-    PROGRAM = "program"  # waits for a program or a process that it started, or for the saver
-    OWN = "own"  # runs code of its own
+    PROGRAM = "program"  # waits for a program or a process that the thread started, or for the saver
+    OWN = "own"  # runs the script's or a library's code
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def store(
 
     def complained(error: StoreError) -> None:
         nonlocal logged
-        if str(error) != logged:  # every watch reports the same error
+        if str(error) != logged:  # log an error once, although every watch reports it
             logged = str(error)
             log.get("elasticd.agent").warning("etcd.complaint", why=logged)
         needed = isinstance(error, BadRecord) and error.key in ("spec", "round", f"nodes/{config.node}")

@@ -27,7 +27,7 @@ def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float)
             host=host_identity(),
             pid=os.getpid(),
         ),
-        Spec(  # the agent writes it to etcd if this node is the job's first
+        Spec(  # the agent writes the spec to etcd if this node is the job's first
             asked=config.limits,
             limits=config.limits,
             script=config.command.target,

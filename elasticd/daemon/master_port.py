@@ -74,7 +74,7 @@ class MasterPort:
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward both directions until either end has closed."""
         with contextlib.closing(writer), contextlib.suppress(OSError):
-            if self._store is None:  # no round yet, so the client is no worker
+            if self._store is None:  # there is no round yet, so the client is not a worker
                 return
             theirs, to_store = await asyncio.open_connection(*self._store)
             with contextlib.closing(to_store):

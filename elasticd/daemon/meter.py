@@ -285,7 +285,7 @@ class Meter:
             for beat in beats:
                 if beat.slot in crew.member.slots:
                     self._read(beat, crew.round.number, now)
-        if round is not None:  # once more: the round may have made its first step and ended
+        if round is not None:  # look again, since the round may have made its first step and ended meanwhile
             self._still = self._still.see(round, self._last_step_at)
 
     def _read(self, beat: SlotProgress, round: int, now: float) -> None:
@@ -294,7 +294,7 @@ class Meter:
             before = _Worker(beat.pid, round, now)
         elif (
             before.round != round or beat.step < before.step
-        ):  # the same process in another round: its CPU time goes on
+        ):  # the same process is in another round, and its CPU time continues
             before = _Worker(before.pid, round, now, cpu_s=before.cpu_s)
         steps = beat.step - before.step
         if steps > 0:

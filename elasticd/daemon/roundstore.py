@@ -41,7 +41,7 @@ class TorchRoundStores:
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=CLIENT_TIMEOUT_S),
-            master_listen_fd=listener.detach(),  # the store closes it
+            master_listen_fd=listener.detach(),  # the store closes the descriptor
         )
 
     def renew(self) -> int:

@@ -144,7 +144,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         )
 
         def run_folder() -> Path | None:
-            if driver.state.registered:  # an agent that the job refused leaves no folder
+            if driver.state.registered:  # an agent that the job refused keeps no folder of logs
                 destinations.begin(config.job)
             return destinations.run_folder()
 

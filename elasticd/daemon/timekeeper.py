@@ -37,7 +37,8 @@ class Timekeeper:
         self._progress = progress
         self._step_times = step_times
         self._seen: tuple[object, ...] = ()
-        self._first_at: dict[int, tuple[int, float]] = {}  # the round, and the time of its first step
+        # By slot: a round, and the time of the round's first step.
+        self._first_at: dict[int, tuple[int, float]] = {}
         self._found: tuple[NodeLedger | None] | None = None  # the record in etcd, once it has been read
         self._known = timekeeping.start(state, began_at)
 

@@ -69,7 +69,8 @@ class Sampler:
     def _ask_gpus(self) -> None:
         self._gpus = Gpus.open()
         while self._gpus is not None and not self._ending.is_set():
-            self._said.put(self._gpus.read(self._devices))  # each reading once: its XID errors are counted
+            # A reading is taken only once, since its XID errors are counted.
+            self._said.put(self._gpus.read(self._devices))
             self._ending.wait(EVERY_S)
 
     def _heard_of_gpus(self) -> Mapping[int, GpuReading]:

@@ -37,7 +37,7 @@ def _numa(mode: str | None) -> Callable[[list[str], Assignment], list[str]]:
     if mode is None:
         return lambda argv, _: argv
     try:
-        from torch.numa import binding  # private, but torchrun's option --numa-binding uses it
+        from torch.numa import binding  # a private module, which torchrun's option --numa-binding uses too
 
         wrap = binding._maybe_wrap_command_args_with_numa_binding
     except (ImportError, AttributeError):

@@ -16,7 +16,7 @@ VERSION = 1
 FOLDER = "audit"  # in the run's folder
 SUFFIX = ".jsonl"
 VARIABLE = "ELASTICD_AUDIT_FOLDER"  # the audit folder, in a worker's environment
-EVERY = "ELASTICD_AUDIT_EVERY"  # a worker notes a digest of its weights every so many steps
+EVERY = "ELASTICD_AUDIT_EVERY"  # the number of steps from one digest of the weights to the next
 SERIES = "ELASTICD_AUDIT_SERIES"
 
 

@@ -89,7 +89,7 @@ def parts_of(
     ]
 
 
-@lru_cache(maxsize=16)  # batches have one size, but for the last of an epoch
+@lru_cache(maxsize=16)  # all batches have the same size, except the last of an epoch
 def counts_of(world: int, *, samples: int, virtual_ranks: int, accumulate: int = 1) -> tuple[int, ...]:
     """Return the number of portions that each worker of a world has of a batch, by rank."""
     cut = {"samples": samples, "virtual_ranks": virtual_ranks, "accumulate": accumulate}

@@ -113,7 +113,7 @@ class Client:
             if slash:
                 names += _job_name(name)
                 key = kv.prefix_end(ROOT + name + b"/")
-            else:  # a key that elasticd did not write
+            else:  # elasticd did not write this key
                 key = response.kvs[0].key + b"\0"
 
     def has(self, job: str) -> bool:

@@ -36,11 +36,12 @@ _OPTIONS = [
     ("grpc.http2.ping_timeout_ms", 2_000),  # otherwise a dead connection is noticed after 65 s
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # also limits one attempt to connect
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # this option also limits the time of one attempt to connect
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.max_receive_message_length", -1),  # a listing of a thousand nodes exceeds the default
     ("grpc.max_send_message_length", -1),
-    ("grpc.use_local_subchannel_pool", 1),  # one connection per channel, so that a stuck one blocks no other
+    # One connection per channel, so that a stuck connection blocks no other channel.
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),  # etcd is on the cluster's network
     ("grpc.enable_retries", 0),  # this module decides what to retry
 ]

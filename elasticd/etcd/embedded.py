@@ -182,7 +182,7 @@ class Embedded:
             self._forget()
         # If a cleaner of temporary files has removed the folder, etcd starts empty, which the agents notice.
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        if self.folder.lstat().st_uid != os.geteuid():  # another user made it meanwhile
+        if self.folder.lstat().st_uid != os.geteuid():  # another user has made the folder meanwhile
             raise StoreUnavailable(f"{self.folder} was removed, and belongs to another user now", sent=False)
         self._unlock()
         self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -208,7 +208,7 @@ class Embedded:
         argv += ["--auto-compaction-mode=periodic", "--auto-compaction-retention=5m"]
         self.version = version_of(self._binary)
         if (self.version or (0, 0, 0)) >= (3, 5, 0):
-            argv += ["--unsafe-no-fsync"]  # its data is not needed after the run
+            argv += ["--unsafe-no-fsync"]  # the data is not needed after the run
         return argv
 
     def _await_ready(self) -> None:
@@ -256,7 +256,7 @@ class Embedded:
         os.close(self._pidfd)
         self._pidfd = None
         try:
-            os.waitpid(self.pid, os.WNOHANG)  # reap it if it is our child
+            os.waitpid(self.pid, os.WNOHANG)  # reap etcd if it is a child of this process
         except ChildProcessError:
             pass
 
@@ -280,7 +280,7 @@ def _private_folder() -> Path:
     if len(path) <= SOCKET_PATH_MAX and re.fullmatch(r"[\w/.:-]+", path, re.ASCII):  # gRPC accepts no blanks
         return folder
     folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="elasticd-etcd-", dir="/tmp"))  # also mode 0700
+    return Path(tempfile.mkdtemp(prefix="elasticd-etcd-", dir="/tmp"))  # mkdtemp sets the mode 0700 too
 
 
 def cause_in(log: str) -> str:

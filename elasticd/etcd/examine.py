@@ -134,7 +134,8 @@ def _greet(
         told = connection.getresponse().headers["Date"] or ""
         at = parsedate_to_datetime(told).replace(tzinfo=UTC).timestamp()
         return (at - wall(), at + 1.0 - asked), certificate
-    except (OSError, http.client.HTTPException, ValueError):  # this etcd serves gRPC only, or tells no time
+    # This etcd serves only gRPC, or sends no Date header.
+    except (OSError, http.client.HTTPException, ValueError):
         return None, certificate
     finally:
         connection.close()

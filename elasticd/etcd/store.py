@@ -35,7 +35,7 @@ from elasticd.etcd.leases import Lease, LeaseKeeper
 from elasticd.etcd.names import job_prefix
 from elasticd.etcd.watcher import Events, Watcher
 
-WRITERS_MAX = 8  # concurrent transactions of all stores; each store has one at a time
+WRITERS_MAX = 8  # the most concurrent transactions of all stores; a store has one at a time
 
 _log = logging.getLogger(__name__)
 

@@ -66,7 +66,7 @@ def check(value: Any) -> None:
 
 def _between(low: float, high: float) -> Callable[[Any], None]:
     def rule(value: Any) -> None:
-        if value is not None and not low <= value <= high:  # also rejects NaN
+        if value is not None and not low <= value <= high:  # this comparison also rejects NaN
             raise ValueError(f"{value} is not between {low:g} and {high:g}")
 
     return rule

@@ -76,7 +76,7 @@ class KeyWatch:
         self.key = key
         self.prefix = prefix
         self.follower = follower
-        self._ended = False  # set by the caller; all else belongs to the watcher's thread
+        self._ended = False  # set by the caller; all other fields belong to the watcher's thread
         self._state = _State.TO_LIST
         self._id = -1  # the watch's id on its stream
         self._revision = 0  # the last revision seen
@@ -132,7 +132,7 @@ class Watcher:
         self._actor.tell("add", watch, None)
 
         def end() -> None:
-            watch._ended = True  # nothing is delivered after this
+            watch._ended = True  # from now on, the follower gets no more changes
             self._actor.tell("end", watch, None)
 
         return end

@@ -23,7 +23,7 @@ TAIL_BYTES = 16_384
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LINES = 20
-_AFTER = 10  # lines shown after an error: its message may have several lines
+_AFTER = 10  # the most lines shown after an error, since a message may have several lines
 _RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch's prefix of the lines of a traceback
 # The patterns match the first line of a traceback, which a progress bar may precede, the lines inside, around
 # which rich and loguru draw boxes, and the error at the end. A syntax error in the script has no first line.

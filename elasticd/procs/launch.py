@@ -45,7 +45,8 @@ def start_error(errors: int) -> str | None:
         return os.read(errors, 4096).decode() or None
     except BlockingIOError:  # the child still runs
         return None
-    except ConnectionResetError:  # forked by the zygote, and killed before it was released
+    # The process was forked by the zygote, and killed before the warden released it.
+    except ConnectionResetError:
         return None
     finally:
         os.close(errors)

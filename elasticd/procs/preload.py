@@ -91,7 +91,7 @@ class Preload:
                 try:
                     names = zlib.decompressobj().decompress(data, _NAMES_BYTES_MAX).decode().split("\n")
                 except (zlib.error, UnicodeDecodeError):
-                    continue  # not from a worker of this node
+                    continue  # the sender is not a worker of this node
                 self._modules.update(dict.fromkeys(filter(None, names)))
         if len(self._modules) == known and self._serving is not None:
             return

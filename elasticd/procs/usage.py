@@ -84,4 +84,4 @@ def _each(groups: str, root: Path) -> Iterator[float]:
                 stat = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
                 yield int(stat.get(key, 0)) * unit_s
             except (OSError, ValueError):
-                continue  # a container may not see its parent groups
+                continue  # the parent groups may be invisible in a container

@@ -95,7 +95,7 @@ class _Child:
     kill_at: float | None = None
     fenced: bool = False
     told: bool = False
-    failure: str = ""  # why it could not be started
+    failure: str = ""  # why the process could not be started
 
     def start_error(self) -> str | None:
         """Return why the program could not be started; None if it was. Call once, when the outcome is
@@ -163,7 +163,7 @@ class WardenProcess:
 
     def _watch(self, agent_pid: int) -> None:
         """Notice the agent's death even if another process still has the agent's end of the socket."""
-        with contextlib.suppress(OSError):  # no pidfds in this kernel: only the socket is watched
+        with contextlib.suppress(OSError):  # if the kernel has no pidfds, only the socket is watched
             self._selector.register(os.pidfd_open(agent_pid), selectors.EVENT_READ, "death")
         if os.getppid() != agent_pid:
             self._lose_agent()

@@ -420,7 +420,7 @@ class Warden:
                         self._exchange(events)
                 self._call_queued()
         except ChannelClosed:
-            selector.unregister(self._channel)  # before its descriptor's number can be reused
+            selector.unregister(self._channel)  # unregister before the descriptor's number can be reused
             self._lose()
         finally:
             selector.close()

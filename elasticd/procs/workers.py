@@ -381,7 +381,7 @@ class LocalProcs:
         if worker.life is Life.STOPPING:
             return False  # the worker ends soon
         if worker.life is Life.TRAINING and message.round == 0:
-            self._let_enter(worker)  # a new worker, started for this round
+            self._let_enter(worker)  # the worker is new, and was started for this round
             return False
         if worker.life is Life.LEAVING:
             self._warden.spare_worker(worker.id)

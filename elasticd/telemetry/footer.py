@@ -58,7 +58,7 @@ def _told(events: Sequence[Note], width: int, room: int, fold: bool) -> list[Tex
     lines: list[Text] = []
     for at, event in enumerate(events, 1):
         clock = time.strftime(" %H:%M:%S ", time.localtime(event.at))
-        most = room - len(lines) - (len(events) - at)  # keep one line for each later event
+        most = room - len(lines) - (len(events) - at)  # keep one line free for each later event
         words = textwrap.wrap(event.text, max(8, width - len(clock))) if fold and most > 1 else [event.text]
         if len(words) > most:
             words = [*words[: most - 1], " ".join(words[most - 1 :])]

@@ -27,7 +27,7 @@ from typing import Self
 
 CONNECTIONS_MAX = 32
 REQUEST_MAX_BYTES = 16 * 1024
-PATIENCE_S = 10.0  # for one request and its answer
+PATIENCE_S = 10.0  # the time limit for one request and its answer
 
 
 @dataclass(frozen=True, slots=True)

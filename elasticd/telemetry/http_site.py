@@ -164,7 +164,7 @@ def _sent(authorization: str) -> bytes:
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(credentials, validate=True).partition(b":")[2]
-        except ValueError:  # also of characters that are not ASCII
+        except ValueError:  # raised also for characters that are not ASCII
             return b""
     return b""
 

@@ -24,7 +24,7 @@ from elasticd.telemetry.log import takes_colors
 from elasticd.telemetry.status import JobStatus
 
 REPAINT_S = 0.05  # between two repaints: smooth to the eye, and cheap while workers print much
-PENDING_MAX_CHARS = 1 << 20  # writers wait while more than this is unprinted
+PENDING_MAX_CHARS = 1 << 20  # writers wait while more characters than this are not printed yet
 PARTIALS_MAX = 4  # progress bars shown at once
 
 _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -121,7 +121,8 @@ class LiveView(TerminalView):
         self._wake = threading.Condition()
         self._pending: list[str] = []
         self._pending_chars = 0
-        self._buffers: dict[Hashable, LineBuffer] = {}  # both streams are the same terminal
+        # Stdout and stderr have one buffer, since both are the same terminal.
+        self._buffers: dict[Hashable, LineBuffer] = {}
         self._status: JobStatus | None = None
         self._dirty = False
         self._closed = False

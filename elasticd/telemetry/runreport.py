@@ -26,7 +26,7 @@ _OTHER_SECTIONS = (
     "workers.hung",
     *_STRAGGLERS,
 )  # warnings with a section of their own
-_UNCHARGED = (Cause.NODE_LOST, Cause.WORLD_BROKEN)  # causes without a worker that ended
+_UNCHARGED = (Cause.NODE_LOST, Cause.WORLD_BROKEN)  # causes for which no worker failed
 _CHANGES = ("job.waiting", "workers.stopping", "workers.leaving", "round.awaiting_release")
 
 

@@ -13,7 +13,7 @@ from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.runreport import FailurePart, RoundPart, RunReport, SlotPart
 from elasticd.telemetry.statuspage import TILES_NOTES_TABLES
 
-ROWS_MAX = 200  # of a table; the middle rows of a longer one are left out
+ROWS_MAX = 200  # the most rows of a table; the middle rows of a longer table are left out
 _COLOURS = ("var(--a)", "var(--b)", "var(--c)", "var(--d)", "var(--e)", "var(--f)")
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

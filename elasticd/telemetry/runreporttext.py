@@ -13,7 +13,7 @@ from elasticd.telemetry.runreportpage import length, notes, percent
 
 T = TypeVar("T")
 
-EACH_MAX = 12  # rows of one list
+EACH_MAX = 12  # the most rows of one list
 _BAR = 24
 
 

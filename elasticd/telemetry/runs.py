@@ -64,7 +64,7 @@ def _remove_dead_links(jobs: Path) -> None:
         with suppress(OSError):
             if not link.exists():
                 link.unlink()
-                link.parent.rmdir()  # fails unless it is empty
+                link.parent.rmdir()  # fails unless the folder is empty
 
 
 def of_job(state: Path, job: str) -> list[KnownRun]:

@@ -47,8 +47,8 @@ F = TypeVar("F")
 
 class SlotState(StrEnum):
     IDLE = "idle"  # part of the job, but without a worker
-    READY = "ready"  # its worker waits for a round
-    STARTING = "starting"  # its worker has made no step in this round
+    READY = "ready"  # the slot's worker waits for a round
+    STARTING = "starting"  # the slot's worker has made no step in this round
     RUNNING = "running"
     STOPPING = "stopping"
     FINISHED = "finished"

@@ -95,7 +95,8 @@ def decide(me: str, address: str, view: RendezvousView, rules: Rules, now: float
     """Return what ``me``, a node at ``address`` that wants to join a round, does next."""
     last = view.round
     if last is not None and last.closed is not None and (not last.closed.failed or living(view)):
-        return Rejected(last)  # a failed attempt rejects nodes until all its own have left
+        # After a failed attempt, nodes are rejected until all nodes of the attempt have left.
+        return Rejected(last)
     mine = view.nodes.get(me)
     for node, seen in view.nodes.items():
         older = mine is None or seen.created < mine.created
@@ -139,7 +140,7 @@ def changes_pending(me: str, entered: int, view: RendezvousView, rules: Rules) -
     """
     last = view.round
     if last is None:
-        return 1  # the record is gone, so this world may no longer be the live one
+        return 1  # the round's record was deleted, so another world may be live
     if last.closed is not None:
         # Finished: nodes that still train may finish. Failed: no node can go on.
         return 1 if last.closed.failed else 0

@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.torchrun.decide import Rules
 
-_LEASE_FLOOR_S = 2.0  # the shortest lease that etcd grants
+_LEASE_FLOOR_S = 2.0  # the shortest lease that etcd grants, in seconds
 _TORCHRUN_FILLS_IN_S = 900.0  # torchrun adds timeout=900 to every --rdzv-conf without a timeout
 
 _KEYS = {

@@ -273,7 +273,7 @@ class Data:
         loaded = iter(self._loader)
         for batch in batches():
             yield Share(batch, cutting.parts(batch.samples), loaded)
-        self._loader = None  # its processes can end
+        self._loader = None  # without the loader, its processes can end
 
     def _shares_of_stream(self, cutting: Cutting) -> Iterator[Share]:
         if self._epochs is not None and self._epoch >= self._epochs:

@@ -24,7 +24,7 @@ from elasticd.worker.world.group import World, WorldChanged, is_of_the_group, wh
 
 _log = logging.getLogger(__name__)
 NEWS_S = 5.0  # how long to wait for Leave after a failed collective
-NEWS_S_MAX = 15.0  # the same for a worker that has no state yet, and ends after the wait
+NEWS_S_MAX = 15.0  # the wait of a worker that has no state yet, and then ends
 WHY_MAX = 1000  # the most characters of an error to send
 
 P = ParamSpec("P")
@@ -127,7 +127,7 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
         except BaseException as error:
             if not _is_of_the_world(error, world):
                 _explain(error)
-                world.close()  # the others learn of the failure before this process has ended
+                world.close()  # the other workers notice the failure before this process has ended
                 link.send(Broken(round, fails=True, why=_why(error)))
                 raise
             failure = error

@@ -165,6 +165,7 @@ class State:
 def _saves_of(given: Checkpoints | str | os.PathLike[str] | None) -> CommitCheckpoints | None:
     if not given:
         return None
-    from elasticd.worker.checkpoints import Checkpoints  # imports parts of torch that nothing else here needs
+    # Imported here, since it imports parts of torch that only checkpoints need.
+    from elasticd.worker.checkpoints import Checkpoints
 
     return CommitCheckpoints(given if isinstance(given, Checkpoints) else Checkpoints(given))

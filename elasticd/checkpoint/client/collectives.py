@@ -41,7 +41,7 @@ class RankGroup:
         work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.group, async_op=True)
 
         def result() -> list[int]:
-            if work is not None:  # None: this rank is not in the group
+            if work is not None:  # torch returns None if this rank is not in the group
                 work.wait()
             return [int(v) for v in tensor]
 

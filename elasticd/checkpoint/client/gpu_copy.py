@@ -50,7 +50,8 @@ class GpuCopier:
         if int(cuda.cudaHostRegister(at, memory.size, 0)) == 0:
             weakref.finalize(memory, cuda.cudaHostUnregister, at)
             return
-        with contextlib.suppress(RuntimeError):  # CUDA would report the error to its next caller
+        # Take the error of cudaHostRegister, which CUDA would report to the next call.
+        with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
 
     def copy(self, into: list[torch.Tensor], sources: list[torch.Tensor]) -> GpuEvent:
@@ -142,7 +143,7 @@ def offload(
     if there:
         event = gpu.copy(*_apart(there))
         gpu.wait_on_gpu(event)
-    if later:  # on the same stream, after the others
+    if later:  # on the same stream, after the copies above
         event = gpu.copy(*_apart(later))
     copy_done = None
     if event is not None:

@@ -56,7 +56,7 @@ def load_plain(folder: Path, state: dict[str, Any], ranks: RankGroup) -> None:
         leaves = {**before.tensors, **before.objects}
         with warnings.catch_warnings(
             action="ignore", category=UserWarning
-        ):  # torch warns that this is a single process
+        ):  # torch warns that the process group is not used
             # Each rank reads for itself: together the ranks would send each other pickles.
             dcp.load(leaves, storage_reader=_Reader(folder), planner=_Planner(), no_dist=True)
     except BadCheckpoint as error:

@@ -69,7 +69,7 @@ class Resuming:
     def _load(self, half: str, required: bool, beyond: Age | None) -> int | None:
         """Load from disk. ``half``: why the state is partly filled from memory; empty otherwise."""
         ranks = self._ranks
-        wrong: dict[str, str] = {}  # what is wrong, by checkpoint
+        wrong: dict[str, str] = {}  # the fault of each checkpoint, by its name
         passes = bool(half)  # whether the errors may be temporary
         while True:
             # Read again each time: a saver may have committed something in between.
@@ -158,7 +158,7 @@ class Resuming:
         offered = self._queries.survey() if self._ranks.rank == 0 else []
         there, _, _ = (
             self._committed()
-        )  # read second: a state that has left the memory meanwhile is committed by now
+        )  # read after the memory: a state that has left the memory meanwhile is committed
         least = (there.newest.round, there.newest.step) if there.newest else (0, 0)
         return newest_whole(offered, least), there
 

@@ -15,7 +15,7 @@ from elasticd.checkpoint.format.manifest import Blob, Chunk, Index, Tensor, shar
 
 _frame = lru_cache(maxsize=4096)(tensor_frame)
 _RANKS_NAMED: Final = 8
-WHOLE_BELOW: Final = 256 * 1024  # bytes: smaller tensors are not cut, since that gains nothing
+WHOLE_BELOW: Final = 256 * 1024  # bytes; smaller tensors are not cut, since cutting them gains nothing
 PART_MAX: Final = 1 << 30  # bytes: a frame's length has 32 bits, and several readers share a large tensor
 
 
@@ -158,7 +158,7 @@ def _sliced(parts: Sequence[TensorPart], world: int, begun: int) -> Iterator[tup
     """Yield the pieces of the replicated parts with their ranks. ``begun``: bytes that rank 0 already
     writes."""
     total = begun + sum(part.size for part in parts)
-    at = begun  # bytes before this part
+    at = begun  # the number of bytes before this part
     for part in parts:
         size = part.size
         if size < WHOLE_BELOW or not part.sizes or part.sizes[0] == 1:

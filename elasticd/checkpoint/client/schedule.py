@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from elasticd.checkpoint.client.collectives import RankGroup
 
-BELIEVED_S: Final = 6 * 3600.0  # the assumed time between failures, before the first one
+BELIEVED_S: Final = 6 * 3600.0  # the assumed time between failures, before the first failure
 LEAST_S: Final = 1.0
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_NOT_MINE: Final = 1 << 62  # larger than rank 0's numbers, so that ``minimum`` returns those of rank 0
+_NOT_MINE: Final = 1 << 62  # larger than rank 0's numbers, so that ``minimum`` returns rank 0's numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Schedule:
     durable_s: float = 0.0
     _since: float = field(default_factory=time.monotonic)
     _next: int = 0  # the step at which to ask again
-    _mark: tuple[int, float] | None = None  # a step and its time
+    _mark: tuple[int, float] | None = None  # a step, and the time when it was made
     _asked: tuple[int, int] | None = None  # the last two steps that ``due`` was called with
 
     def begin(self) -> None:

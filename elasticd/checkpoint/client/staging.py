@@ -93,7 +93,7 @@ class CopyPlan:
     def free(self) -> bool:
         """Whether the next buffer may be overwritten."""
         if self.copying:
-            return False  # the buffer may hold the newest state that all nodes have
+            return False  # the buffer may hold the newest state of which all nodes have their shards
         return self.turn >= len(self.buffers) or not self.buffers[self.turn].busy
 
     @property

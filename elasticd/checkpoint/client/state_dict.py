@@ -24,8 +24,9 @@ Path = tuple[str | int, ...]
 _WHOLE: Final = "elasticd: in one piece"
 _KEYS: Final = "elasticd: keys"
 _SOME: Final = "elasticd: entries "
-_MANY: Final = 64  # entries; a small list or mapping with more is written in one piece
-_WHOLE_MAX: Final = 1 << 20  # bytes of tensors; more are split, so that any rank can write them
+_MANY: Final = 64  # entries; a list or mapping of small values with more entries is written in one piece
+# Bytes; a value with more bytes of tensors is split, so that any rank can write a part.
+_WHOLE_MAX: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +361,7 @@ def _restore_optimizer(
             for slot in have.keys() - saved.keys():
                 del have[slot]
             have.update(saved)
-        else:  # it had no state, as before its first step
+        else:  # the saved optimizer had no state, as before its first step
             optimizer.state.pop(parameter, None)
 
 

@@ -190,7 +190,8 @@ class FilePointer:
                 except Overtaken:
                     continue
                 except OSError as error:
-                    if self.before(new) == made.checkpoint:  # written, but a power cut may undo it
+                    # The file is written, but a power cut may undo the write.
+                    if self.before(new) == made.checkpoint:
                         return replace(made, unsettled=error_text(error))
                     if error.errno in _NO_ROOM:
                         raise CommitRefused(f"it could not be committed: {error_text(error)}") from error

@@ -20,7 +20,8 @@ from elasticd.core.checkpoint_names import WORLD_MAX
 VERSION: Final = 1
 MANIFEST: Final = "elasticd.json"
 METADATA: Final = ".metadata"
-BLOCK: Final = 4 << 20  # bytes; each block has its own checksum, so that a part can be read and verified
+# Bytes; each block of a file has its own checksum, so that a part can be read and verified.
+BLOCK: Final = 4 << 20
 BLOCK_MAX: Final = 1 << 30
 
 

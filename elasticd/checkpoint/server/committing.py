@@ -118,7 +118,8 @@ class Committing:
 
     def refuse(self, world: SavingWorld, save: PendingSave) -> None:
         """Tell the committing saver not to wait for this node."""
-        with contextlib.suppress(OSError):  # that saver then waits for a later receipt or its timeout
+        # The committing saver then waits for a later receipt or for its timeout.
+        with contextlib.suppress(OSError):
             world.store.replace(_receipt(world, save), msgspec.json.encode(_Receipt(why=save.why)))
 
     def discard(self, world: SavingWorld, save: PendingSave) -> None:
@@ -155,7 +156,8 @@ class Committing:
                 missing -= files.keys()
                 continue
             first = min(missing)
-            if lost := ahead.keys() - there:  # each node writes its receipts in order of step
+            # Nodes write receipts in order of step, so a missing receipt will never come.
+            if lost := ahead.keys() - there:
                 step = ahead[min(lost)]
                 raise TimeoutError(
                     f"the shard of rank {first}, which is on another node, never arrived, but step {step} did"

@@ -20,7 +20,8 @@ from elasticd.core.facts import SaverAddress
 
 _T = TypeVar("_T")
 _CALLERS_MAX: Final = 64  # the most callers served at the same time; further callers wait
-_STRANGERS_MAX: Final = 256  # connections that are not authenticated yet; a new one closes the oldest
+# The most connections that are not authenticated yet; a further connection closes the oldest.
+_STRANGERS_MAX: Final = 256
 _SPARE: Final = 0.1  # the share of available memory that stays free
 
 

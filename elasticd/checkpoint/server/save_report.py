@@ -11,7 +11,7 @@ import msgspec
 class Fate(StrEnum):
     COPIED = "copied"  # the workers have handed over their shards
     COMMITTED = "committed"
-    SKIPPED = "skipped"  # not copied, because earlier ones were not durable yet
+    SKIPPED = "skipped"  # not copied, because earlier checkpoints were not durable yet
     FAILED = "failed"
 
 

@@ -75,7 +75,7 @@ class _Client:
     rank: int = -1
     plan: ShardPlan | None = None
     number: int = -1
-    waits: bool = False  # training waits until its saves are durable
+    waits: bool = False  # the client's training waits until its saves are durable
     admitted: bool = True
 
 

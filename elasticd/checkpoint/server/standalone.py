@@ -15,7 +15,7 @@ from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.store.rate_limit import RateLimit
 
 _NICE: Final = 19
-_SESSION_NICE: Final = 10  # about a tenth of a processor that a worker also uses: slow, but not starved
+_SESSION_NICE: Final = 10  # gives the saver about a tenth of a processor that it shares with a worker
 
 
 def lower_priority() -> None:

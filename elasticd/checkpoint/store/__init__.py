@@ -126,6 +126,7 @@ def store_at(where: str | os.PathLike[str]) -> CheckpointStore:
 @cache
 def _remote(url: str, _: int) -> CheckpointStore:
     """Return the store of this process: a forked process cannot use its parent's connections."""
-    from elasticd.checkpoint.store.remote import Remote  # the import is slow, and few need it
+    # Imported here, since the import is slow and few runs need it.
+    from elasticd.checkpoint.store.remote import Remote
 
     return Remote.at(url)

@@ -229,7 +229,7 @@ def _give_up(out: Any) -> None:
     with contextlib.suppress(Exception):
         out.discard()
     if isinstance(out, AbstractBufferedFile):
-        out.closed = True  # otherwise the garbage collector would finish it
+        out.closed = True  # otherwise the garbage collector would close, and so finish, the file
 
 
 def _code(error: Exception) -> int:

@@ -287,7 +287,7 @@ def _nodes(candidate: Candidate) -> list[Node]:
         with Client(candidate.access) as client:
             listing, _ = client.list(candidate.job, "nodes/")
     except StoreError:
-        return []  # the check of etcd reports this
+        return []  # the check of etcd reports the error
     return [entry.fact for entry in listing.entries if isinstance(entry.fact, Node)]
 
 

@@ -184,7 +184,7 @@ def release(do: Decisions) -> None:
     round = state.round
     still_live = round is not None and round.number == crew.round.number and round.phase is Phase.LIVE
     if still_live and not (crew.fenced or crew.order is not None or crew.round.handover):
-        return  # its workers finished or failed, and the leader has not closed the round yet
+        return  # the crew's workers finished or failed, and the leader has not closed the round yet
     told = state.report.ends if state.report is not None and state.report.round == crew.round.number else 0
     newest = max(state.released.round, crew.round.number)
     fenced = crew.round.number if crew.fenced else state.released.fenced

@@ -164,7 +164,7 @@ def _answered(do: Decisions, tag: Tag, answer: Answer) -> None:
     do.etcd(busy={t: a for t, a in do.state.etcd.busy.items() if t is not tag})
     if isinstance(answer, Applied):
         for write in asked.writes if asked else ():
-            if write.key in do.state.seen:  # this agent's own write: no need to wait for the watch
+            if write.key in do.state.seen:  # the agent knows its own write, and need not wait for the watch
                 _saw(do, _written(do.state.seen[write.key], write, answer.revision))
         return
     # A guard failed or no answer came. The watch will bring newer entries; then the write is tried again.

@@ -59,7 +59,7 @@ def _wanted_at_all(state: AgentState) -> bool:
         and state.registered
         and state.etcd.silent is None
         and state.round is not None
-        and not state.round.handover  # all its workers will wait in a moment
+        and not state.round.handover  # after a handover round, all workers wait
         and not state.over
         and state.departure is None
         and state.exiting is None
@@ -80,7 +80,7 @@ def _wanted(state: AgentState) -> tuple[int, bool]:
         acting = round.world_size - sum(len(m.slots) for m in round.members if m.node in round.leaving)
         member, crew = round.member(state.me.node, state.me.incarnation), state.crew
         if member is not None and (crew is None or state.released.round >= round.number):
-            acting -= len(member.slots)  # their workers wait, for this round or the next
+            acting -= len(member.slots)  # the member's workers wait, for this round or the next
         elif member is not None and crew is not None and crew.round.number == round.number:
             # A finished worker needs no replacement.
             acting -= (

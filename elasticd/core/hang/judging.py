@@ -40,7 +40,7 @@ class ProcessState(StrEnum):
     SLEEPING = "S"
     DISK = "D"  # in the kernel, where signals have no effect
     STOPPED = "T"
-    TRACED = "t"  # by a debugger, which will continue it
+    TRACED = "t"  # stopped by a debugger, which will continue the process
     GONE = "X"
     ZOMBIE = "Z"
 
@@ -135,10 +135,10 @@ class Doing(StrEnum):
 
     MOVING = "moving"  # makes steps
     STOPPED = "stopped"
-    ASLEEP = "asleep"  # in its own code, without CPU use
-    BUSY = "busy"  # in its own code, or waiting for a program that it started
+    ASLEEP = "asleep"  # in the script's or a library's code, without CPU use
+    BUSY = "busy"  # computing, or waiting for a program that the worker started
     WAITING = "waiting"  # for others, in a collective
-    UNKNOWN = "unknown"  # asleep, and its stack is unknown
+    UNKNOWN = "unknown"  # asleep, with an unknown stack
     GONE = "gone"
 
 

@@ -378,7 +378,7 @@ class _Decisions:
         here = crew.alive if crew is not None and crew.round.number == keeping.round else frozenset()
         for look in mine:
             worker = workers.get(look.slot)
-            if worker is not None and look.slot in here:  # else the worker has left the round
+            if worker is not None and look.slot in here:  # otherwise the worker has left the round
                 self.actions.append(Condemn(look.slot, worker.pid, verdict, keeping.place))
         return IDLE_S
 

@@ -16,7 +16,7 @@ from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.view import ReceivedStall, View
 from elasticd.core.ports import Put
 
-LATER_S = 0.01  # added to a limit, so that it has passed at the wake-up, whatever the clock's resolution
+LATER_S = 0.01  # added to a limit, so that the limit has surely passed at the wake-up
 
 
 def name_the_hung(view: View, now: float) -> Plan:
@@ -46,7 +46,7 @@ def name_the_hung(view: View, now: float) -> Plan:
         elif not is_present(view, member) and is_certainly_lost(view, member.node, now):
             pass  # a lost node reports nothing more
         elif member.node not in finished and not has_left(view, member, round.number):
-            silent = True  # its workers make steps, or the report is still to come
+            silent = True  # the member's workers make steps, or its report has not come yet
     if not received:
         return Plan()
     if silent and found is not None and now < again_at:  # the agents have been asked

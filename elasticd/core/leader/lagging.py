@@ -10,7 +10,7 @@ from elasticd.core.leader.view import View
 from elasticd.core.ports import Put
 from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
 
-CHANGED = 0.02  # the relative change of the usual time that is worth a write
+CHANGED = 0.02  # the least relative change of the usual time that is written
 
 
 def name_stragglers(view: View) -> Plan:

@@ -111,7 +111,7 @@ def _mark_listed(view: View, scope: str, revision: int) -> View:
 
 
 def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
-    kinds = {e.key.partition("/")[0] for e in entries}  # only what has news is copied
+    kinds = {e.key.partition("/")[0] for e in entries}  # only the maps that change are copied
     nodes = dict(view.nodes) if view.nodes is not None and "nodes" in kinds else None
     reports = dict(view.reports) if view.reports is not None and "reports" in kinds else None
     stalls = dict(view.stalls) if "stalls" in kinds else None

@@ -105,7 +105,8 @@ class EtcdPointer:
         folder by now. Raise CommitRefused, BadCheckpoint, OSError."""
 
         def etcds(files: Checkpoint) -> Checkpoint:
-            named = self._file.newest()  # read before etcd, so that etcd has every commit that the file names
+            # The file is read before etcd, so that etcd has every commit that the file names.
+            named = self._file.newest()
             own = self._own(self._client.get(self._job, _KEY))
             if own is None:
                 return made or files
@@ -177,6 +178,7 @@ def settle(access: EtcdAccess, job: str) -> None:
         if not isinstance(known, Checkpoint) or known.newest is None:
             return
         store = store_at(known.path)
-        if is_finished(store, known.newest.name):  # else the newest checkpoint is no longer in the folder
+        # Otherwise the newest checkpoint is no longer in the folder.
+        if is_finished(store, known.newest.name):
             with contextlib.closing(EtcdPointer(access, job, store)) as pointer:
                 pointer.settle()

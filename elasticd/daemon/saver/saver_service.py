@@ -100,7 +100,7 @@ class SaverService:
         watched = [listener.dup() for listener in (self._listener, *self._also)]
 
         def asked() -> None:
-            if not watched:  # both sockets got a connection at the same time
+            if not watched:  # both sockets got a connection at the same time, and the saver is being started
                 return
             while watched:
                 self._warden.unwatch(watched.pop())
@@ -141,7 +141,7 @@ class SaverService:
                     ended=ended,
                 )
                 return
-            except WardenError as error:  # the worker that connected waits for the next try
+            except WardenError as error:  # the connected worker waits until the next try
                 _log.warning("saver.failed", why=f"checkpoints cannot be saved yet: {error}")
 
     def hurry(self, _: object = None) -> None:
@@ -161,7 +161,8 @@ class SaverService:
         for listener in self._also:
             listener.close()
         if self._pid:
-            self._ready.wait(FINISH_S)  # a saver that is not ready dies of the signal
+            # Wait, since the signal would kill a saver that has not installed its handler yet.
+            self._ready.wait(FINISH_S)
             self._see_off(finish_s)
         self._warden.unwatch(self._said)
         self._saying.close()

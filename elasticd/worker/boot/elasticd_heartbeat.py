@@ -49,7 +49,7 @@ def start() -> None:
             optimizers = sys.modules.get(_HOOKED)
             if optimizers is None:
                 sys.meta_path.insert(0, _Finder(fields, path))
-            else:  # this process was forked from a zygote
+            else:  # this process was forked from a zygote, which has imported torch
                 _hook(optimizers, fields, path)
 
 

@@ -99,7 +99,7 @@ def _unshareable(name: str, files: set[str]) -> dict[str, str]:
     """Return the module just imported, with the reason, if forked workers would share, or lack, something
     that the module has made. Return an empty dict otherwise."""
     if threads() > 1:
-        _fork_and_exit()  # thread pools that handle forks, such as OpenBLAS's, end with a fork
+        _fork_and_exit()  # OpenBLAS and others end their thread pools at a fork
         if threads() > 1:
             return {name: "it starts threads"}
     if _files() != files:

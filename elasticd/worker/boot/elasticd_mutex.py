@@ -29,7 +29,7 @@ def hold_mutex(memory: mmap, offset: int) -> None:
     if futex is None:
         return
     known = "_ctypes" in sys.modules
-    import _ctypes  # without the Python part of ctypes, so that the script finds sys.modules unchanged
+    import _ctypes  # the C part only, so that the script finds sys.modules unchanged
 
     if not known:
         del sys.modules["_ctypes"]

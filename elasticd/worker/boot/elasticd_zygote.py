@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 
 _CONTROL = 3  # the descriptor of the socket
 _UNUSABLE_MAX = 64  # children with modules that cannot be shared; the remaining modules are then left out
-_IMPORT_S_MAX = 300.0  # for one module
+_IMPORT_S_MAX = 300.0  # the time limit for the import of one module
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PID = struct.Struct("=i")
-_EMBRYO_AGAIN_S = 1.0  # until the next embryo, while the job recovers and needs its cores
+_EMBRYO_AGAIN_S = 1.0  # the pause before the next embryo, since the job needs its cores while it recovers
 
 
 def serve(here: str, withdraw: Callable[[str], None]) -> None:
@@ -92,7 +92,7 @@ class Zygote:
         self._unusable = 0
         self._asked = 0
         self._first_env = dict(os.environ)
-        del os.environ[PADDING]  # from here on the environment is the workers' common one
+        del os.environ[PADDING]  # from here on, the environment is the one that all workers share
         self._changed_env: dict[str, str | None] = {}
         self._output = (b"", b"")
         self._embryo: tuple[int, Any] | None = None

@@ -85,7 +85,7 @@ class ChangeDetector:
         then = zip(self._versions, self._sampled.places, strict=True)
         now = ((p._version, p.data_ptr()) for p in self.parameters)
         found = {number for number, (a, b) in enumerate(zip(then, now, strict=True)) if a != b}
-        if contents:  # a parameter that has moved is found already
+        if contents:  # parameters that have moved are found already
             found |= self._sample.differing(self._sample.read(), self._noted).keys()
         return found
 
@@ -96,7 +96,7 @@ def _sample_of(tensor: torch.Tensor, size: int) -> torch.Tensor:
     if not count:
         return tensor.reshape(0)
     span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if span != count:  # its elements are not contiguous
+    if span != count:  # the elements are not contiguous in memory
         while tensor.dim() > 1:
             tensor = tensor.select(0, -1)
         return tensor.reshape(-1)[-size:]

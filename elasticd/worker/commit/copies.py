@@ -18,7 +18,7 @@ from elasticd.worker.commit.plaindata import alike, copied, with_tensors
 from elasticd.worker.gradients.buffers import SMALL
 
 LOOKS = 8  # the number of first commits at which large buffers are compared with their copies
-LOOK_EVERY = 64  # later, they are compared at every 64th commit
+LOOK_EVERY = 64  # after that, large buffers are compared at every 64th commit
 
 
 class LastCommit:

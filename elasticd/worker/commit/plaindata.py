@@ -129,7 +129,8 @@ def alike(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
     if type(one) in (list, tuple) and type(one) is type(other):
         return len(one) == len(other) and all(map(alike, one, other))
-    numbers = isinstance(one, int | float) and isinstance(other, int | float)  # 0 and 0.0 are the same
+    # 0 and 0.0 count as the same number.
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
     return (numbers or type(one) is type(other)) and bool(one == other or (one != one and other != other))
 
 

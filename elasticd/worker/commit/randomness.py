@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-_MT19937_BYTES = 4 * 624 + 4  # its keys and their position
+_MT19937_BYTES = 4 * 624 + 4  # the generator's 624 keys and the position in them
 
 
 class _Numpy:

@@ -66,7 +66,7 @@ class Uncommitted:
         self._world: World | None = None
         self._gpus: set[torch.device] = set()
         self._torn = False
-        self._commits = 0  # of this process
+        self._commits = 0  # the number of commits of this process
         self._calls = 0  # the number of collectives when an optimizer last began a step
         self._evaluated = 0  # forward passes without gradients, since the last commit
         self._unused: tuple[torch.Tensor, torch.Tensor] | None = None  # a parameter and its unused gradient

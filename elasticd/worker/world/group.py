@@ -230,7 +230,8 @@ class World:
             commit = self._commit
 
         def write_commit() -> None:
-            store = self._connect()  # a client serves one call at a time, and the other client may be waiting
+            # A new client, since a client makes one call at a time, and the other may be waiting.
+            store = self._connect()
             store.set(f"step of {self.rank}", str(commit))
             if store.add("told", 1) == self.size:
                 commits = store.multi_get([f"step of {rank}" for rank in range(self.size)])
@@ -342,7 +343,7 @@ class World:
             mine = self._connections if self._others is None else self._connections | (now - self._others)
             for descriptor, _ in now & mine:
                 _shut(descriptor)
-        if torch.cuda.is_available():  # this may take a while
+        if torch.cuda.is_available():  # aborting communicators may take a while
             _abort_communicators()
 
 
