@@ -13,18 +13,18 @@ from elasticd.cli.command_error import CommandError
 from elasticd.cli.say import say
 from elasticd.data.audit import (
     AuditVerdict,
-    Damaged,
-    Disagreed,
+    ConflictingNotes,
+    DamagedNote,
     EpochCount,
     Finding,
-    Interrupted,
-    Jumped,
+    LostNotes,
     LostSamples,
-    Mistaken,
-    Repeated,
+    MissingCommits,
+    MissingNotes,
+    RepeatedSamples,
     RunComparison,
     UnequalRanks,
-    Unrecorded,
+    WrongSamples,
     compare,
     judge,
 )
@@ -139,27 +139,27 @@ def finding(found: Finding) -> str:
     match found:
         case LostSamples(epoch, positions, samples):
             return f"epoch {epoch}: {_samples(positions, samples)} lost"
-        case Repeated(epoch, positions, step, samples):
+        case RepeatedSamples(epoch, positions, step, samples):
             return f"epoch {epoch}: {_samples(positions, samples)} used again, in step {step}"
-        case Mistaken(epoch, too_often, too_rarely):
+        case WrongSamples(epoch, too_often, too_rarely):
             parts = [_too("too often", too_often), _too("too rarely", too_rarely)]
             said = " and ".join(p for p in parts if p) or "samples in another order than they should be"
             return f"epoch {epoch}: {said}"
-        case Unrecorded(step, ranks, world):
+        case MissingNotes(step, ranks, world):
             whose = listing([str(rank) for rank in ranks])
             return (
                 f"step {step}: there is no note of the samples of rank {whose} of {world} "
                 "(for a job on several nodes, give the folders of all nodes)"
             )
-        case Jumped(round, after, last):
+        case MissingCommits(round, after, last):
             return f"round {round} goes on after step {after}, but notes end with step {last}"
-        case Disagreed(round, step, about):
+        case ConflictingNotes(round, step, about):
             return f"workers of round {round} do not agree at step {step} {about}"
         case UnequalRanks(step, digests):
             return f"after step {step} weights differ between ranks: {_by_digest(digests)}"
-        case Damaged(file, line, why):
+        case DamagedNote(file, line, why):
             return f"{Path(file).name}, line {line}: {why}"
-        case Interrupted(file, step, notes, why):
+        case LostNotes(file, step, notes, why):
             return (
                 f"{Path(file).name}: {count(notes, 'note')} before step {step} could not be written ({why})"
             )

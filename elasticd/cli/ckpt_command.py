@@ -144,7 +144,7 @@ def show(store: CheckpointStore, which: str | None, as_json: bool) -> None:
 def verify(store: CheckpointStore, which: str | None, every: bool) -> int:
     """Read every byte of a checkpoint and compare it with its checksums.
 
-    Exit code 5: something is damaged. What is damaged is named.
+    Exit code 5: something is damaged; the output names the damaged files.
     """
     if every and which is not None:
         raise CommandError("give a checkpoint or --all, not both")

@@ -152,5 +152,5 @@ class Destinations:
 
 
 def _run_folder(worker: Path) -> Path | None:
-    """Return the run's folder of a worker's output folder; None if the layout is not torch's."""
+    """Return the run's folder, which contains a worker's output folder; None if the layout is not torch's."""
     return worker.parents[1] if worker.parent.name.startswith("attempt_") else None

@@ -33,7 +33,7 @@ class LostSamples:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class RepeatedSamples:
     """Positions of an epoch that were used before, and that ``step`` used again."""
 
     epoch: int
@@ -43,7 +43,7 @@ class Repeated:
 
 
 @dataclass(frozen=True, slots=True)
-class Mistaken:
+class WrongSamples:
     """Samples that were fetched in place of others. ``too_often`` and ``too_rarely``: by sample, how many
     times too many or too few."""
 
@@ -53,7 +53,7 @@ class Mistaken:
 
 
 @dataclass(frozen=True, slots=True)
-class Unrecorded:
+class MissingNotes:
     """A committed step with no complete note from these ranks of its world."""
 
     step: int
@@ -62,7 +62,7 @@ class Unrecorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Jumped:
+class MissingCommits:
     """A round that began after a step that no worker noted as committed."""
 
     round: int
@@ -71,7 +71,7 @@ class Jumped:
 
 
 @dataclass(frozen=True, slots=True)
-class Disagreed:
+class ConflictingNotes:
     """Workers of one round that noted different facts about the same step."""
 
     round: int
@@ -88,7 +88,7 @@ class UnequalRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class Damaged:
+class DamagedNote:
     """A line in the middle of a file that is not a note."""
 
     file: str
@@ -97,7 +97,7 @@ class Damaged:
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupted:
+class LostNotes:
     """A worker could not write its notes for a while. ``step``: the first step with notes again."""
 
     file: str
@@ -107,7 +107,15 @@ class Interrupted:
 
 
 Finding = (
-    LostSamples | Repeated | Mistaken | Unrecorded | Jumped | Disagreed | UnequalRanks | Damaged | Interrupted
+    LostSamples
+    | RepeatedSamples
+    | WrongSamples
+    | MissingNotes
+    | MissingCommits
+    | ConflictingNotes
+    | UnequalRanks
+    | DamagedNote
+    | LostNotes
 )
 
 
@@ -200,15 +208,15 @@ def _lives(
     life: _Life | None = None
     for number, note in notes:
         if isinstance(note, BadNote):
-            findings.append(Damaged(name, number, str(note)))
+            findings.append(DamagedNote(name, number, str(note)))
         elif isinstance(note, Gap):
-            findings.append(Interrupted(name, note.step, note.notes, note.why))
+            findings.append(LostNotes(name, note.step, note.notes, note.why))
         elif isinstance(note, EntryNote):
             if life is not None:
                 yield life
             life = _Life(note)
         elif life is None:
-            findings.append(Damaged(name, number, "it belongs to no round"))
+            findings.append(DamagedNote(name, number, "it belongs to no round"))
         else:
             match note:
                 case BatchNote(step, turn):
@@ -233,18 +241,18 @@ def _lineage(
         lives = rounds[key]
         begins = {life.entered.step for life in lives}
         if len(begins) > 1 or len({life.entered.world for life in lives}) > 1:
-            findings.append(Disagreed(key[1], min(begins), "where the round begins"))
+            findings.append(ConflictingNotes(key[1], min(begins), "where the round begins"))
         after = max(begins)
         undone = [step for step in made if step > after]
         for step in undone:
             again += made.pop(step)[1].covers
         last = max(made, default=after)
         if after > last:
-            findings.append(Jumped(key[1], after, last))
+            findings.append(MissingCommits(key[1], after, last))
         commits = {commit for life in lives for commit in life.committed.values()}
         for commit in sorted(commits, key=lambda c: (c.step, c.covers)):
             if made.get(commit.step, ("", commit))[0] == key:
-                findings.append(Disagreed(key[1], commit.step, "how many steps are committed with it"))
+                findings.append(ConflictingNotes(key[1], commit.step, "how many steps are committed with it"))
             made[commit.step] = key, commit
     return made, again
 
@@ -259,12 +267,12 @@ def _of_commit(commit: CommitNote, lives: Sequence[_Life], findings: list[Findin
     batches = max((len(t) for t in by_rank.values()), default=0)
     missing = tuple(rank for rank in range(world) if len(by_rank.get(rank, ())) < max(1, batches))
     if missing:
-        findings.append(Unrecorded(step, missing, world))
+        findings.append(MissingNotes(step, missing, world))
     together = []
     for turn in range(batches):
         of_all = [by_rank[rank][turn] for rank in sorted(by_rank) if rank not in missing]
         if len({(t.epoch, t.first, t.samples) for t in of_all}) > 1:
-            findings.append(Disagreed(lives[0].entered.round, step, "which samples it is made of"))
+            findings.append(ConflictingNotes(lives[0].entered.round, step, "which samples it is made of"))
         together += of_all
     return together
 
@@ -321,7 +329,7 @@ def _epochs(
                 findings.append(_lost(order, epoch, range(position, start)))
             if start < position:
                 positions = range(start, min(position, stop))
-                findings.append(Repeated(epoch, positions, step, _at(order, epoch, positions)))
+                findings.append(RepeatedSamples(epoch, positions, step, _at(order, epoch, positions)))
             count += stop - start
             position = max(position, stop)
             should = _should(order, data, epoch, range(start, stop))
@@ -329,7 +337,7 @@ def _epochs(
                 expected.update(should)
                 actual.update(ids)
         if expected or actual:
-            findings.append(Mistaken(epoch, dict(actual - expected), dict(expected - actual)))
+            findings.append(WrongSamples(epoch, dict(actual - expected), dict(expected - actual)))
         left = (length if length is not None else position) - position
         left_out = left if data["drop_last"] and left < most else 0
         over = epoch < last or (length is not None and left == left_out)

@@ -354,7 +354,7 @@ def _asker(signal_number: int) -> str:
 
 
 def ended(outcome: Outcome) -> str:
-    """Return the verb for a job's end."""
+    """Return how a job ended, as a verb such as "finished" or "failed"."""
     match outcome:
         case Outcome.SUCCEEDED:
             return "finished"

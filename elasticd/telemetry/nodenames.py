@@ -8,8 +8,8 @@ LENGTH = 20  # the wanted length, in characters
 
 
 def short_names(nodes: Set[str]) -> dict[str, str]:
-    """Return a short name for each node. Its domain and its middle are left out as far as the names still
-    differ."""
+    """Return a short name for each node. Leave out the domains, and the middles of long names, as long as all
+    short names differ."""
     hosts = {node: node.partition(".")[0] for node in nodes}
     if len(set(hosts.values())) < len(nodes) or any(host.isdigit() for host in hosts.values()):
         hosts = {node: node for node in nodes}

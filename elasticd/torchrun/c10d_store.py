@@ -75,7 +75,7 @@ def break_up(address: str, port: int) -> None:
     try:
         connect(address, port, 5.0).set(_VERDICT, _BROKEN.decode())
     except RuntimeError:
-        pass  # the store is gone, which releases the members too
+        pass  # the store has ended, which releases the members too
 
 
 class Arrival:

@@ -48,7 +48,7 @@ from elasticd.torchrun.decide import (
     lost_members,
 )
 from elasticd.torchrun.guard import Guard, boot_time_s
-from elasticd.torchrun.node_membership import Membership, Sight
+from elasticd.torchrun.node_membership import GuardedView, Membership
 from elasticd.torchrun.rendezvous_records import (
     CorruptError,
     NodeRecord,
@@ -165,7 +165,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             if listener is not None:
                 listener.close()
 
-    def _record_of(self, listener: socket.socket, sight: Sight) -> NodeRecord:
+    def _record_of(self, listener: socket.socket, sight: GuardedView) -> NodeRecord:
         """Return this node's record, which asks for a round later than any so far."""
         last = sight.view.round.number if sight.view.round else 0
         return NodeRecord(
@@ -176,7 +176,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             host=socket.gethostname(),
         )
 
-    def _wait(self, membership: Membership, sight: Sight | None, deadline: float) -> None:
+    def _wait(self, membership: Membership, sight: GuardedView | None, deadline: float) -> None:
         """Wait for a change. Raises RendezvousConnectionError if etcd is silent for too long."""
         left_s = max(deadline - time.monotonic(), 0)
         patience_s = self._settings.silence_s - membership.silent_s
@@ -196,7 +196,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                 f"this node cannot listen on {self._address} ({error}); give its address with --local-addr"
             ) from error
 
-    def _try(self, membership: Membership, sight: Sight, write: Callable[[], bool]) -> None:
+    def _try(self, membership: Membership, sight: GuardedView, write: Callable[[], bool]) -> None:
         """Write, based on ``sight``. The outcome is ignored: the next sight shows it. Raises
         RendezvousConnectionError if etcd is silent for too long."""
         try:

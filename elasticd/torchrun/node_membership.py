@@ -35,7 +35,7 @@ log = logging.getLogger("elasticd.torchrun")
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class GuardedView:
     """A view at a revision, and the revisions that guard a write based on it (0: no such key)."""
 
     view: RendezvousView
@@ -76,7 +76,7 @@ class Membership:
 
     # ---- the view
 
-    def sight(self) -> Sight | None:
+    def sight(self) -> GuardedView | None:
         """Return the current view; None while it may be older than this node's own writes. Raises
         RendezvousStateError if the state is corrupt, and the StoreError if etcd refuses this node."""
         with self.changed:
@@ -86,7 +86,7 @@ class Membership:
                 return None
             own = self._items.get(self._key)
             state = self._items.get(self._prefix + b"round")
-            return Sight(
+            return GuardedView(
                 RendezvousView(self._round, dict(self._nodes)),
                 self._revision,
                 round_token=state.revision if state else 0,
@@ -94,7 +94,9 @@ class Membership:
                 own_created=own.created if own else 0,
             )
 
-    def wait(self, sight: Sight | None, timeout_s: float, also: Callable[[], bool] = lambda: False) -> None:
+    def wait(
+        self, sight: GuardedView | None, timeout_s: float, also: Callable[[], bool] = lambda: False
+    ) -> None:
         """Wait until the view is newer than ``sight``, or ``also`` returns True (checked when ``changed`` is
         notified), or the timeout."""
         before = sight.revision if sight else max(self._wrote - 1, 0)
@@ -179,7 +181,7 @@ class Membership:
                 self._wrote = max(self._wrote, response.header.revision)
         return bool(response.succeeded)
 
-    def form(self, round_: RendezvousRound, sight: Sight) -> bool:
+    def form(self, round_: RendezvousRound, sight: GuardedView) -> bool:
         """Write the round if the last round is unchanged and this node's lease lives. Raises
         RendezvousConnectionError, after which the outcome is unknown."""
         mine = kv.if_created(self._key, sight.own_created)

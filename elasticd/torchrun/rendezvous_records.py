@@ -78,7 +78,8 @@ def encode(record: NodeRecord | RendezvousRound) -> bytes:
 Record = TypeVar("Record", NodeRecord, RendezvousRound)
 
 
-# Made before any thread starts: msgspec crashes if two threads decode a class for the first time together.
+# The decoders are made before any thread starts: msgspec crashes if two threads make the first decoder of a
+# class at the same time.
 _DECODERS: Final[dict[type[Any], msgspec.json.Decoder[Any]]] = {
     kind: msgspec.json.Decoder(kind) for kind in (NodeRecord, RendezvousRound)
 }

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from elasticd.data.audit import (
     AuditVerdict,
-    Damaged,
+    ConflictingNotes,
+    DamagedNote,
     Difference,
-    Disagreed,
-    Jumped,
     LostSamples,
-    Mistaken,
-    Repeated,
+    MissingCommits,
+    MissingNotes,
+    RepeatedSamples,
     UnequalRanks,
-    Unrecorded,
+    WrongSamples,
     compare,
     judge,
 )
@@ -210,9 +210,9 @@ def test_commits_of_several_steps_and_of_none_are_proved_like_others():
     assert [(e.used, e.over) for e in found.epochs] == [(23, True)]
     files["worker1"].remove(CommitNote(3, 3))
     files["worker1"].insert(4, CommitNote(3, 2))
-    assert verdict_of(files).findings == (Disagreed(1, 3, "how many steps are committed with it"),)
+    assert verdict_of(files).findings == (ConflictingNotes(1, 3, "how many steps are committed with it"),)
     del files["worker1"][2:]
-    assert any(isinstance(f, Unrecorded) for f in verdict_of(files).findings)
+    assert any(isinstance(f, MissingNotes) for f in verdict_of(files).findings)
 
 
 def test_a_run_that_goes_on_while_its_notes_are_read_is_proved_so_far():
@@ -279,7 +279,7 @@ def test_a_sample_that_was_fetched_in_place_of_another_is_named():
     files = undisturbed()
     found = verdict_of(change(files, took(2), wrongly))
     [mistaken] = found.findings
-    assert isinstance(mistaken, Mistaken) and mistaken.epoch == 0
+    assert isinstance(mistaken, WrongSamples) and mistaken.epoch == 0
     [note] = [n for n in next(reversed(files.values())) if took(2)(n)]
     assert mistaken.too_often == {unpack(note.ids)[0]: 1}
     assert mistaken.too_rarely == {unpack(note.ids)[-1]: 1}
@@ -302,7 +302,7 @@ def test_a_batch_that_was_used_in_two_steps_is_named():
     for _ in range(next(iter(files.values()))[0].world):
         files = change(files, lambda n: took(2)(n) and n.first == 6, again)
     found = verdict_of(files).findings
-    assert any(isinstance(f, Repeated) and f.step == 2 for f in found)
+    assert any(isinstance(f, RepeatedSamples) and f.step == 2 for f in found)
     assert any(isinstance(f, LostSamples) for f in found)
 
 
@@ -323,25 +323,25 @@ def test_the_end_of_an_epoch_that_was_never_used_is_lost():
 
 def test_a_missing_note_is_not_taken_for_granted():
     found = verdict_of(change(undisturbed(), took(3), lambda _: None)).findings
-    assert any(isinstance(f, Unrecorded) and f.step == 3 for f in found)
+    assert any(isinstance(f, MissingNotes) and f.step == 3 for f in found)
 
 
 def test_files_of_a_node_that_are_not_there_are_missed():
     files = undisturbed()
     del files[next(reversed(files))]
     world = next(iter(files.values()))[0].world
-    assert Unrecorded(1, (world - 1,), world) in verdict_of(files).findings
+    assert MissingNotes(1, (world - 1,), world) in verdict_of(files).findings
 
 
 def test_a_round_that_goes_on_from_a_step_that_nobody_noted_is_named():
     files = undisturbed()
     later = dataclasses.replace(next(iter(files.values()))[0], round=9, step=7, rank=0, world=1)
-    assert Jumped(9, 7, 4) in verdict_of({**files, "later": [later]}).findings
+    assert MissingCommits(9, 7, 4) in verdict_of({**files, "later": [later]}).findings
 
 
 def test_workers_that_disagree_about_a_batch_are_named():
     found = verdict_of(change(undisturbed(), took(2), lambda n: dataclasses.replace(n, samples=5))).findings
-    assert any(isinstance(f, Disagreed) and f.step == 2 for f in found)
+    assert any(isinstance(f, ConflictingNotes) and f.step == 2 for f in found)
 
 
 def test_weights_that_differ_between_ranks_are_named():
@@ -426,7 +426,7 @@ def test_a_line_that_was_cut_off_is_passed_over_and_one_that_is_damaged_is_not()
         if isinstance(note, BadNote)
     ]
     assert [number for number, _ in damaged] == [3]
-    [finding] = [f for f in judge({"a": lines(b"rubbish\n")}).findings if isinstance(f, Damaged)]
+    [finding] = [f for f in judge({"a": lines(b"rubbish\n")}).findings if isinstance(f, DamagedNote)]
     assert (finding.file, finding.line) == ("a", 1) and "rubbish" in finding.why
 
 

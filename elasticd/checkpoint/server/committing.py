@@ -137,7 +137,7 @@ class Committing:
         alone_since: float | None = None
         while missing:
             later = [g for g in list(world.pending.values()) if g.step > save.step]
-            # List later checkpoints first: a node that has a receipt in a later one writes none in this one.
+            # List later checkpoints first. A node that has written a receipt there will write none here.
             ahead = {receipt: g.step for g in later for receipt in _receipts(world.store, g.name)}
             there = _receipts(world.store, save.name)
             if fresh := sorted(there - read):

@@ -266,7 +266,7 @@ def connect(host: str, port: int) -> str:
 
 
 def other_nodes(candidate: Candidate) -> Iterator[Finding]:
-    """Whether the other nodes that the job has can be reached."""
+    """Whether the job's other nodes can be reached."""
     tried = [n for n in _nodes(candidate) if n.address != candidate.address]
     errors = {node: why for node in tried if (why := connect(node.address, node.store_port))}
     for node, why in errors.items():

@@ -245,7 +245,7 @@ def _tell_imports(address: str) -> None:
 
 def _imported() -> list[str]:
     """Return the modules of the standard library and of installed packages, without the job's own."""
-    # elasticd may be installed elsewhere (pip install -e, PYTHONPATH).
+    # elasticd may be outside the standard library and site-packages (pip install -e, PYTHONPATH).
     homes = [os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))]
     homes += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     main = sys.modules.get("__main__")
