@@ -61,7 +61,7 @@ def _record(message: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can express in place of a value that it cannot."""
+    """Return a value that JSON can express, in place of an Enum, a message or a collection."""
     if is_dataclass(value):
         return _record(value)
     return dict(value) if isinstance(value, Mapping) else sorted(value)

@@ -114,8 +114,8 @@ class Channel(Generic[_Said, _Heard]):
 
 
 class QueuedChannel(Channel[_Said, _Heard]):
-    """An end that never waits for the other one: messages that the socket does not take yet are queued, and
-    so are those for which this process lacks a descriptor or memory."""
+    """An end that never waits for the other one: messages are queued if the socket does not take them yet, or
+    if this process lacks a descriptor or memory."""
 
     def __init__(self, sock: socket.socket, says: Codec[_Said], hears: Codec[_Heard]) -> None:
         super().__init__(sock, says, hears)

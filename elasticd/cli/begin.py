@@ -70,8 +70,8 @@ def _unreadable() -> str:
 
 
 def _shadowed(error: Exception) -> str:
-    """Return a sentence about a file that shadows a module of the standard library; empty if there is none.
-    A standard module that was imported from a folder of PYTHONPATH is such a file."""
+    """Return a sentence about a file that shadows a module of the standard library; empty if there is none. A
+    file shadows a module if that module was imported from a folder of PYTHONPATH."""
     others = [os.path.realpath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     for name in sorted(sys.stdlib_module_names & sys.modules.keys()):
         file = getattr(sys.modules[name], "__file__", None) or ""

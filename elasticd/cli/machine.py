@@ -40,8 +40,8 @@ class ThisMachine:
         self._environ = environ
 
     def gpus(self) -> int:
-        """Count by CUDA_VISIBLE_DEVICES and NVIDIA's management library. An import of torch would take 1.5 s
-        and the memory of a CUDA context; only AMD's GPUs are counted by torch."""
+        """Count the GPUs by CUDA_VISIBLE_DEVICES and NVIDIA's management library. An import of torch would
+        take 1.5 s and the memory of a CUDA context; only AMD's GPUs are counted by torch."""
         if Path("/dev/kfd").exists():
             return self.torch_devices("cuda") or 0
         return visible(self._environ.get("CUDA_VISIBLE_DEVICES"), _nvml_count())

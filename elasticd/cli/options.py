@@ -407,7 +407,7 @@ def run_options(command: F) -> F:
 
 
 def collect(ctx: click.Context, etcd_password: str | None) -> RunOptions:
-    """Return what click parsed, as RunOptions."""
+    """Return the options that click parsed, as RunOptions."""
     known = {f.name for f in fields(RunOptions)}
     environment = frozenset(
         name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT

@@ -29,8 +29,9 @@ class ActivityKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ThreadActivity:
-    """What a thread is doing, and where. ``place``: such as "job.py:88", in the script if a frame of the
-    script is on the stack. ``doing``: the collective, or a word for the work; empty if unknown."""
+    """The activity of a thread, and its place in the code. ``place``: such as "job.py:88", in the script if a
+    frame of the script is on the stack. ``doing``: the collective, or a word for the work; empty if
+    unknown."""
 
     kind: ActivityKind
     place: str

@@ -1,4 +1,4 @@
-"""Decide what each second of this node's slots is spent on, from the agent's state and the workers' steps.
+"""Decide which kind each second of this node's slots has, from the agent's state and the workers' steps.
 ``core.ledger`` does the sums."""
 
 from __future__ import annotations

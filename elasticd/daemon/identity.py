@@ -87,5 +87,5 @@ def host_identity() -> str:
 
 
 def process_alive(pid: int) -> bool:
-    """Whether the process runs. A zombie does not, since its parent may reap it late."""
+    """Whether the process runs. A zombie, which its parent has not reaped yet, has ended."""
     return started_at(pid) != 0

@@ -1,7 +1,7 @@
 """Judge the notes of a run's workers: was each sample used once, and where do two runs differ? Pure.
 
-A step may have been made several times. The attempt that counts is the one that training continued from: a
-round begins after some step, and later commits of earlier rounds are void.
+A step may have been made several times. Only the attempt counts from which training continued: a round begins
+after some step, and later commits of earlier rounds are void.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ def _lineage(
 
 
 def _of_commit(commit: CommitNote, lives: Sequence[_Life], findings: list[Finding]) -> list[BatchNote]:
-    """Return what all workers took for a commit: one BatchNote for each worker and global batch."""
+    """Return the samples that all workers took for a commit: one BatchNote for each worker and global
+    batch."""
     world = lives[0].entered.world
     if not commit.covers or all(life.entered.data is None for life in lives):
         return []

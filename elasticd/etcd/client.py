@@ -30,7 +30,7 @@ from elasticd.etcd.names import ROOT, check_name, job_prefix
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What an etcd member reports. ``leader``: whether this member leads its cluster."""
+    """The status that an etcd member reports. ``leader``: whether this member leads its cluster."""
 
     version: str
     leader: bool

@@ -1,4 +1,4 @@
-"""The errors of etcd, by what the caller must do. No gRPC error leaves this package."""
+"""The errors of etcd, grouped by the action that the caller must take. No gRPC error leaves this package."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What was found at one endpoint. ``error``: what is wrong with the endpoint, or empty; ``unreachable``:
-    whether the error may pass.
+    """The findings at one endpoint. ``error``: the fault of the endpoint, or empty; ``unreachable``: whether
+    the error may pass.
 
     ``reads_s``, ``writes_s``: the duration of each request. ``ahead_s``: the least and the most by which the
     endpoint's clock is ahead of ours; None if unknown.
@@ -59,7 +59,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What was found at all endpoints. ``certificates``: our certificates, from files; ``open_key``: the path
+    """The findings at all endpoints. ``certificates``: our certificates, from files; ``open_key``: the path
     of our key if other users can read it."""
 
     endpoints: tuple[Endpoint, ...]

@@ -31,9 +31,9 @@ BOOT_DIR = str(Path(__file__).parents[1] / "worker" / "boot")
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a worker wrote. ``at``: the time of its last step, in seconds since the epoch; 0 for none.
-    ``stacks_fd``: the worker's descriptor for its stacks; -1 if it has none. ``ended_well``: the script and
-    all exit handlers finished, and only Python's own finalisation, with status 0, was left."""
+    """The heartbeat in a worker's page. ``at``: the time of its last step, in seconds since the epoch; 0 for
+    none. ``stacks_fd``: the worker's descriptor for its stacks; -1 if it has none. ``ended_well``: the script
+    and all exit handlers finished, and only Python's own finalisation, with status 0, was left."""
 
     pid: int
     steps: int

@@ -1,4 +1,4 @@
-"""The standard files of workers: what they read, and where their output goes."""
+"""The standard files of workers: standard input, and the destinations of their output."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ When the agent dies, the warden lives long enough to kill all workers and servic
 files. It also enforces the fence, so that workers stop in time even if the agent is stopped.
 
 Standard library only, started as ``python -I -S``: faults of torch, grpc or the agent's threads do not affect
-the warden, and a fork takes a fraction of a millisecond. One thread does all work; others only wait for deaths
-of workers (``death_notices``). The agent uses ``warden_client``.
+the warden, and a fork takes a fraction of a millisecond. One thread does all work; others only wait for
+deaths of workers (``death_notices``). The agent uses ``warden_client``.
 
 The warden forks workers itself, or from a zygote (``zygote``) if one is ready. In both cases the workers are
 its children.

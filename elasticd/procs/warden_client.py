@@ -290,7 +290,7 @@ class Warden:
     # ------------------------------------------------------------ the end
 
     def remove_at_end(self, path: str | Path) -> None:
-        """Have the warden remove a file or folder after the agent has exited, for whatever reason."""
+        """Have the warden remove a file or folder after the agent has exited or died."""
         self._tell(RemoveAtEnd(_portable(os.path.abspath(path))))
 
     def close(self, grace_s: float = 3.0) -> None:

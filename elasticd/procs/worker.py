@@ -95,7 +95,7 @@ class Worker:
         return SlotProgress(a.slot, a.rank, pid, steps, at, base, told.held_s, told.committed)
 
     def page_contents(self) -> PageContents:
-        """Return what the worker reports about its training."""
+        """Return the worker's report of its training."""
         return self.page.contents() if self.page is not None else PageContents()
 
     def finished(self, end: Ended) -> bool:

@@ -62,13 +62,13 @@ class LocalProcs:
     ``stop`` signals the worker's process group (for a command that starts Python itself, such as a shell
     script) or only the worker, so that its children can still work while it saves.
 
-    ``zygote``: whether Python workers may be forked from a process that has imported what they import.
+    ``zygote``: whether Python workers may be forked from a process that has imported the workers' modules.
     ``command`` must then run Python, and may differ between workers only in the script's arguments. ``say``
     gets the events of the zygote (see ``Preload``), and ``worker.entered``, ``worker.done``,
     ``worker.broken`` and ``worker.unlinked``. ``warn`` gets ``worker.crashed_at_exit``, for a worker that
     crashes after its script finished, and ``log.not_kept``. ``duplicate_*``: the filters of torchrun's
-    ``--duplicate-stdout-filters``.
-    ``clock``: the clock of ``fence`` and ``step_times``; it must not jump as the system clock may.
+    ``--duplicate-stdout-filters``. ``clock``: the clock of ``fence`` and ``step_times``; it must not jump as
+    the system clock may.
     """
 
     def __init__(
@@ -210,8 +210,8 @@ class LocalProcs:
         return tuple(at + offset_s for at in times)
 
     def page_contents(self, round_number: int | None = None) -> Mapping[int, PageContents]:
-        """Return what this round's workers report about their training, by slot; nothing if ``round_number``
-        is another round."""
+        """Return the reports of this round's workers about their training, by slot; nothing if
+        ``round_number`` is another round."""
         with self._lock:
             if round_number not in (None, self._round):
                 return {}

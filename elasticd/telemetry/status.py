@@ -225,8 +225,8 @@ class JobStatus:
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """What an agent knows beyond the facts. ``states``: by slot, the states that are not in etcd. ``waits``:
-    why the job waits, in sentences. ``complete``: see ``JobStatus``."""
+    """The agent's own knowledge that is not in the facts. ``states``: by slot, the states that are not in
+    etcd. ``waits``: why the job waits, in sentences. ``complete``: see ``JobStatus``."""
 
     agent: AgentStatus
     states: Mapping[int, SlotState] = field(default_factory=dict)

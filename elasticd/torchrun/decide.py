@@ -1,4 +1,4 @@
-"""What a node of a rendezvous does next, given what etcd shows: facts in, a verdict out.
+"""Decide the next action of a node of a rendezvous, from the facts in etcd.
 
 Every node applies the same rules to its own view. Etcd settles conflicts: a round is written only if the last
 round is unchanged and the writer's lease lives.
@@ -24,7 +24,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousView:
-    """What one node sees: the last round, if any, and the live nodes."""
+    """One node's view: the last round, if there is one, and the live nodes."""
 
     round: RendezvousRound | None
     nodes: Mapping[str, Seen]
@@ -92,7 +92,7 @@ Verdict = Register | EnterRound | Form | Wait | Rejected | Unreachable
 
 
 def decide(me: str, address: str, view: RendezvousView, rules: Rules, now: float) -> Verdict:
-    """Return what ``me``, a node at ``address`` that wants to join a round, does next."""
+    """Return the next action of ``me``, a node at ``address`` that wants to join a round."""
     last = view.round
     if last is not None and last.closed is not None and (not last.closed.failed or living(view)):
         # After a failed attempt, nodes are rejected until all nodes of the attempt have left.

@@ -236,7 +236,7 @@ class Membership:
                     )
 
     def diagnose(self) -> StoreError | None:
-        """Return what is wrong with etcd, after a new check; None if etcd works."""
+        """Check etcd again, and return the error; None if etcd works."""
         try:
             with Client(self._access) as client:
                 client.check(self._prefix)

@@ -122,7 +122,7 @@ def _arrived(known: dict[str, Any]) -> dict[str, Any]:
 
 
 def policy() -> str:
-    """Return what to do about a step that is not finite: "ignore", "stop" or "rollback"."""
+    """Return the policy for a step that is not finite: "ignore", "stop" or "rollback"."""
     return os.environ.get(_POLICY, "ignore")
 
 

@@ -244,7 +244,8 @@ class StepLoop:
         return self.committed.step + self._begun
 
     def _shares(self, data: Data) -> Peekable[Share]:
-        """Return this worker's shares. All workers compare what they have read first of a stream."""
+        """Return this worker's shares. With an iterable dataset, all workers first compare the samples that
+        they have read."""
 
         def compared() -> Iterator[Share]:
             shares = data.shares(rank(), world_size())

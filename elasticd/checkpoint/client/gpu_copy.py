@@ -157,8 +157,8 @@ def offload(
 
 
 def stepped(state: Mapping[str, Any], flat: Flat) -> set[str]:
-    """Return the keys of tensors that only an optimizer's step changes. Steps within a CUDA graph are not
-    seen, so those optimizers are left out."""
+    """Return the keys of tensors that only an optimizer's step changes. Optimizers whose steps may be part of
+    a CUDA graph are left out, since such steps are not noticed."""
     optimizers = {
         name: value
         for name, value in state.items()

@@ -50,8 +50,8 @@ def _surely_loads(value: Any) -> bool:
 
 
 def loaded(raw: bytes) -> Any:
-    """Return data that ``torch.save`` wrote from ``packed`` data; the source need not be trusted. Raises
-    whatever torch raises."""
+    """Return data that ``torch.save`` wrote from ``packed`` data; the source need not be trusted. Raises the
+    errors of ``torch.load``."""
     return _unpacked(torch.load(io.BytesIO(raw), weights_only=True))
 
 

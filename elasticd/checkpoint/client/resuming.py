@@ -119,8 +119,8 @@ class Resuming:
         return None
 
     def _committed(self) -> tuple[Checkpoint, str, bool]:
-        """Return the committed checkpoints, or what is wrong with the record of them, and whether the error
-        may be temporary. Rank 0 reads the record for all ranks."""
+        """Return the committed checkpoints, or the error in their record, and whether the error may be
+        temporary. Rank 0 reads the record for all ranks."""
         url = self._store.url
         found, complaint, may_pass = Checkpoint(url), "", False
         if self._ranks.rank == 0:
@@ -138,8 +138,8 @@ class Resuming:
         return msgspec.json.decode(said, type=tuple[Checkpoint, str, bool])
 
     def _read(self, saved: Saved) -> tuple[Flat, str, bool, str]:
-        """Return the checkpoint's data; or what is wrong with it, and whether the error may be temporary; or
-        why it does not fit the state."""
+        """Return the checkpoint's data; or its fault, and whether the fault may be temporary; or why the
+        checkpoint does not fit the state."""
         try:
             manifest = open_manifest(self._store, saved)
             self.overwrote = True

@@ -43,8 +43,8 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class RankContent:
-    """What a rank holds: its parts of tensors, and its objects with the bytes to reserve for each.
-    ``buffers``: the tensors that are buffers of modules."""
+    """The content of a rank's state: its parts of tensors, and its objects with the bytes to reserve for
+    each. ``buffers``: the tensors that are buffers of modules."""
 
     parts: tuple[TensorPart, ...]
     rooms: Mapping[str, int]
@@ -54,8 +54,8 @@ class RankContent:
 
 @dataclass(slots=True)
 class Shard:
-    """What one rank writes. ``parts``: each with the offset of its data. ``blobs``: each with its offset and
-    reserved bytes. ``fixed``: bytes that never change."""
+    """The shard that one rank writes. ``parts``: each with the offset of its data. ``blobs``: each with its
+    offset and reserved bytes. ``fixed``: bytes that never change."""
 
     size: int = 0
     parts: list[tuple[TensorPart, int]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What kind of tensor or module a state holds, and which part of a sharded tensor is on this rank."""
+"""The kinds of tensors and modules in a state, and this rank's part of a sharded tensor."""
 
 from __future__ import annotations
 

@@ -49,9 +49,9 @@ _UNSEALED: Final = msgspec.json.Decoder(_Unsealed)
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a read of the file found. ``version``: the tag that ``CheckpointStore.replace`` needs to overwrite
-    the file. ``damage``: what is wrong with the file; ``known`` then lists the whole checkpoints beside the
-    file."""
+    """The result of a read of the file. ``version``: the tag that ``CheckpointStore.replace`` needs to
+    overwrite the file. ``damage``: the fault of the file, if there is one; ``known`` then lists the whole
+    checkpoints beside the file."""
 
     known: Checkpoint
     version: str | None
@@ -215,8 +215,8 @@ class FilePointer:
         self.update(lambda known: replace(known, saved=tuple(s for s in known.saved if s.name != name)))
 
     def update(self, change: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
-        """Replace the record by what ``change`` returns for it, under the lock. Raises BadCheckpoint,
-        OSError, and what ``change`` raises."""
+        """Replace the record by the result of ``change``, under the lock. Raises BadCheckpoint, OSError, and
+        the errors of ``change``."""
         with self._store.locked(_LOCK):
             while True:
                 seen = self._look()

@@ -10,8 +10,8 @@ from elasticd.core.facts import Checkpoint, Saved
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What to keep: the ``last`` newest checkpoints, and the first checkpoint in each ``every`` steps (0:
-    none)."""
+    """The rule by which checkpoints are kept: the ``last`` newest ones, and the first one in each ``every``
+    steps (0: none)."""
 
     last: int = 3
     every: int = 0

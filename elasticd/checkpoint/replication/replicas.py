@@ -1,6 +1,6 @@
 """Replicas of shards in the memory of nodes: which node holds them, and the newest whole state among them.
 
-For each shard of another node, the newest whole replica is kept, and the one before it, which is dropped when
+For each shard of another node, this node keeps the two newest whole replicas. The older one is dropped when
 the next replica arrives. Replicas end with the process.
 """
 

@@ -30,7 +30,7 @@ class Background:
         job: Callable[[], _T],
         then: Callable[[_T | BaseException], None],
     ) -> None:
-        """Run ``job`` in the pool. ``then`` gets what ``job`` returned or raised."""
+        """Run ``job`` in the pool. ``then`` gets the result of ``job``, or its exception."""
 
         def finished(future: Future[_T]) -> None:
             error = future.exception()

@@ -82,8 +82,8 @@ class Committing:
 
     def commit(self, world: SavingWorld, save: PendingSave) -> Saved:
         """Commit the checkpoint, once all shards of this node are written. Raises ``CommitRefused``,
-        BadCheckpoint, TimeoutError or OSError. The checkpoint is then not committed, except that after an
-        OSError with ``save.tried`` set it may be."""
+        BadCheckpoint, TimeoutError or OSError if the checkpoint is not committed. After an OSError with
+        ``save.tried`` set, the checkpoint may be committed nevertheless."""
         store, name = world.store, save.name
         files = save.files | self._elsewhere(world, save)
         metadata = store.write(f"{name}/{METADATA}", memoryview(save.layout.metadata))

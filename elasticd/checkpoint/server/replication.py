@@ -1,5 +1,5 @@
-"""Replication between savers: a saver sends its shards to other nodes, stores their shards, and lists what it
-holds. Only the saver's loop decides and changes records; threads wait for the network."""
+"""Replication between savers: a saver sends its shards to other nodes, stores their shards, and lists the
+shards that it holds. Only the saver's loop decides and changes records; threads wait for the network."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Replication:
         self._own: Callable[[str], Iterable[Replica]] = lambda _: ()
 
     def join(self, jobs: Background, own: Callable[[str], Iterable[Replica]]) -> None:
-        """Attach to the saver's loop. ``own`` returns what this node holds of its own shards at a path; it is
-        called in the loop."""
+        """Attach to the saver's loop. ``own`` returns this node's own shards at a path; it is called in the
+        loop."""
         self._jobs, self._own = jobs, own
         self.listener.setblocking(False)
 

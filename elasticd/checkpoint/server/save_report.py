@@ -1,4 +1,4 @@
-"""Reports of what happened to a checkpoint, and of the saver's memory, for metrics and for people."""
+"""Reports of the saves of checkpoints, and of the saver's memory, for metrics and for people."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What happened to one checkpoint. ``blocked_s``: how long training waited for the copy. ``took_s``: from
-    the copy to the commit. ``size``: bytes of all ranks. ``why``: the reason of a failure, one clause."""
+    """The progress or the end of one save. ``blocked_s``: how long training waited for the copy. ``took_s``:
+    from the copy to the commit. ``size``: bytes of all ranks. ``why``: the reason of a failure, one
+    clause."""
 
     fate: Fate
     step: int

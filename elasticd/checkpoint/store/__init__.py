@@ -1,8 +1,8 @@
 """Where checkpoints are kept: a protocol, and the choice between its two implementations.
 
-``disk.Disk`` is a local or mounted folder. ``remote.Remote`` is whatever fsspec writes to: S3 and similar
-stores, Google's and Azure's stores, SFTP, HDFS. File names are relative to the store, with ``/`` between
-parts.
+``disk.Disk`` is a local or mounted folder. ``remote.Remote`` is a store that fsspec can write to: S3 and
+similar stores, Google's and Azure's stores, SFTP, HDFS. File names are relative to the store, with ``/``
+between parts.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class CheckpointStore(Protocol):
         """Return the names of the files and folders at the top."""
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its content and its unfinished uploads. What cannot be removed
-        stays."""
+        """Remove a file, or a folder with its content and its unfinished uploads. Files that cannot be
+        removed stay."""
 
     def unlink(self, names: Iterable[str]) -> None:
         """Remove many files. Files that cannot be removed stay."""

@@ -1,5 +1,5 @@
-"""Checkpoints on object storage and whatever else fsspec writes to. Large files go in parts; fsspec's
-libraries retry failed requests.
+"""Checkpoints on object storage, and on other stores that fsspec can write to. Large files go in parts;
+fsspec's libraries retry failed requests.
 
 The libraries take their credentials from the environment (AWS_ACCESS_KEY_ID and the like, roles, files in the
 home folder). This module reads, logs and sends no credentials.
@@ -225,7 +225,7 @@ class _Ranges:
 
 
 def _give_up(out: Any) -> None:
-    """Abandon an unfinished file. A close would finish the file, whatever its content."""
+    """Abandon an unfinished file. ``close`` would finish the file, although its content is incomplete."""
     with contextlib.suppress(Exception):
         out.discard()
     if isinstance(out, AbstractBufferedFile):

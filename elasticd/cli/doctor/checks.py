@@ -1,4 +1,4 @@
-"""The checks of ``elasticd doctor``: each looks at one thing that a job needs, and yields what it finds."""
+"""The checks of ``elasticd doctor``: each examines one thing that a job needs, and yields findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints what the workers' Python can do: ``probe.py``, ``probe.py SCRIPT`` or ``probe.py -m MODULE``.
+"""Prints whether the workers' Python can train: ``probe.py``, ``probe.py SCRIPT`` or ``probe.py -m MODULE``.
 
 The first line of the output is about torch: its build, its GPUs, and whether groups can be formed. The second
 is about the imports of the script. Both are JSON objects. Standard library only: elasticd may be missing in
@@ -74,9 +74,9 @@ def group_of_one(dist: Any, torch: Any, backend: str, device: str) -> str:
 
 
 def look_at_imports(said: dict[str, Any], *argv: str) -> None:
-    """Try what the script always imports. The script and modules beside it are parsed, not run, since running
-    them could have any effect. Installed modules are really imported: many faults, such as a missing system
-    library, show only then."""
+    """Try all modules that the script always imports. The script and modules beside it are parsed, not run,
+    since running them could have any effect. Installed modules are really imported: many faults, such as a
+    missing system library, show only then."""
     path = of_module(argv[1]) if argv[0] == "-m" else Path(argv[0]).absolute()
     path = path / "__main__.py" if path.is_dir() else path
     root = Path.cwd() if argv[0] == "-m" else path.parent

@@ -119,7 +119,7 @@ class Lingering:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """What the agent was started with.
+    """The configuration with which the agent was started.
 
     ``etcd_grace_s``, ``etcd_wait_s``: how long the agent waits for an etcd that does not answer, after and
     before joining. If ``etcd_wait_s`` is None, an etcd that does not answer soon counts as mistyped.
@@ -318,7 +318,7 @@ class AgentStep:
 
 @dataclass(slots=True)
 class Decisions:
-    """The decisions of one step so far. It lives no longer than the step."""
+    """The decisions of one step so far. The object is dropped after the step."""
 
     state: AgentState
     now: float

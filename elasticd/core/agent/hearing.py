@@ -1,4 +1,4 @@
-"""Take in an event: update what the agent knows, and decide little."""
+"""Take in an event: update the agent's state. ``stepping`` then makes the decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decide whether a worker hangs, and which one, from what each worker does and how long the job's steps take.
+"""Decide which worker hangs, if any, from the activity of each worker and the usual time of the job's steps.
 
 In lock-step training all ranks stand still together: one hangs, and the others wait for it in a collective. A
 standstill alone thus names no worker. The judge looks at what each worker does meanwhile. The surer the

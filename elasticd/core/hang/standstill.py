@@ -1,4 +1,5 @@
-"""How long a node's workers have stood still, what they did since, and how long their steps take."""
+"""The standstill of a node's workers: how long they have made no step, their activity meanwhile, and the
+usual time of a step."""
 
 from __future__ import annotations
 

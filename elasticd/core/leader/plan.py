@@ -12,8 +12,8 @@ from elasticd.core.reasons import JobEnded, Reason, RoundClosing
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to write, or until when to wait. ``reasons`` explain the plan. ``waiting``: why the job waits, in
-    a plan that names hung workers or stragglers."""
+    """The writes, or the time until which to wait. ``reasons`` explain the plan. ``waiting``: why the job
+    waits, in a plan that names hung workers or stragglers."""
 
     guards: tuple[Guard, ...] = ()
     writes: tuple[Write, ...] = ()

@@ -1,1 +1,1 @@
-"""What a commit of a State keeps, restores and compares."""
+"""The commits of a State: the copies to go back to, and the comparison of the workers' values."""

@@ -99,7 +99,7 @@ class CommittedState:
     # ------------------------------------------------------------ worlds
 
     def begin(self) -> None:
-        """Keep the script's initial state as the one to go back to, until the first commit."""
+        """Keep the script's initial state, so that this worker can go back to it before the first commit."""
         if not self.last.kept:
             self._seeds = randomness.digests(randomness.note())
             self.comparison.begin()

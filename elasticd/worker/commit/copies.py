@@ -103,7 +103,7 @@ class LastCommit:
         """Copy small buffers, and large buffers that have changed.
 
         A change through ``.data`` leaves the tensor's version as it was. So large buffers are compared with
-        their copies at the first commits, and at some of the later ones.
+        their copies at the first commits, and at some later commits.
         """
         if self._keeps < LOOKS or self._keeps % LOOK_EVERY == 0:
             self._find_unversioned()

@@ -1,4 +1,4 @@
-"""What the steps since the last commit have changed, and whether that can be undone."""
+"""The changes that were made since the last commit, and whether they can be undone."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Uncommitted:
         self._commits += 1
 
     def keep(self) -> None:
-        """Keep the present values as the ones to go back to."""
+        """Keep the present values, so that this worker can go back to them."""
         if self._swapped:
             self._undo.want(set().union(*self._swapped) - self._frozen(), ())
         self._undo.keep()

@@ -70,8 +70,8 @@ def order_of(
     draws: int | None,
     sampler: Sampler | None,
 ) -> Order | SamplerOrder | None:
-    """Return the order; None for an iterable dataset, which has its own. The arguments are Data's. Raises
-    TypeError and ValueError."""
+    """Return the order of the samples; None for an iterable dataset, which has an order of its own. The
+    arguments are those of ``Data``. Raises TypeError and ValueError."""
     said = [
         name for name, value in (("shuffle", shuffle), ("weights", weights), ("sampler", sampler)) if value
     ]
