@@ -87,6 +87,8 @@ class Channel(Generic[_Said, _Heard]):
             raise ChannelClosed(f"the connection is lost: {error.strerror or error}") from error
         files = _files_in(attached)
         try:
+            if came & socket.MSG_CTRUNC and len(files) < _FILES_MAX:
+                raise BadMessage("this process has no descriptor left for a file of a packet")
             if came & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise BadMessage(f"a packet has more than {_PACKET_BYTES_MAX} bytes or {_FILES_MAX} files")
             if not raw:
@@ -149,9 +151,7 @@ class QueuedChannel(Channel[_Said, _Heard]):
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno in _SCARCE:
-                # The loop would call ``flush`` again at once, since the socket is writable.
-                time.sleep(_SCARCE_PAUSE_S)
+            if _pause_if_scarce(error):  # the socket is writable: the loop would call ``flush`` again at once
                 return False
             raise ChannelClosed(f"the connection is lost: {error.strerror or error}") from error
         return True
@@ -177,6 +177,19 @@ def listen(name: str) -> socket.socket:
     sock.bind(f"\0{name}")
     sock.listen(512)
     return sock
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """Accept a connection of a socket that does not block. Return None if there is none.
+
+    Also return None if there is no descriptor for the connection. The socket then stays readable, so this
+    function waits a moment before the caller's loop tries again.
+    """
+    try:
+        return listener.accept()[0]
+    except OSError as error:
+        _pause_if_scarce(error)
+        return None
 
 
 def connect(name: str) -> socket.socket:
@@ -255,6 +268,14 @@ def _content(fd: int, bytes_max: int) -> bytes:
         raise BadMessage(f"the file of a message cannot be read: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def _pause_if_scarce(error: OSError) -> bool:
+    """Wait a moment if this process lacks a descriptor or memory. Return whether it does."""
+    if error.errno not in _SCARCE:
+        return False
+    time.sleep(_SCARCE_PAUSE_S)
+    return True
 
 
 def _wait_for(sock: socket.socket, within_s: float) -> None:

@@ -6,10 +6,12 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 
 import click
 
@@ -45,6 +47,8 @@ def events(job: str | None, follow: bool, as_json: bool, all_runs: bool) -> None
 
     seen: Iterable[Event]
     if follow:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, _end)
         seen = files.follow(folders, runs.job_folder(state, job), _process)
     else:
         seen = files.read(folders())
@@ -128,6 +132,11 @@ def living(started: Event) -> bool:
     if found is not None:
         os.close(found)
     return found is not None
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End the command at once. Python drops an exception that a handler raises while a destructor runs."""
+    os._exit(128 + number)
 
 
 def _process(started: Event) -> int | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from elasticd.channel.codec import BadMessage, ChannelClosed
-from elasticd.channel.framing import Channel, close_all, is_ours, listen, peer_of
+from elasticd.channel.framing import Channel, accept, close_all, is_ours, listen, peer_of
 from elasticd.channel.worker_messages import AGENT_TO_WORKER, WORKER_TO_AGENT, AgentToWorker, WorkerToAgent
 from elasticd.procs.linux import started_at
 from elasticd.procs.warden_client import Warden
@@ -145,9 +145,8 @@ class LinkListener:
     # ------------------------------------------------------------ in the warden client's thread
 
     def _accept(self) -> None:
-        try:
-            caller, _ = self._socket.accept()
-        except OSError:  # the process has disconnected, or no descriptor is free
+        caller = accept(self._socket)
+        if caller is None:
             return
         pid = peer_of(caller)
         link = self._links.get(pid)

@@ -180,6 +180,14 @@ def test_a_packet_that_is_too_long_or_has_too_many_files_is_refused(ends: tuple[
     assert open_files() == before
 
 
+def test_a_file_that_there_is_no_descriptor_for_is_told_of(ends: tuple[Agent, WardenEnd]) -> None:
+    agent, warden = ends
+    with opened(b"") as file:
+        agent.post(SpareWorker(1), [file, file])
+    with descriptors(1), pytest.raises(BadMessage, match="no descriptor left for a file of a packet"):
+        warden.receive()
+
+
 def test_a_message_in_a_file_is_refused_if_it_is_too_long_or_the_file_might_make_us_wait(
     ends: tuple[Agent, WardenEnd], tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ from elasticd.checkpoint.store import store_at
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import SaverAddress
 from elasticd.daemon.saver import etcd_peers
+from tests.channel.starved import Accepts, descriptors
 from tests.checkpoint.faults import Helper
 from tests.checkpoint.test_memory import held_by
 
@@ -192,6 +193,19 @@ def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
             with suppress(ConnectionResetError):
                 while stranger.recv(64):
                     pass  # what it has drawn; then it has hung up
+
+
+def test_a_caller_without_a_descriptor_for_it_is_served_later_and_costs_little_meanwhile(
+    monkeypatch,
+):
+    here, me = etcd_peers.listen("a", "127.0.0.1")
+    with served(Replication(me, here, Alone())), socket.socket() as caller:
+        accepts = Accepts(monkeypatch)
+        with descriptors(0):
+            caller.connect((me.host, me.port))
+            assert accepts.time_of(21) > 0.19
+        with PeerSaver(me) as peer:
+            assert peer.offers("/anywhere") == []
 
 
 def test_who_waits_for_its_turn_is_told_so_for_as_long_as_it_takes(monkeypatch):

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from elasticd.core.reasons import (
     WorkerEnded,
     WorkersStarted,
 )
+from elasticd.procs.linux import started_at
 from elasticd.telemetry import runs
 from elasticd.telemetry.events import FILE, STARTED, event, of_agent
 
@@ -183,3 +187,34 @@ def test_what_is_not_here_is_said_in_a_sentence(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "empty"))
     with pytest.raises(CommandError, match="no files of a run are kept"):
         say(events)
+
+
+FOLLOW_INTERRUPTED = """
+import signal, sys
+from elasticd.cli import history_commands
+from elasticd.cli.main import main
+
+class InterruptedAtItsEnd:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def lines(event):
+    InterruptedAtItsEnd()
+    return told(event)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+told, history_commands._lines = history_commands._lines, lines
+sys.argv = ["elasticd", "events", "j", "--follow"]
+main()
+"""
+
+
+def test_an_interrupt_ends_following_though_python_drops_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    runs.note(runs.state_dir(), "j", "a", 1.0, folder)
+    here = {"pid": os.getpid(), "pid_started": started_at(os.getpid())}
+    started = of_agent(STARTED, 1.0, "j", "a", "the agent started", **here)
+    (folder / FILE).write_text(f"{json.dumps(started)}\n")
+    followed = subprocess.run([sys.executable, "-c", FOLLOW_INTERRUPTED], capture_output=True, timeout=60)
+    assert followed.returncode == 130, followed.stderr

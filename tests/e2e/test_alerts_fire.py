@@ -307,6 +307,7 @@ def test_an_etcd_that_is_full(
 def test_gpus_that_have_errors(cluster: Cluster, serve: Serve) -> None:
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("no C compiler is installed, to make a library of GPUs with")
+    pytest.importorskip("pynvml", reason="needs nvidia-ml-py, which elasticd's extra `gpu` installs")
     library, gpus = cluster.folder / "libnvidia-ml.so.1", cluster.folder / "gpus"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, PROGRAMS / "nvml.c"], check=True)
     well, hot = "75 3221225472 85899345920 412500 61 4 2 0", "10 1024 85899345920 90500 93 32 2 0"

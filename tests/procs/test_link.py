@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from elasticd.procs.logdest import LogDest
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.worker_links import LinkListener
 from elasticd.procs.workers import LocalProcs
+from tests.channel.starved import Accepts, descriptors
 from tests.contract.heard import Heard
 from tests.procs.agents import CALL, PATIENCE_S, PROGRAMS
 from tests.procs.conftest import Bench
@@ -410,6 +412,21 @@ def test_a_stranger_is_refused_when_the_worker_it_might_have_been_could_not_be_s
     with closing(_call(listener)) as link:
         ear.link.close()
         assert _is_refused(link)
+
+
+def test_a_call_without_a_descriptor_for_it_is_answered_later_and_costs_little_meanwhile(
+    listener: LinkListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ear, accepts = _Ear(listener), Accepts(monkeypatch)
+    caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with closing(Channel(caller, WORKER_TO_AGENT, AGENT_TO_WORKER)) as link:
+        with descriptors(0):
+            caller.connect(f"\0{listener.address}")
+            assert accepts.time_of(21) > 0.19
+        link.send(Hello(1))
+        listener._warden.call_soon(lambda: ear.link.started(os.getpid()))
+        assert ear.changed.wait(PATIENCE_S)
+        ear.link.close()
 
 
 def test_a_process_that_got_the_number_of_a_worker_is_refused(listener: LinkListener) -> None:

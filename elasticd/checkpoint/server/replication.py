@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
+from elasticd.channel.framing import accept
 from elasticd.checkpoint.replication.peers import WAIT, Host, Peers, PeerSaver, serve
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, Replicas, offers
 from elasticd.checkpoint.replication.wire import SILENCE_S, PeerGone, Wire
@@ -63,17 +64,18 @@ class Replication:
 
     def accept(self) -> None:
         """Accept a connection, and serve it in a thread."""
-        with contextlib.suppress(OSError):
-            sock, _ = self.listener.accept()
-            sock.setblocking(True)
-            with self._lock:
-                if len(self._strangers) >= _STRANGERS_MAX:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
-                    with contextlib.suppress(OSError):  # the connection is closed already
-                        oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes the connection
-                self._strangers[sock] = None
-            threading.Thread(target=self._serve, args=(sock,), name="peer", daemon=True).start()
+        sock = accept(self.listener)
+        if sock is None:
+            return
+        sock.setblocking(True)
+        with self._lock:
+            if len(self._strangers) >= _STRANGERS_MAX:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):  # the connection is closed already
+                    oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes the connection
+            self._strangers[sock] = None
+        threading.Thread(target=self._serve, args=(sock,), name="peer", daemon=True).start()
 
     def push(
         self, node: str, label: Label, index: bytes, memory: Memory, then: Callable[[str], None]

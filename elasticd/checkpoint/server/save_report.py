@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -13,6 +14,9 @@ class Fate(StrEnum):
     COMMITTED = "committed"
     SKIPPED = "skipped"  # not copied, because earlier checkpoints were not durable yet
     FAILED = "failed"
+
+
+BEHIND: Final = "earlier checkpoints are not written yet"  # why a checkpoint is skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,6 @@ def sentence(report: SaveReport) -> str:
         case Fate.FAILED:
             return f"step {report.step} was not saved as {report.name}: {report.why}"
         case Fate.SKIPPED:
-            return f"step {report.step} was not saved, because earlier saves were not durable yet"
+            return f"step {report.step} was not saved: {BEHIND}"
         case Fate.COPIED:
             return ""

@@ -18,7 +18,7 @@ import msgspec
 
 from elasticd.channel.warden_messages import Ended
 from elasticd.checkpoint import protocol
-from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport, from_line
+from elasticd.checkpoint.server.save_report import BEHIND, Fate, Footprint, SaveReport, from_line
 from elasticd.core.facts import SaverAddress
 from elasticd.daemon.saver import ADDRESS, OPTIONS
 from elasticd.etcd.access import EtcdAccess
@@ -28,7 +28,6 @@ from elasticd.telemetry import describe, log
 _log = log.get("elasticd.saver")
 _ROOT = str(Path(__file__).parents[3])
 _PROGRAM = "import sys; sys.path.append({root!r}); from elasticd.daemon.saver.process import main; main()"
-_BEHIND: Final = "earlier checkpoints are not written yet"
 _LINE_MAX: Final = 500
 _REPORTS_MAX: Final = 1000
 FINISH_S: Final = 60.0  # the time for the last commits, if the agent is asked to leave
@@ -215,5 +214,5 @@ class SaverService:
                 many = describe.count(self._failures, "checkpoint")
                 self.unsaved = f"{many}; the last, of step {report.step}: {report.why}"
             case Fate.SKIPPED:
-                _log.warning("checkpoint.skipped", step=report.step, why=_BEHIND)
+                _log.warning("checkpoint.skipped", step=report.step, why=BEHIND)
         self.reports.append(report)
