@@ -1,5 +1,5 @@
-"""``python -m tests.bench recovery | resize | goodput | node-loss | forming | overhead | scrape | hang |
-checkpoint | consistent | techniques``: each prints its ratios."""
+"""``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | overhead | scrape |
+hang | checkpoint | consistent | techniques``: each prints its ratios."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whereupon what was started is stopped
     click.echo(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
+
+
+@main.command()
+@click.option("--workers", default="1,4,8", help="Numbers of workers, with commas.")
+@click.option("--pairs", default=2, help="Of starts: torchrun and elasticd in turn.")
+@click.option("--only", multiple=True, help="Of the scripts, those whose names begin so.")
+def start(workers: str, pairs: int, only: tuple[str, ...]) -> None:
+    """A command to the first step, its CPU time, and a kill a second after the first step."""
+    from tests.bench.start import start as measure
+
+    click.echo(measure([int(size) for size in workers.split(",")], pairs, only))
 
 
 @main.command()

@@ -10,19 +10,17 @@ from __future__ import annotations
 import os
 import time
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 LOG = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def mark(what: str) -> None:
     os.write(LOG, f"{time.monotonic():.6f} {what} {os.getpid()}\n".encode())
 
-
-mark("begins")
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 mark("imported")
 # What a larger model would take: a worker without it has about 350 MB.

@@ -68,10 +68,12 @@ def spawn(
         )
 
 
-def elasticd_alone(workers: int, steps: Path, log: Path) -> Launched:
+def elasticd_alone(
+    workers: int, steps: Path, log: Path, *, job: Sequence[object] = (JOB,), env: Mapping[str, str] = {}
+) -> Launched:
     argv = [BIN / "elasticd", "run", "--min", workers, "--max", workers, "--max-restarts", 1000]
-    argv += ["--plain", "--log-format", "json", JOB]
-    return Launched([spawn([str(a) for a in argv], steps, log)])
+    argv += ["--plain", "--log-format", "json", *job]
+    return Launched([spawn(argv, steps, log, env)])
 
 
 def elasticd_in_place(workers: int, steps: Path, log: Path, *, spares: int) -> Launched:
@@ -85,10 +87,18 @@ def _torchrun(log: Path) -> list[object]:
     return [BIN / "torchrun", "--log-dir", log.with_name("torchrun-logs")]
 
 
-def torchrun_alone(workers: int, steps: Path, log: Path, *, monitor_s: float = 0.1) -> Launched:
+def torchrun_alone(
+    workers: int,
+    steps: Path,
+    log: Path,
+    *,
+    monitor_s: float = 0.1,
+    job: Sequence[object] = (JOB,),
+    env: Mapping[str, str] = {},
+) -> Launched:
     argv = [*_torchrun(log), "--standalone", "--nproc-per-node", workers, "--max-restarts", 1000]
-    argv += ["--monitor-interval", monitor_s, JOB]
-    return Launched([spawn([str(a) for a in argv], steps, log, TORCHRUN_ENV)])
+    argv += ["--monitor-interval", monitor_s, *job]
+    return Launched([spawn(argv, steps, log, {**TORCHRUN_ENV, **env})])
 
 
 def elasticd_nodes(nodes: int, least: int, etcd: str, job: str, steps: Path, log: Path) -> Launched:

@@ -59,11 +59,11 @@ def grown(log: Sequence[Event], marks: Iterable[Mark], killed_at: float, wall_s:
         return [(e, e["at"] - wall_s) for e in found][:1]
 
     noticed, ready = first("worker.ended"), first("standby.ready")
-    began = [m.at for m in marks if m.what == "begins" and m.at >= killed_at][:1]
+    began = [m.at for m in marks if m.what == "imported" and m.at >= killed_at][:1]
     asked, formed = first("round.closing", cause="grew"), first("round.formed", cause="grew")
     return [
         *(("noticed", at) for _, at in noticed),
-        *(("process", at) for at in began),
+        *(("process, imports", at) for at in began),
         *(("model, ready", at) for _, at in ready),
         *(("asked to commit", at) for _, at in asked),
         *(("committed, next formed", at) for _, at in formed),
@@ -74,7 +74,7 @@ def grown(log: Sequence[Event], marks: Iterable[Mark], killed_at: float, wall_s:
 def begun(marks: Iterable[Mark], pids: set[int]) -> list[Part]:
     """The workers' part where they are new processes: of who was last."""
     mine = [m for m in marks if m.pid in pids]
-    names = {"begins": "process", "imported": "imports", "joined": "group", "built": "model"}
+    names = {"imported": "process, imports", "joined": "group", "built": "model"}
     return [
         (name, max(m.at for m in mine if m.what == what))
         for what, name in names.items()

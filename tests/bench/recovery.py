@@ -177,7 +177,6 @@ def _recovery(workers: int, kills: int, megabytes: int) -> str:
         add("torchrun", worker_kills(launch.torchrun_alone, workers, half))
         add("torchrun, looking every 10 ms", worker_kills(tuned, workers, half))
         add("elasticd, script as it is", worker_kills(launch.elasticd_alone, workers, half, SETTLE_S))
-        add("elasticd, a second after the first step", worker_kills(launch.elasticd_alone, workers, 1))
         survivors, full = kills_in_place(workers, half, spares=0)
         add(SURVIVORS, survivors)
         add("elasticd in place, full size again", full)

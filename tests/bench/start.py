@@ -1,0 +1,139 @@
+"""What a start costs: from the command to the first step of all workers, and a kill a second later."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.bench import launch, report
+from tests.bench.launch import Launched
+from tests.bench.recovery import START_TIMEOUT_S
+from tests.bench.steps import Steps
+
+HERE = Path(__file__).parent
+NOTING = HERE / "noting"  # the scripts are as their users have them, so the steps are noted from outside
+KILLED_AFTER_S = 1.0
+KILL_TIMEOUT_S = 60.0
+
+Launcher = Callable[[int, Path, Path, Sequence[object]], Launched]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """``took_s``: from the command until each worker has made a step. ``cpu_s``: of all processes until then,
+    but for etcd, which has used ``etcd_cpu_s``. ``again_s``: from the ``kill -9`` of a worker to the first
+    step of the next world."""
+
+    took_s: float
+    cpu_s: float
+    etcd_cpu_s: float
+    again_s: float
+
+
+def _env(log: Path) -> Mapping[str, str]:
+    return {"PYTHONPATH": str(NOTING), "XDG_STATE_HOME": str(log.parent)}
+
+
+def elasticd(workers: int, steps: Path, log: Path, job: Sequence[object]) -> Launched:
+    return launch.elasticd_alone(workers, steps, log, job=job, env=_env(log))
+
+
+def torchrun(workers: int, steps: Path, log: Path, job: Sequence[object]) -> Launched:
+    return launch.torchrun_alone(workers, steps, log, job=job, env=_env(log))
+
+
+def start_once(launcher: Launcher, workers: int, job: Sequence[object]) -> Start:
+    """Raises RuntimeError if a figure cannot be taken."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps, log = Steps(Path(folder, "steps")), Path(folder, "log")
+        began = time.monotonic()
+        launched = launcher(workers, steps.path, log, job)
+        try:
+            ranks: set[int] = set()
+
+            def all_there(rank: int) -> bool:
+                ranks.add(rank)
+                return len(ranks) == workers
+
+            last = steps.first(lambda s: all_there(s.rank), START_TIMEOUT_S)
+            if last is None:
+                raise RuntimeError(f"{len(ranks)} of {workers} workers start: {log.read_text()[-2000:]}")
+            cpu_s, etcd_cpu_s = cpu_of_tree(launched.agents[0].pid)
+            time.sleep(KILLED_AFTER_S)
+            steps.read()
+            old, before = {s.rank: s.pid for s in steps.made}, len(steps.made)
+            killed_at = time.monotonic()
+            os.kill(old[workers - 1], signal.SIGKILL)
+            again = steps.first(lambda s: s.pid not in old.values(), KILL_TIMEOUT_S, before)
+            if again is None:
+                raise RuntimeError(f"no step follows the kill: {log.read_text()[-2000:]}")
+            return Start(last.at - began, cpu_s, etcd_cpu_s, again.at - killed_at)
+        finally:
+            launched.stop()
+            steps.close()
+
+
+def cpu_of_tree(pid: int) -> tuple[float, float]:
+    """Return the CPU seconds, of user and system, that the process and its descendants have used, also those
+    that have ended; first of all but etcd, then of etcd."""
+    used = {False: 0.0, True: 0.0}
+    agent = psutil.Process(pid)
+    for process in (agent, *agent.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # its parent has it now
+            used[process.name() == "etcd"] += sum(process.cpu_times()[:4])
+    return used[False], used[True]
+
+
+JOBS: Mapping[str, Sequence[object]] = {
+    "an empty script": [HERE / "job_empty.py"],
+    "the GPT of the README": [Path(launch.ROOT, "workers", "train_gpt.py"), "--steps", 1_000_000],
+    "transformers": [HERE / "job_transformers.py"],
+}
+
+
+def start(sizes: Sequence[int], pairs: int, only: Sequence[str] = ()) -> str:
+    """Torchrun and elasticd in turn. ``only``: the scripts whose names begin so."""
+    tables = []
+    for name, job in JOBS.items():
+        if only and not name.startswith(tuple(only)):
+            continue
+        if name == "transformers" and importlib.util.find_spec(name) is None:
+            tables.append(f"{name}: left out, not installed here")
+            continue
+        tables += [_compared(name, job, workers, pairs) for workers in sizes]
+    return "\n".join(tables)
+
+
+def _compared(name: str, job: Sequence[object], workers: int, pairs: int) -> str:
+    theirs, ours = [], []
+    for _ in range(pairs):
+        theirs.append(start_once(torchrun, workers, job))
+        ours.append(start_once(elasticd, workers, job))
+    what = f"{name}, {workers} worker{'s' * (workers > 1)}"
+    both = {"torchrun": theirs, "elasticd": ours}
+    cpu: dict[str, Sequence[float | None]] = {row: [s.cpu_s for s in starts] for row, starts in both.items()}
+    cpu["elasticd's etcd, beside it"] = [s.etcd_cpu_s for s in ours]
+    return "\n".join(
+        [
+            report.table(
+                f"{what}: from the command to the first step of all",
+                {row: [s.took_s for s in starts] for row, starts in both.items()},
+                "torchrun",
+            ),
+            report.table(f"{what}: CPU until then", cpu, "torchrun"),
+            report.table(
+                f"{what}: kill -9 of one a second later, to the next step",
+                {row: [s.again_s for s in starts] for row, starts in both.items()},
+                "torchrun",
+            ),
+        ]
+    )
