@@ -131,6 +131,10 @@ USED: Final = (
     ),
     Private("torch._utils._rebuild_tensor_v3", "checkpoint/format/frames.py: rebuilds a pickled tensor."),
     Private(
+        "torch._dynamo",
+        "cli/script.py: imported ahead, since torch imports it for the first optimizer of a process.",
+    ),
+    Private(
         "torch._C._get_privateuse1_backend_name", "cli/machine.py: the name of a third-party kind of device."
     ),
     Private(

@@ -56,12 +56,14 @@ class Personal:
 
 @dataclass(frozen=True, slots=True)
 class ImportModules:
-    """Have the zygote import the modules. The warden passes this message on. ``left_out``: modules that
-    cannot be shared, and why."""
+    """Have the zygote import the modules. The warden passes this message on. "package:name" means ``from
+    package import name``. ``left_out``: modules that cannot be shared, and why. ``in_order``: import nothing
+    after a module that is left out, since the later module may rely on the one left out."""
 
     modules: tuple[str, ...]
     personal: Personal
     left_out: dict[str, str]
+    in_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         slots=size.slots,
         command=script.command,
         fingerprint=script.fingerprint,
+        imports=script.imports,
         policy=policy(options, settings, environ, met.timing),
         etcd=met.etcd,
         etcd_grace_s=settings.get("etcd_grace_s", 600.0),

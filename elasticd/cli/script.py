@@ -9,21 +9,29 @@ import shutil
 import sys
 import warnings
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from elasticd.cli.command_error import CommandError
+from elasticd.cli.first_imports import changes_environment, first_imports, package_of
 from elasticd.daemon.config import Command, CommandKind
+
+# Torch imports it for the first optimizer of a process, which takes as long as to import torch. It reads many
+# environment variables, so it is imported ahead only for a script that changes none.
+_WITH_TORCH = "torch._dynamo"
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """``fingerprint``: the sha256, in hex, of the script's text; for a program, of its path."""
+    """``fingerprint``: the sha256, in hex, of the script's text; for a program, of its path. ``imports``:
+    what to import for all workers at once, in the notation of ``first_imports``."""
 
     command: Command
     fingerprint: str
     stem: str
+    imports: tuple[str, ...] = ()
 
 
 def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: bool = True) -> Script:
@@ -37,14 +45,17 @@ def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: b
     command = Command(kind, target, args)
     match kind:
         case CommandKind.SCRIPT:
-            return Script(command, _read_script(Path(target), own_python), Path(target).stem)
+            digest, imports = _read_script(Path(target), own_python)
+            return Script(command, digest, Path(target).stem, imports)
         case CommandKind.MODULE:
-            return Script(command, _read_module(target, own_python), target.rpartition(".")[2])
+            digest, imports = _read_module(target, own_python)
+            return Script(command, digest, target.rpartition(".")[2], imports)
         case CommandKind.PROGRAM:
             return Script(command, _digest(_program(target).encode()), Path(target).stem)
 
 
-def _read_script(path: Path, own_python: bool) -> str:
+def _read_script(path: Path, own_python: bool) -> tuple[str, tuple[str, ...]]:
+    """Return the digest of the script's text, and what it begins to import."""
     if os.path.isdir(path):  # like Path.is_dir, but accepts any name
         if not (path / "__main__.py").is_file():
             raise CommandError(f"{path} is a directory; expected a Python script.")
@@ -55,9 +66,10 @@ def _read_script(path: Path, own_python: bool) -> str:
         raise CommandError(f"the script {path} does not exist.") from None
     except OSError as error:
         raise CommandError(f"the script {path} cannot be read: {error.strerror}.") from error
-    if own_python and not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(path)):
-        _check_syntax(source, path)
-    return _digest(source)
+    if not own_python or source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(path):
+        return _digest(source), ()
+    _check_syntax(source, path)
+    return _digest(source), _first_imports([os.path.realpath(path)], os.path.dirname(os.path.realpath(path)))
 
 
 def _check_syntax(source: bytes, path: Path) -> None:
@@ -74,14 +86,15 @@ def _check_syntax(source: bytes, path: Path) -> None:
         raise CommandError(f"{path} is not a Python script: {error}.") from error
 
 
-def _read_module(name: str, own_python: bool) -> str:
+def _read_module(name: str, own_python: bool) -> tuple[str, tuple[str, ...]]:
+    """Return the digest of the module's text, and what it and its packages begin to import."""
     if not own_python:
-        return _digest(name.encode())
+        return _digest(name.encode()), ()
     if name.endswith(".py"):
         raise CommandError(f"-m takes a module, such as package.job, not a file; leave -m out to run {name}.")
-    spec = _locate(name)
+    spec, packages = _locate(name), name.split(".")[:-1]
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = _locate(f"{name}.__main__")
+        spec, packages = _locate(f"{name}.__main__"), name.split(".")
         if spec is None:
             raise CommandError(f"{name} is a package without a __main__ module, so -m cannot run it.")
     if spec is None:
@@ -89,12 +102,44 @@ def _read_module(name: str, own_python: bool) -> str:
     if spec.origin == "built-in":
         raise CommandError(f"{name} is built into Python, so -m cannot run it.")
     if spec.origin is None or not os.path.isfile(spec.origin):
-        return _digest(name.encode())
+        return _digest(name.encode()), ()
     path = Path(spec.origin)
     source = path.read_bytes()
-    if path.suffix == ".py":
-        _check_syntax(source, path)
-    return _digest(source)
+    if path.suffix != ".py":
+        return _digest(source), ()
+    _check_syntax(source, path)
+    specs = [_locate(".".join(packages[: n + 1])) for n in range(len(packages))]
+    before = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
+    return _digest(source), _first_imports([*before, str(path)], os.getcwd())
+
+
+def _first_imports(paths: Sequence[str], folder: str) -> tuple[str, ...]:
+    """Return what the program begins to import, if any of it is not of the standard library. ``paths``: of
+    the packages that ``python -m`` imports first, and of the program. ``folder``: leads the workers'
+    ``sys.path``."""
+    homes = [os.path.dirname(os.__file__)]
+    homes += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+
+    def is_installed(name: str) -> bool:
+        own = PathFinder.find_spec(name, [folder])
+        if own is not None and own.origin is not None:  # else a folder of data
+            return False
+        spec = importlib.util.find_spec(name)
+        origin = spec.origin if spec is not None and spec.origin is not None else ""
+        return (
+            origin in ("built-in", "frozen")
+            or name == "elasticd"
+            or any(origin.startswith(f"{home}/") for home in homes)
+        )
+
+    try:
+        imports = first_imports(paths, is_installed)
+        packages = set(map(package_of, imports)) - sys.stdlib_module_names
+        if "torch" in packages and not changes_environment(paths, folder):
+            imports += (_WITH_TORCH,)
+    except (OSError, SyntaxError, ValueError):  # only the script itself has been checked
+        return ()
+    return imports if packages else ()
 
 
 def _locate(name: str) -> ModuleSpec | None:

@@ -55,6 +55,7 @@ class RunConfig:
     """The configuration of one agent of one job.
 
     * ``fingerprint``: identifies the script among scripts of the same name.
+    * ``imports``: what the script begins with, in the notation of ``Preload``: imported once for all workers.
     * ``slots``: the number of workers that this node offers to run. ``spares``: how many of these slots are
       for standbys that replace other workers.
     * ``etcd``: None for a standalone run on an embedded etcd.
@@ -79,6 +80,7 @@ class RunConfig:
     slots: int
     command: Command
     fingerprint: str
+    imports: tuple[str, ...] = ()
     policy: Policy = Policy()
     etcd: EtcdAccess | None = None
     etcd_grace_s: float = 600.0

@@ -76,6 +76,7 @@ def procs(
         line_prefix=config.logs.line_prefix,
         whole_group=not runs_python,
         zygote=runs_python and not config.fresh_start and config.numa_binding is None,
+        imports=() if config.virtual_local_rank and config.slots > 1 else config.imports,
         say=logger.info,
         warn=logger.warning,
         duplicate_stdout=config.logs.duplicate_stdout,

@@ -34,6 +34,7 @@ from elasticd.daemon.usage_sampler import Sampler
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.store import EtcdLink
 from elasticd.procs.environment import assignments, standbys
+from elasticd.procs.logdest import LogDest
 from elasticd.procs.usage import throttled_s
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
@@ -79,11 +80,18 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         reserve = openfiles.Reserve(inbox.post)
         cleanup.callback(reserve.close)
         cleanup.enter_context(Signals(handled, inbox.post))
+
+        def reify(number: int, envs: dict[int, dict[str, str]]) -> LogDest:
+            return destinations.reify(number, envs)
+
+        procs = edges.procs(config, warden, view, reify, clock)
+        cleanup.callback(procs.close)
+        procs.expect(_first_worker(config, began_at))
         standalone = (
             cleanup.enter_context(StandaloneEtcd(config.job, warden)) if config.etcd is None else None
         )
 
-        # Torch takes seconds to import; etcd starts meanwhile.
+        # Torch takes seconds to import; etcd and the zygote start meanwhile.
         from elasticd.daemon.agent import Agent, worker_spec
         from elasticd.daemon.logs import Destinations, logs_specs
         from elasticd.daemon.roundstore import TorchRoundStores
@@ -98,8 +106,6 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         stores = TorchRoundStores(config.address)
         cleanup.callback(stores.shut)
         destinations = Destinations(logs_specs(config.logs), audit=config.audit is not None)
-        procs = edges.procs(config, warden, view, destinations.reify, clock)
-        cleanup.callback(procs.close)
         replica_listener = edges.listen_for_replicas(config)
         saver = SaverService(warden, access, config.job, replica_listener, config.checkpoint_rate)
         cleanup.callback(saver.close)
@@ -225,6 +231,12 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
     if warden.left:
         said = f"{said}\n{run_summary.left_behind(warden.left)}"
     return left.code, said
+
+
+def _first_worker(config: RunConfig, began_at: float) -> Assignment:
+    """Return an assignment that differs from those of the first round only as they differ from each other."""
+    setting = identity.setting_of(config, "", began_at, holds=False)
+    return standbys((0,), tuple(range(config.slots)), setting, 0.0)[0]
 
 
 def _end_workers(procs: LocalProcs, grace_s: float) -> None:

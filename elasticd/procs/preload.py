@@ -1,9 +1,9 @@
-"""The agent's part in forking workers: learn which modules workers import, and keep a zygote that has
-imported these modules.
+"""The agent's part in forking workers: keep a zygote that has imported the workers' modules.
 
-Workers report their imports after the first optimizer step (elasticd/worker/boot/elasticd_heartbeat.py).
-Before that report, workers start as fresh processes; so does a worker that needs another environment or
-another command than the zygote's.
+Before the first workers start, the zygote imports the modules with which the script begins, in the script's
+order. Workers report all their imports after the first optimizer step
+(elasticd/worker/boot/elasticd_heartbeat.py), and the zygote imports the rest. Without a zygote, workers start
+as fresh processes; so does a worker that needs another environment or another command than the zygote's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,11 +45,13 @@ class _Model:
 class Preload:
     """Manages the zygote of a node. ``folder``: the folder of the workers' pages, which gets the socket for
     their reports. ``say``: takes the name of an event (``zygote.ready``, ``left_out``, ``ended`` or
-    ``given_up``) and its fields."""
+    ``given_up``) and its fields. ``imports``: the imports with which the script begins; "package:name" means
+    ``from package import name``."""
 
-    def __init__(self, warden: Warden, folder: Path, say: LogFunction) -> None:
+    def __init__(self, warden: Warden, folder: Path, say: LogFunction, imports: tuple[str, ...] = ()) -> None:
         self._warden = warden
         self._say = say
+        self._imports = imports
         self._modules: dict[str, None] = {}
         self._left_out: dict[str, str] = {}
         self._latest: _Model | None = None
@@ -75,6 +77,12 @@ class Preload:
             and model.argv[:3] == serving.argv[:3]
         )
 
+    def begin(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+        """Start the zygote ahead of such workers, if it is known what to import."""
+        self._latest = _Model(tuple(argv), _shared(env), cwd)
+        if self._imports:
+            self._start()
+
     def close(self) -> None:
         """Stop learning. The zygote ends with the warden."""
         self._generation += 1
@@ -98,7 +106,7 @@ class Preload:
         if self._serving is None or (self._latest is not None and self._latest.env != self._serving.env):
             self._start()
         else:
-            self._ask(list(self._modules)[known:])
+            self._ask(_packages_first(list(self._modules)[known:]))
 
     def _start(self) -> None:
         model = self._latest
@@ -117,12 +125,15 @@ class Preload:
             heard=lambda news: self._heard(generation, news),
             ended=lambda end: self._ended(generation, end),
         )
-        self._ask(list(self._modules))
+        if self._imports:
+            self._ask(self._imports, in_order=True)
+        if self._modules or not self._imports:
+            self._ask(_packages_first(self._modules))
 
-    def _ask(self, modules: list[str]) -> None:
+    def _ask(self, modules: tuple[str, ...], *, in_order: bool = False) -> None:
         self.ready = False
         personal = Personal(tuple(sorted(PERSONAL)), PERSONAL_PREFIXES)
-        self._warden.preload(ImportModules(tuple(modules), personal, self._left_out))
+        self._warden.preload(ImportModules(modules, personal, self._left_out, in_order))
 
     def _heard(self, generation: int, news: ZygoteNews) -> None:
         if generation != self._generation:
@@ -150,6 +161,15 @@ class Preload:
             self._start()
         else:
             self._say("zygote.given_up", why=f"it has ended {_DEATHS_MAX} times")
+
+
+def _packages_first(modules: Iterable[str]) -> tuple[str, ...]:
+    """Return the modules in the order to import them: packages before their modules, as scripts do.
+
+    The order matters where modules import each other. Workers report the order of ``sys.modules``, in which a
+    package comes after the modules that it imports.
+    """
+    return tuple(sorted(modules, key=lambda name: name.count(".")))
 
 
 def _shared(env: Mapping[str, str]) -> dict[str, str]:

@@ -414,7 +414,7 @@ class WardenProcess:
         if pid is None:
             ours.close()
             return
-        if self._fresh_s is None:  # the first zygote starts at the first step
+        if self._fresh_s is None:  # without a fresh start so far: as long as a zygote may take at all
             self._fresh_s = steady_now() - self._fresh_at
         self._zygote = ZygoteProcess(message.id, pid, ours, self._fresh_s)
         self._selector.register(self._zygote.channel, selectors.EVENT_READ, "zygote")

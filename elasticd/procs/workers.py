@@ -63,12 +63,12 @@ class LocalProcs:
     script) or only the worker, so that its children can still work while it saves.
 
     ``zygote``: whether Python workers may be forked from a process that has imported the workers' modules.
-    ``command`` must then run Python, and may differ between workers only in the script's arguments. ``say``
-    gets the events of the zygote (see ``Preload``), and ``worker.entered``, ``worker.done``,
-    ``worker.broken`` and ``worker.unlinked``. ``warn`` gets ``worker.crashed_at_exit``, for a worker that
-    crashes after its script finished, and ``log.not_kept``. ``duplicate_*``: the filters of torchrun's
-    ``--duplicate-stdout-filters``. ``clock``: the clock of ``fence`` and ``step_times``; it must not jump as
-    the system clock may.
+    ``command`` must then run Python, and may differ between workers only in the script's arguments.
+    ``imports``: the imports before the first worker starts (see ``Preload``). ``say`` gets the events of the
+    zygote (see ``Preload``), and ``worker.entered``, ``worker.done``, ``worker.broken`` and
+    ``worker.unlinked``. ``warn`` gets ``worker.crashed_at_exit``, for a worker that crashes after its script
+    finished, and ``log.not_kept``. ``duplicate_*``: the filters of torchrun's ``--duplicate-stdout-filters``.
+    ``clock``: the clock of ``fence`` and ``step_times``; it must not jump as the system clock may.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class LocalProcs:
         heartbeat: bool = True,
         whole_group: bool = False,
         zygote: bool = False,
+        imports: tuple[str, ...] = (),
         say: LogFunction = lambda event, **fields: None,
         warn: LogFunction = lambda event, **fields: None,
         duplicate_stdout: Sequence[str] = (),
@@ -111,7 +112,7 @@ class LocalProcs:
         self.page_dir = shared_memory_dir()
         self._warden.remove_at_end(self.page_dir)
         self._links = LinkListener(warden) if heartbeat else None
-        self._preload = Preload(warden, self.page_dir, say) if zygote and heartbeat else None
+        self._preload = Preload(warden, self.page_dir, say, imports) if zygote and heartbeat else None
 
     # ------------------------------------------------------------ core.ports.Procs
 
@@ -179,6 +180,14 @@ class LocalProcs:
             return {slot: worker.steps for slot, worker in self._of_this_round()}
 
     # ------------------------------------------------------------ beyond core.ports.Procs
+
+    def expect(self, assignment: Assignment) -> None:
+        """Have the zygote import what the script begins with, for workers that start later. Their assignments
+        differ from this one only in variables that no module may read on import."""
+        if self._preload is not None:
+            env = {**self._base_env, **assignment.env}
+            env["PYTHONPATH"] = _python_path(env)
+            self._preload.begin(self._argv(assignment), env, self._cwd)
 
     def progress(self, round_number: int | None = None) -> tuple[SlotProgress, ...]:
         """Return the heartbeats of this round's workers, in the order of their slots; none if
@@ -284,7 +293,7 @@ class LocalProcs:
         if self._links is not None:
             worker.link = self._links.new_link(partial(self._heard, worker), partial(self._unlinked, worker))
             env[wire.ADDRESS] = self._links.address
-        argv = self._command(a) if callable(self._command) else self._command
+        argv = self._argv(a)
         worker.id = self._warden.spawn_worker(
             argv,
             env=env,
@@ -299,15 +308,16 @@ class LocalProcs:
             gone=lambda: self._news(WorkerGone(worker.pid)),
         )
 
+    def _argv(self, assignment: Assignment) -> Sequence[str]:
+        return self._command(assignment) if callable(self._command) else self._command
+
     def _add_heartbeat(self, worker: Worker, env: dict[str, str]) -> str:
         """Give the worker a page. Return the mark that identifies its descendants."""
         self._started += 1
         page = Page(self.page_dir / f"process{self._started}-slot{worker.assignment.slot}")
         with self._lock:
             worker.page = page
-        env[VARIABLE] = str(page.path)
-        # An empty PYTHONPATH means none; an empty entry would mean the working directory.
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (BOOT_DIR, env.get("PYTHONPATH"))))
+        env |= {VARIABLE: str(page.path), "PYTHONPATH": _python_path(env)}
         return f"{VARIABLE}={page.path}"
 
     # ------------------------------------------------------------ the rounds of a worker
@@ -413,6 +423,12 @@ class LocalProcs:
         if end.lingers:
             self._news(WorkerLingers(exit.slot, end.pid))
         exited(number, exit)
+
+
+def _python_path(env: Mapping[str, str]) -> str:
+    """Return the PYTHONPATH of a worker, led by the boot code."""
+    # An empty PYTHONPATH means none; an empty entry would mean the working directory.
+    return os.pathsep.join(filter(None, (BOOT_DIR, env.get("PYTHONPATH"))))
 
 
 def _discard_page(worker: Worker) -> None:

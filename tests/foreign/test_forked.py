@@ -24,6 +24,18 @@ def test_a_restarted_job_is_forked_by_itself(elasticd: Launcher) -> None:
     assert ended.printed("rank 0 attempt 1 forked")
 
 
+def test_the_first_workers_are_forked_with_torch_imported(elasticd: Launcher) -> None:
+    ended = elasticd.run(PROGRAMS / "first_forks.py", nproc=3)
+    assert ended.status == 0, ended.err
+    assert ended.printed(*(f"rank {rank} forked 2.0" for rank in range(3))), ended.out
+    assert ended.err.count(READY) == 1
+
+
+def test_the_first_workers_are_fresh_where_that_is_asked_for(elasticd: Launcher) -> None:
+    ended = elasticd.run("--fresh-start", PROGRAMS / "first_forks.py", nproc=2)
+    assert ended.printed(*(f"rank {rank} fresh 2.0" for rank in range(2))), ended.out
+
+
 def test_a_job_that_asks_for_fresh_starts_has_them(elasticd: Launcher) -> None:
     (elasticd.folder / "crash").touch()
     ended = elasticd.run("--fresh-start", PROGRAMS / "crash_when_told.py", nproc=1, restarts=3)

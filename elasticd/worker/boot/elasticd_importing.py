@@ -25,18 +25,16 @@ _RESTART_AFTER_FORK = frozenset({"jemalloc_bg_thd"})
 _SHARE_S = 0.2  # for the imports of one process, which a bad module makes unusable
 
 
-def packages_first(modules: Iterable[str]) -> list[str]:
-    """Return the modules in the order to import them: packages before their modules, as scripts do.
-
-    The order matters where modules import each other. ``modules`` has the order of ``sys.modules``, in which
-    a package comes after the modules that it imports.
-    """
-    return sorted(modules, key=lambda name: name.count("."))
-
-
-def without_left_out(modules: Iterable[str], left_out: Collection[str]) -> list[str]:
-    """Return the modules that neither are left out nor belong to a package that is left out."""
-    return [name for name in modules if not any(package in left_out for package in _packages(name))]
+def without_left_out(modules: Iterable[str], left_out: Collection[str], *, in_order: bool) -> list[str]:
+    """Return the modules that neither are left out nor belong to a package that is left out. ``in_order``:
+    only those before the first that is left out."""
+    chosen = []
+    for name in modules:
+        if name not in left_out and not any(package in left_out for package in _packages(name)):
+            chosen.append(name)
+        elif in_order:
+            break
+    return chosen
 
 
 def import_share(
@@ -79,8 +77,11 @@ def import_share(
 
 def _import(name: str, guard: _Guard) -> dict[str, str]:
     guard.met = ""
+    module, _, member = name.partition(":")
     try:
-        importlib.import_module(name)
+        found = importlib.import_module(module)
+        if member and not hasattr(found, member):  # which may import it: packages load members on demand
+            importlib.import_module(f"{module}.{member}")
     except BaseException as error:  # noqa: BLE001  # SystemExit as well
         return {
             _failed(name): f"it imports {guard.met}" if guard.met else f"it cannot be imported: {error!r}"
@@ -156,7 +157,7 @@ def _failed(name: str) -> str:
 
 def _packages(name: str) -> list[str]:
     """Return the module's name, and those of the packages that contain it."""
-    parts = name.split(".")
+    parts = name.partition(":")[0].split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 

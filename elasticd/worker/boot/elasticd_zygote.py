@@ -43,7 +43,7 @@ from elasticd_afterfork import (
     give_streams,
     seed_random_numbers,
 )
-from elasticd_importing import children, import_share, packages_first, threads, without_left_out
+from elasticd_importing import children, import_share, threads, without_left_out
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class Zygote:
         )
         self.is_worker = False
         self._todo: list[str] = []  # the modules to import, in order
+        self._in_order = False
         self._left_out: dict[str, str] = {}
         self._personal: Any = None
         self._unusable = 0
@@ -125,9 +126,9 @@ class Zygote:
                 if forks and self._fork(forks):
                     return
                 forks = []
-                self._todo = packages_first(message.modules)
-                self._personal = message.personal
+                self._personal, self._in_order = message.personal, message.in_order
                 self._left_out.update(message.left_out)
+                self._todo = without_left_out(message.modules, self._left_out, in_order=self._in_order)
                 self._asked += 1
                 self._preload()
             if forks and self._fork(forks):
@@ -184,7 +185,6 @@ class Zygote:
     def _import_in_a_child(self) -> None:
         """Let a child import the next modules. The child is the zygote afterwards, unless the imports made it
         unusable."""
-        self._todo = without_left_out(self._todo, self._left_out)
         said = [os.fstat(fd).st_size for fd in (1, 2)]
         ours, theirs = self._framing.pair()
         forked = self._fork_apart(1)
@@ -204,7 +204,7 @@ class Zygote:
             os.lseek(fd, size, os.SEEK_SET)
         self._unusable += 1
         self._left_out.update(unfit)
-        self._todo = without_left_out(self._todo, self._left_out)
+        self._todo = without_left_out(self._todo, self._left_out, in_order=self._in_order)
         self._channel.send(self._words.LeftOut(unfit))
 
     def _hear_child(self, line: socket.socket, pid: int) -> dict[str, str]:
