@@ -16,8 +16,9 @@ rate. All traffic goes through rank 0: twice the model's size for each step of e
 are the same.
 
 **When a worker dies**: all workers start again, in a world of any size, and load rank 0's last snapshot,
-which is at most ``--snapshot-every`` gradients old. If a launcher replaced other workers alone, only
-their gradient under way would be lost; the loss of rank 0 would stop all of them in any case.
+which is at most ``--snapshot-every`` gradients old. Give ``--snapshot-dir`` on a disk that all nodes
+share: rank 0 may be lost with its node. If a launcher replaced other workers alone, only their gradient
+under way would be lost; the loss of rank 0 would stop all of them in any case.
 """
 
 from __future__ import annotations

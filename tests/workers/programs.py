@@ -51,7 +51,7 @@ class Program:
     def require_quality(self, said: list[str]) -> str:
         """Check what a finished program printed about held-out data, and return that line."""
         line = [line for line in said if line.startswith("held-out")][-1]
-        accuracy, loss = (re.search(pattern, line) for pattern in (r"accuracy ([\d.]+)%", r"loss:? ([\d.]+)"))
+        accuracy, loss = (re.search(pattern, line) for pattern in (r"accuracy ([\d.]+)%", r"loss.* ([\d.]+)"))
         assert not self.accuracy or (accuracy and float(accuracy[1]) >= self.accuracy), line
         assert self.loss == math.inf or (loss and float(loss[1]) <= self.loss), line
         return line
@@ -75,9 +75,13 @@ PROGRAMS = [
     Program("growing_batch", "--epochs=5", 30, accuracy=85),
     Program("data_parallel", "--epochs=5", 60, accuracy=90, rank=0, workers=1, same_bits=True),
     Program("layers_on_devices", "--epochs=5", 30, accuracy=90),
+    Program("train_gpt", f"{GPT} --steps=40 --snapshot-every=5 --sample=0", 10, loss=3.6),
     Program("train_gpt_fsdp", f"{GPT} {FSDP}", 10, loss=3.6),
     Program("train_gpt_in_place", f"{GPT} --steps=40", 10, loss=3.6, same_bits=True),
 ]
+EVERYTHING_ON = Program(
+    "train_gpt_in_place", f"{GPT} --steps=40 --compile --bf16 --recompute", 10, loss=3.6, same_bits=True
+)
 
 
 def start(

@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import PATIENCE_S, Cluster
-from tests.workers.programs import FAULTS, PROGRAMS, WORKERS, Program, applies, end, start, weights
+from tests.workers.programs import (
+    EVERYTHING_ON,
+    FAULTS,
+    PROGRAMS,
+    WORKERS,
+    Program,
+    applies,
+    end,
+    start,
+    weights,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -44,14 +54,12 @@ def test_a_program_reaches_its_quality_through_each_fault(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if p.same_bits], ids=str)
+@pytest.mark.parametrize("program", [*(p for p in PROGRAMS if p.same_bits), EVERYTHING_ON], ids=str)
 def test_a_worker_that_is_killed_changes_no_bit_of_the_weights(
     program: Program, clusters: Callable[[str | None], Cluster], shared_etcd: str
 ) -> None:
-    (killed,), (undisturbed,) = (
-        start(clusters(shared_etcd), program, "kill"),
-        start(clusters(shared_etcd), program),
-    )
+    (killed,) = start(clusters(shared_etcd), program, "kill")
+    (undisturbed,) = start(clusters(shared_etcd), program)
     end(program, killed)
     end(program, undisturbed)
     assert weights(killed) == weights(undisturbed)
