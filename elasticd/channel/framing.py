@@ -24,7 +24,7 @@ from .codec import BadMessage, ChannelClosed, Codec
 
 _Said = TypeVar("_Said")
 _Heard = TypeVar("_Heard")
-_PACKET_BYTES_MAX = 1 << 16  # a socket takes packets of 200 KiB by default
+_PACKET_BYTES_MAX = 1 << 16  # smaller than the default limit of a socket, 200 KiB
 _FILES_MAX = 16
 _FILE = array.array("i").itemsize
 _IN_A_FILE = b"in a file"  # the packet of a message that is the content of its first file

@@ -15,7 +15,8 @@ from elasticd.checkpoint import huge_pages
 
 _HUGE: Final = 2 << 20  # bytes of a huge page
 _ASKERS_MAX: Final = 64  # processes that may allocate memory of one container at the same time
-_RECLAIMED: Final = ("inactive_file", "active_file")  # page cache, which the kernel frees under pressure
+# Memory in the page cache, which the kernel frees under pressure.
+_RECLAIMED: Final = ("inactive_file", "active_file")
 
 
 class Memory:

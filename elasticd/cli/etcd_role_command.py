@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from elasticd.etcd.access import EtcdAccess
     from elasticd.etcd.roles import Roles
 
-_COMMON_NAME_MAX = 64  # the limit of a certificate
+_COMMON_NAME_MAX = 64  # the longest common name of a certificate, in characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ def _password(wanted: RoleAndUser) -> str | None:
         try:
             return passwords.make(file)
         except FileExistsError:
-            pass  # made by an earlier call
+            pass  # an earlier call has made the role
     return passwords.check_length(passwords.read(file))
 
 

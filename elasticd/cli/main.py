@@ -81,7 +81,8 @@ def _open_missing_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            # The descriptor gets the lowest free number, which is the closed stream's.
+            os.open(os.devnull, os.O_RDWR)
             stream = os.fdopen(number, "r" if number == 0 else "w", closefd=False)
             setattr(sys, name, stream)
 
@@ -107,7 +108,7 @@ def _exit_code(argv: Sequence[str] | None) -> int:
             raise
         _say(sentence)
         return 2
-    except PermissionError as error:  # of elasticd's own folders, or of the Python interpreter
+    except PermissionError as error:  # elasticd's own folders or the Python interpreter cannot be used
         _say(f"{error}.")
         return 2
     except (click.Abort, KeyboardInterrupt):

@@ -11,7 +11,7 @@ import click
 from elasticd.etcd.names import check_name
 
 MOST = 1_000_000_000  # the largest number for any option: clocks and records have limits
-_SHOWN_MAX = 40  # characters of an invalid value
+_SHOWN_MAX = 40  # the most characters of an invalid value that are shown
 
 
 _WHOLE = r"\s*[+-]?[0-9]+\s*"  # int() also accepts 1_0 and non-ASCII digits

@@ -15,7 +15,7 @@ from elasticd.cli.command_error import CommandError
 from elasticd.procs.linux import hide_memory
 
 VARIABLE = "ELASTICD_ETCD_PASSWORD"
-MOST = 72  # bytes: etcd's bcrypt ignores the rest, or rejects a longer password
+MOST = 72  # bytes; etcd's bcrypt ignores further bytes, or rejects the password
 _READ_MAX = 4096
 
 

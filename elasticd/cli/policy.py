@@ -54,7 +54,7 @@ def settings_in(path: Path | None) -> Settings:
         found = tomllib.loads(path.read_text())
     except OSError as error:
         raise CommandError(f"--policy {path}: {error.strerror}.") from error
-    except ValueError as error:  # neither UTF-8 nor TOML
+    except ValueError as error:  # the file is not UTF-8, or not TOML
         raise CommandError(f"--policy {path} is not TOML: {error}.") from error
     except RecursionError as error:
         raise CommandError(f"--policy {path} is nested too deeply: each setting is a number.") from error

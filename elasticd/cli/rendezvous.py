@@ -177,7 +177,7 @@ def _job(options: RunOptions, notes: list[str]) -> str | None:
         if torchruns and options.rdzv_id != options.job:
             notes.append(f"--rdzv-id {options.rdzv_id} is ignored beside --job")
         return check_name("job", options.job or "")
-    if torchruns and options.rdzv_id != "none":  # torchrun's default
+    if torchruns and options.rdzv_id != "none":  # "none" is torchrun's default
         return check_name("job", options.rdzv_id or "")
     return None
 

@@ -220,7 +220,7 @@ def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
             raise CommandError(f"{flag(name)} {asked} is not an address of this machine.")
         return asked
     places = hosts_and_ports(etcd.endpoints) if etcd is not None else []
-    if not places:  # no other machine can join
+    if not places:  # without other endpoints, no other machine can join
         return "127.0.0.1"
     # If no endpoint resolves yet, etcd cannot be reached yet either; the host's name may resolve later.
     return routed_address(places) or default_node_name()

@@ -82,7 +82,7 @@ def _check_syntax(source: bytes, path: Path) -> None:
         where = f"{path}:{error.lineno}" if error.lineno else str(path)
         text = f": {error.text.strip()}" if error.text and error.text.strip() else ""
         raise CommandError(f"the script has a syntax error at {where}: {error.msg}{text}") from error
-    except ValueError as error:  # null bytes
+    except ValueError as error:  # the file contains null bytes
         raise CommandError(f"{path} is not a Python script: {error}.") from error
 
 

@@ -10,7 +10,7 @@ from elasticd.cli.option_types import MOST
 from elasticd.cli.options import OptionSource, RunOptions
 from elasticd.core.facts import Limits
 
-SLOTS_MAX = 1024  # per node; a larger number is taken for a typing error
+SLOTS_MAX = 1024  # the most slots of a node; a larger number is probably a typing error
 
 
 @dataclass(frozen=True, slots=True)

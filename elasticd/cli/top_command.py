@@ -29,7 +29,8 @@ def top(job: str | None, **etcd: Any) -> None:
     """
     if not sys.stdout.isatty():
         raise CommandError("top needs a terminal; elsewhere use `elasticd status --watch`")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell script ran "top &"
+    # A shell script that runs "top &" makes its commands ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     place, job = only_job(places(etcd), "top") if job is None else (find(etcd, job), job)
 
     from elasticd.cli.watch import watch

@@ -36,9 +36,9 @@ class _Watch:
         self._facts: dict[str, Fact] = {}
         self._rates = StepRates()
         self._begun = place.shared  # a standalone run may not have written its facts yet
-        self._changed = False  # since the last display
+        self._changed = False  # whether facts have changed since the last display
         self._shown: object = None  # the round and the phase of the last display
-        self._shown_at = -EVERY_S  # on the monotonic clock
+        self._shown_at = -EVERY_S  # when the job was last shown, by the monotonic clock
         self._away = False
         self._full = False  # a full etcd is quiet, because it takes no heartbeats
 

@@ -207,6 +207,6 @@ def quarantine(
     known = {(q.node, q.slot): q for q in budget.quarantines if q.until + policy.restart_window_s > now}
     before = known.pop(place, None)
     times = before.times + 1 if before else 1
-    doublings = min(times - 1, 64)  # enough for any float, without overflow
+    doublings = min(times - 1, 64)  # limited, so that 2.0**doublings does not overflow
     length_s = max(at_least_s, min(policy.quarantine_s * 2.0**doublings, policy.quarantine_max_s))
     return replace(budget, quarantines=(*known.values(), Quarantine(*place, now + length_s, times)))

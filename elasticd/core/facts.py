@@ -254,8 +254,8 @@ class Failure:
 class Outcome(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"  # the budget is spent, or failures repeat without progress
-    SHORT = "short"  # fewer than min workers for longer than the join timeout
-    STOPPED = "stopped"  # by `elasticd stop`
+    SHORT = "short"  # there were fewer than min workers for longer than the join timeout
+    STOPPED = "stopped"  # the job was stopped by `elasticd stop`
     DIVERGED = "diverged"  # a loss or gradient was not finite, and the user wants the job to stop then
     NOWHERE = "nowhere"  # there was no checkpoint to resume from, although one was required
     REFUSED = "refused"  # the data differs from the data of the training to resume

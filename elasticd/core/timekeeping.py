@@ -125,7 +125,7 @@ def not_at_work(state: AgentState, slot: int, alive: frozenset[int]) -> Kind | N
     if round is None or not state.registration.joined:
         return Kind.RENDEZVOUS
     if state.standbys.get(slot) is Life.STARTING or slot in state.held_back:
-        return Kind.RESTARTING  # the process is starting, or soon, and waits for no other worker yet
+        return Kind.RESTARTING  # the process is starting, or starts soon, and waits for no other worker yet
     if round.phase is Phase.WAITING:
         return Kind.WAITING
     member = round.member(state.me.node, state.me.incarnation)

@@ -96,7 +96,7 @@ class StandaloneEtcd:
         fault = fault_of(self._server.version)
         if not fault:
             return
-        with suppress(OSError):  # warned before, or the file cannot be written
+        with suppress(OSError):  # the user was warned before, or the file cannot be written
             told = runs.state_dir() / f".told-etcd-{'.'.join(map(str, self._server.version or ()))}"
             os.close(os.open(told, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             advice = "this etcd keeps the data of this run only; a newer etcd on PATH is used instead"

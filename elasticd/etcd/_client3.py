@@ -116,7 +116,7 @@ def _import_grpc() -> ModuleType:
         import grpc
         from grpc._cython import cygrpc  # noqa: F401  (reads the variable)
     finally:
-        if quiet:  # workers inherit the environment, and may use grpc
+        if quiet:  # undo the change, since workers inherit the environment and may use grpc
             del os.environ["GRPC_VERBOSITY"]
     return grpc  # type: ignore[no-any-return]
 

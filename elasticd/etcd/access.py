@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 DEFAULT_PORT = 2379
 UNIX = "unix:"  # the prefix of an endpoint that is a Unix socket, as in gRPC
-SOCKET_PATH_MAX = 107  # bytes, Linux's limit
+SOCKET_PATH_MAX = 107  # Linux's limit for the path of a socket, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,5 +206,5 @@ def _check_readable(name: str, path: Path) -> None:
         raise ValueError(f"the etcd {name} {path} does not exist") from None
     except OSError as error:
         raise ValueError(f"the etcd {name} {path} cannot be read: {error.strerror}") from error
-    if empty:  # gRPC would abort the process
+    if empty:  # gRPC would abort the process if the file were empty
         raise ValueError(f"the etcd {name} {path} is empty")

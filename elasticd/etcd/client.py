@@ -89,7 +89,8 @@ class Client:
     def full(self) -> bool:
         """Return whether a member has raised the space alarm: etcd takes no writes until the alarm is
         disarmed."""
-        response = self._connection.call("alarm", rpc.AlarmRequest(), idempotent=True)  # lists the alarms
+        # An empty request lists the alarms.
+        response = self._connection.call("alarm", rpc.AlarmRequest(), idempotent=True)
         return any(raised.alarm == rpc.NOSPACE for raised in response.alarms)
 
     def members(self) -> dict[str, tuple[str, ...]]:

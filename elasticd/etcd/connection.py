@@ -27,7 +27,7 @@ from elasticd.etcd.errors import (
     WrongEndpoint,
 )
 
-RETRY_PAUSE_S = 0.1  # between attempts
+RETRY_PAUSE_S = 0.1  # the pause between two attempts
 _ROLES_CHANGED = ("revision of auth store is old", "revision in header is old")
 
 _OPTIONS = [
@@ -42,7 +42,7 @@ _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     # One connection per channel, so that a stuck connection blocks no other channel.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),  # etcd is on the cluster's network
+    ("grpc.enable_http_proxy", 0),  # no proxy, since etcd is on the cluster's network
     ("grpc.enable_retries", 0),  # this module decides what to retry
 ]
 # With this metadata, a member without a leader returns an error at once and does not block the request.
@@ -91,7 +91,7 @@ class Connection:
                 return stub(request, timeout=left_s, metadata=self._metadata(index))
             except (grpc.RpcError, ValueError) as error:
                 failure = self._failed(error, index)
-            except StoreError as error:  # from the login
+            except StoreError as error:  # the login failed
                 failure = error
             if isinstance(failure, TokenExpired) and not logged_in_again:
                 logged_in_again = True

@@ -12,7 +12,8 @@ import ssl
 from elasticd.etcd.access import EtcdAccess, dial, host_and_port, is_unix
 from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, WrongEndpoint
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # and SETTINGS
+# The preface, and a SETTINGS frame.
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _SETTINGS = 4  # the type of the first frame from any HTTP/2 server
 
 

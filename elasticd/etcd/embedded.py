@@ -33,7 +33,7 @@ Spawn = Callable[[Sequence[str], Mapping[str, str], Path], int]
 to; returns the pid."""
 
 START_S = 30.0  # how long the start may take on a busy machine
-CAUSE_MAX = 500  # characters of a message from the log
+CAUSE_MAX = 500  # the most characters of a message from the log
 STOP_S = 5.0  # between SIGTERM and SIGKILL
 # Socket files in etcd's folder. etcd before 3.5.3 accepts only HOST:PORT in a URL, hence the names.
 _CLIENTS, _PEERS = "clients:1", "peers:1"
@@ -186,7 +186,7 @@ class Embedded:
             raise StoreUnavailable(f"{self.folder} was removed, and belongs to another user now", sent=False)
         self._unlock()
         self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # systemd-tmpfiles spares locked folders
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # locked, since systemd-tmpfiles removes no locked folders
         self.pid = self._spawn(self._argv(), _environment(), self.log)
         try:
             self._pidfd = os.pidfd_open(self.pid)

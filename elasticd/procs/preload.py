@@ -142,7 +142,7 @@ class Preload:
             if self._left_out.setdefault(name, why) is why:
                 self._say("zygote.left_out", module=name, why=why)
         if news.unfit:
-            self._deaths = _DEATHS_MAX  # the next zygote would be unfit too
+            self._deaths = _DEATHS_MAX  # start no other zygote, since it would be unfit too
             self._say("zygote.given_up", why=news.unfit)
         if news.ready:
             self.ready = True

@@ -15,7 +15,7 @@ from elasticd.procs.output import Feed, Filtered, Output
 from elasticd.procs.preload import LogFunction
 from elasticd.procs.worker import Worker
 
-LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's default
+LINE_PREFIX = "[${role_name}${local_rank}]:"  # the default of torchrun
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def throttled_s(groups: str | None = None, root: Path = Path("/sys/fs/cgroup")) 
 def _each(groups: str, root: Path) -> Iterator[float]:
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
+        if not controllers:  # a line without controllers is of cgroup version 2
             top, key, unit_s = root, "throttled_usec", 1e-6
         elif "cpu" in controllers.split(","):
             top, key, unit_s = root / "cpu", "throttled_time", 1e-9

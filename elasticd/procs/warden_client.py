@@ -105,7 +105,7 @@ class Warden:
         self._watched: dict[int, Callable[[], None]] = {}
         self._closing = False
         self._lost = False
-        self._over = False  # the thread has ended
+        self._over = False  # whether the thread has ended
         self._on_lost: Callable[[], None] | None = None
         self._bereaved: list[_Running] = []  # what ran when the warden was killed
         self._wait_until = 0.0  # of ``close``, on the monotonic clock
@@ -343,7 +343,8 @@ class Warden:
         """Call ``readable`` in the callback thread whenever ``file`` is readable."""
 
         def register() -> None:
-            if file.fileno() >= 0 and not self._over:  # false if ``unwatch`` came first
+            # The descriptor is -1 if ``unwatch`` was called meanwhile.
+            if file.fileno() >= 0 and not self._over:
                 self._watched[file.fileno()] = readable
                 self._selector.register(file, selectors.EVENT_READ)
 

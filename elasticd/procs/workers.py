@@ -233,7 +233,8 @@ class LocalProcs:
             worker = self._workers.get(slot)
             if worker is not None and worker.alive and worker.pid == pid:
                 worker.hung = why
-                self._warden.stop_workers(signals.SIGKILL, 0.0, [worker.id])  # by id: the pid may be reused
+                # By id, since the pid may be reused.
+                self._warden.stop_workers(signals.SIGKILL, 0.0, [worker.id])
 
     def pids(self) -> Mapping[int, int]:
         """Return the pids of live workers, by slot; 0 while a worker is being started."""

@@ -20,7 +20,8 @@ _ESCAPE = re.compile(
     r"|\x1b",
     re.DOTALL,
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1a\x1c-\x1f\x7f-\x9f]")  # tab and the ESC of colours stay
+# All control characters except tab and the ESC of colours.
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1a\x1c-\x1f\x7f-\x9f]")
 # Further characters that clean() removes: C0 except tab and line feed, C1, and marks that change the reading
 # direction.
 _UNCLEAN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

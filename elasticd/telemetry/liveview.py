@@ -23,9 +23,9 @@ from elasticd.telemetry.lines import LineBuffer
 from elasticd.telemetry.log import takes_colors
 from elasticd.telemetry.status import JobStatus
 
-REPAINT_S = 0.05  # between two repaints: smooth to the eye, and cheap while workers print much
+REPAINT_S = 0.05  # the time between two repaints, short for the eye and cheap while workers print much
 PENDING_MAX_CHARS = 1 << 20  # writers wait while more characters than this are not printed yet
-PARTIALS_MAX = 4  # progress bars shown at once
+PARTIALS_MAX = 4  # the most progress bars shown at once
 
 _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
 _SYNC, _UNSYNC = "\x1b[?2026h", "\x1b[?2026l"  # terminals that support this draw a frame at once

@@ -46,7 +46,7 @@ F = TypeVar("F")
 
 
 class SlotState(StrEnum):
-    IDLE = "idle"  # part of the job, but without a worker
+    IDLE = "idle"  # the slot is part of the job, but has no worker
     READY = "ready"  # the slot's worker waits for a round
     STARTING = "starting"  # the slot's worker has made no step in this round
     RUNNING = "running"

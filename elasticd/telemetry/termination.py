@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-BYTES_MAX = 4096  # Kubernetes shows no more
+BYTES_MAX = 4096  # Kubernetes shows at most this many bytes
 _CUT = "\n[...]\n"
 
 KILLED = (

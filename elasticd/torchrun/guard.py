@@ -127,7 +127,7 @@ def _environment(pid: int) -> bytes:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read()
-    except OSError:  # gone, or of another user
+    except OSError:  # the process has exited, or belongs to another user
         return b""
 
 

@@ -60,7 +60,7 @@ from elasticd.torchrun.settings import Settings
 
 log = logging.getLogger("elasticd.torchrun")
 
-RETRY_S = 0.5  # between attempts to write while etcd does not respond
+RETRY_S = 0.5  # the pause between attempts to write while etcd does not respond
 
 
 class EtcdV3RendezvousHandler(RendezvousHandler):
@@ -77,7 +77,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         self._address = settings.address or _own_address(settings.access)
         self._membership: Membership | None = None
         self._guard: Guard | None = None
-        self._sure_until_s = float("inf")  # boot time; last sent to the guard
+        self._sure_until_s = float("inf")  # the last deadline that was sent to the guard (boot time)
         self._live: RendezvousRound | None = None  # the round this node is in
         self._entered = 0  # the newest round this node has entered
         self._ended = False  # the round was closed as finished

@@ -202,7 +202,8 @@ class Membership:
             guards.append(kv.if_created(self._key, own.created))
         try:
             with Client(self._access) as client:
-                lease, _ = client.grant(math.ceil(keep_s))  # never renewed
+                # The lease is never renewed, so etcd deletes the key.
+                lease, _ = client.grant(math.ceil(keep_s))
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
         return bool(self.backend.replace(encode(round_), token, guards, lease))

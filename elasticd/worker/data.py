@@ -22,7 +22,7 @@ from elasticd.worker.samples.loading import Cutting, Fetched, Indexed, Requests,
 from elasticd.worker.samples.sampling import Sampler, SamplerOrder, order_of
 from elasticd.worker.world.group import world_size
 
-VIRTUAL_RANKS = "ELASTICD_WORLD_MAX"  # --max of elasticd run
+VIRTUAL_RANKS = "ELASTICD_WORLD_MAX"  # has the value of --max of elasticd run
 
 
 class DataChanged(ValueError):
@@ -289,7 +289,7 @@ class Data:
         self._read = 0
         loaded = map(self._same_read, iter(loading.loader_of_stream(stream, self._options)))
         for first in loaded:
-            if not first.samples:  # the end of an epoch
+            if not first.samples:  # the part marks the end of an epoch
                 if self._epochs is not None and first.epoch + 1 >= self._epochs:
                     return
                 continue

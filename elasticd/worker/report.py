@@ -161,7 +161,8 @@ def _largest(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     squares could overflow."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        wide = tensor.is_floating_point() and tensor.element_size() > 1  # narrower types have no norm
+        # Torch has no norm for narrower types.
+        wide = tensor.is_floating_point() and tensor.element_size() > 1
         if (wide or tensor.is_complex()) and tensor.numel() and tensor.layout is torch.strided:
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             if local.numel():

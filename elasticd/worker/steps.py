@@ -270,7 +270,7 @@ class StepLoop:
             if share is None or (epoch is not None and share.batch.epoch != epoch):
                 return
             shares.take()
-            if self._begun and self._open is not None:  # the step before, not committed yet
+            if self._begun and self._open is not None:  # the step before is not committed yet
                 self._used += self._open.used
             taken = committed.recorder.took if committed.recorder is not None else None
             portions = partial(data.portions, share.batch, world_size())

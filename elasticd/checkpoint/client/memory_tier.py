@@ -142,7 +142,7 @@ class SaverQueries:
                 raise HolderLost("", f"{choice.name} in memory is not of {len(choice.holders)} ranks")
         except BaseException:
             close_all(near.values())
-            self.close()  # drops unread answers as well
+            self.close()  # close the connection, so that unread answers are dropped
             raise
         return Recalled(self._path, choice.name, index, near, far)
 

@@ -14,7 +14,8 @@ import torch
 FACTORIES: Final = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple)}
 _DEFAULTS: Final = "elasticd: with defaults"
 _LOADABLE: Final = (bool, float, complex, str, bytes, type(None))
-_INT_MAX: Final = 1 << 1000  # far below the limit of a pickle's short form
+# Larger integers are tried out, since pickle stores very large ones in another form.
+_INT_MAX: Final = 1 << 1000
 
 
 def pickled(objects: Mapping[str, Any], before: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -16,7 +16,8 @@ from elasticd.checkpoint.format.manifest import Blob, Chunk, Index, Tensor, shar
 _frame = lru_cache(maxsize=4096)(tensor_frame)
 _RANKS_NAMED: Final = 8
 WHOLE_BELOW: Final = 256 * 1024  # bytes; smaller tensors are not cut, since cutting them gains nothing
-PART_MAX: Final = 1 << 30  # bytes: a frame's length has 32 bits, and several readers share a large tensor
+# Bytes; a frame's length has 32 bits, and several threads can read the parts of a tensor.
+PART_MAX: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Buffer:
     it is being sent to another node."""
 
     memory: Memory
-    into: list[torch.Tensor]  # the place of each part
+    into: list[torch.Tensor]  # the tensors in the memory that the parts are copied into
     busy: bool = False
     copying: bool = False
 
@@ -138,7 +138,7 @@ class CopyPlan:
                 lasting = stepped(state, flat)
                 stays = [part.key in lasting for part, _ in self.shard.parts]
                 self.copy_done = offload(self.gpu, buffer.into, sources, stays, buffer.memory)
-            elif sources:  # there may be more ranks than tensors
+            elif sources:  # a rank may have no tensors
                 torch._foreach_copy_(buffer.into, sources)
         for key, at, room in self.shard.blobs:
             buffer.memory.map[at : at + room] = self._in_room(key, blobs[key], room)

@@ -13,7 +13,7 @@ from typing import Final
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.core.checkpoint_names import require_name
 
-_EACH: Final = 2  # replicas of each shard
+_EACH: Final = 2  # the most replicas of each shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,9 @@ class Replica:
 class Replicas:
     """All replicas of this node, by shard. No method blocks."""
 
-    _held: dict[tuple[str, int], list[Replica]] = field(default_factory=dict)  # oldest first
-    _coming: int = 0  # bytes
+    # The replicas of each shard, oldest first.
+    _held: dict[tuple[str, int], list[Replica]] = field(default_factory=dict)
+    _coming: int = 0  # the bytes of the replicas that are arriving
 
     @property
     def size(self) -> int:

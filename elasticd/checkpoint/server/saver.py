@@ -215,7 +215,7 @@ class Saver:
             if not self._short:
                 self._say(f"a worker cannot be admitted now: {error.strerror}")
             self._short = True
-            time.sleep(_SHORT_PAUSE_S)  # the listener stays readable
+            time.sleep(_SHORT_PAUSE_S)  # pause, since the listener stays readable
 
     def _choose_events(self) -> None:
         """Read no more from a client that has not read its answers."""

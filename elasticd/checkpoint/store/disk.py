@@ -41,7 +41,7 @@ class Disk:
         sync_folder(self.path / folder)
 
     def replace(self, name: str, content: bytes, *, over: str | None = None) -> None:
-        del over  # ``locked`` already keeps writers apart
+        del over  # not needed, since ``locked`` keeps writers apart
         make_folder((self.path / name).parent)
         replace_file(self.path / name, content)
 
@@ -130,7 +130,8 @@ def write_file(path: Path, content: memoryview, pace: RateLimit | None = None) -
                 except OSError as error:
                     if error.errno != errno.EINVAL or not past_cache:
                         raise
-                    past_cache = _go_past_cache(fd, False)  # the end of the file does not fill a page
+                    # The end of the file does not fill a page, as direct I/O requires.
+                    past_cache = _go_past_cache(fd, False)
             if pace is not None:
                 pace.wrote(min(BLOCK, len(content) - at))
         os.fsync(fd)

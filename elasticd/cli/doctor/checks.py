@@ -38,7 +38,8 @@ EXPIRES_SOON_S = 14 * 86400.0
 SHM_SMALL_BYTES, SHM_TINY_BYTES = 10**9, 16 * 10**6
 FILES_FEW, FILES_TOO_FEW = 4096, 512
 TASKS_FEW = 512
-SAFE_ETCD = {(3, 5): 30, (3, 6): 11}  # the first release per line without known data loss or security hole
+# The first release of each line without known data loss or security holes.
+SAFE_ETCD = {(3, 5): 30, (3, 6): 11}
 
 
 class Grade(StrEnum):
@@ -354,7 +355,7 @@ def tasks(_: Candidate, cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[Findi
         try:
             most = int((folder / "pids.max").read_text())
             left = most - int((folder / "pids.current").read_text())
-        except (OSError, ValueError):  # the other version, or "max"
+        except (OSError, ValueError):  # cgroups have the other version, or the limit is "max"
             continue
         if left < TASKS_FEW:
             yield advice(

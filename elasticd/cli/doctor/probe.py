@@ -21,7 +21,7 @@ from typing import Any
 
 def main(argv: list[str]) -> None:
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries may print to stdout, which is for the answer
+    os.dup2(2, 1)  # libraries may print to stdout, which is reserved for the answers
     for look, words in ((look_at_torch, []), (look_at_imports, argv)) if argv else ((look_at_torch, []),):
         said: dict[str, Any] = {}
         try:

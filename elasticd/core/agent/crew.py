@@ -203,7 +203,7 @@ def note_report(do: Decisions) -> None:
     if before is None or before.round != report.round:
         of_note = replace(report, steps=0) if crew.alive else report
         if of_note == Report(report.node, report.incarnation, report.round):
-            return  # steps alone are reported only once no worker is left to make more
+            return  # steps alone are reported only once no worker is left that makes steps
     if report != before:
         do.set(report=report)
 

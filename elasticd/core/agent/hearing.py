@@ -317,7 +317,7 @@ def _signalled(do: Decisions, signal: int) -> None:
     if departure is None:
         do.set(departure=Departure(signal, do.now + DRAIN_PATIENCE_S))
         do.reasons.append(Draining(signal))
-    elif not departure.signal:  # drained by the operator, then signalled by the platform, as is usual
+    elif not departure.signal:  # the operator drains the node, and then the platform usually sends a signal
         do.set(departure=replace(departure, signal=signal))
     else:  # the second signal: leave at once
         do.set(departure=Departure(signal, do.now, at_once=True))

@@ -104,7 +104,7 @@ def join(do: Decisions) -> None:
             do.reasons.append(PolicyDiffers(other_policy))
     elif state.registration.others is None:
         do.actions.append(CountOtherNodes())
-        do.registration(others=-1)  # asked, not answered
+        do.registration(others=-1)  # -1: the number was asked for, and is not known yet
     elif state.registration.others == 0:
         # No node works on this job any more, so this agent replaces its spec.
         guard = Unchanged("spec", state.seen["spec"].revision)

@@ -53,7 +53,7 @@ def _nobody() -> None:
 
 def _last() -> None:
     pid, ended_well = _callback[0]
-    if pid == os.getpid():  # not in a forked child
+    if pid == os.getpid():  # do nothing in a forked child
         well = _ended_well()
         if "torch" in sys.modules and sys.version_info < (3, 14):
             _settle()

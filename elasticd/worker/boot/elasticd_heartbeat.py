@@ -257,7 +257,8 @@ def _imported() -> list[str]:
     # A virtual environment may lie in the script's folder.
     own = [folder for folder in own if not any(os.path.join(home, "").startswith(folder) for home in homes)]
     spec = getattr(main, "__spec__", None)
-    own_package = spec.name.partition(".")[0] if spec else None  # python -m
+    # The package of a module that was started with python -m.
+    own_package = spec.name.partition(".")[0] if spec else None
     found = []
     for name, module in list(sys.modules.items()):
         if name in preloaded:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _SHARED = _ROBUST = 1  # for pthread_mutexattr_setpshared and pthread_mutexattr_setrobust
-_BYTES = 64  # no libc's pthread_mutex_t or pthread_mutexattr_t is larger
+_BYTES = 64  # enough for pthread_mutex_t and pthread_mutexattr_t of every libc
 _WAITERS = 0x80000000  # a bit of the mutex's first word: the kernel wakes the threads that wait
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # the number of the system call
 _FUTEX_WAKE = 1

@@ -11,7 +11,7 @@ from torch import nn
 
 from elasticd.checkpoint.client.tensors import is_plain
 
-SAMPLE_SIZE = 8  # elements of each tensor
+SAMPLE_SIZE = 8  # the number of elements of each tensor
 SAMPLE_SIZE_AT_COMMIT = 2  # smaller, as each element costs a cache miss
 
 

@@ -57,7 +57,7 @@ class ValueSummary(NamedTuple):
         )
 
 
-Summary = dict[str, ValueSummary]  # by name
+Summary = dict[str, ValueSummary]  # the summary of each value, by name
 _NOTHING = ValueSummary()
 _log = logging.getLogger(__name__)
 

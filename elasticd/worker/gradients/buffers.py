@@ -30,7 +30,7 @@ class Buffers:
         self._is_source = rank == size - 1
         self._versions: list[int] = []
         self._kept: list[torch.Tensor] = []
-        self._kept_versions: list[int] = []  # of the large buffers
+        self._kept_versions: list[int] = []  # the versions of the large buffers when they were copied
         self._unversioned: set[int] = set()  # large buffers whose version does not change with their content
         self._looks = LOOKS
         self._seen: list[torch.Tensor] = []  # copies of large buffers in the first steps

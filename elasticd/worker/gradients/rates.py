@@ -60,7 +60,8 @@ class ScaledRates:
         self._asked: dict[Optimizer, list[Any]] = {}
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.times == 1.0 or optimizer in self._asked:  # a base class's step within a subclass's step
+        # The second: a base class's step runs within a subclass's step.
+        if self.times == 1.0 or optimizer in self._asked:
             return
         self._asked[optimizer] = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:

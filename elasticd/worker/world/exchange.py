@@ -89,7 +89,8 @@ def agree(state: CommittedState, world: World) -> Source:
     if choice.fresh:
         tier = state.resume(world)
     elif age.agreed < world.number - 1 and state.has_newer(age, world):
-        tier = state.resume(world, beyond=age)  # of a later world, of which no worker is left
+        # A kept state may be of a later world, of which no worker is left.
+        tier = state.resume(world, beyond=age)
     if tier:
         state.agree(world.number)
         return Source(tier)

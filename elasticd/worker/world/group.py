@@ -30,8 +30,8 @@ from elasticd.worker.world.destroying import sockets
 
 FORMING_S_MAX = 10.0  # the time for the workers, which are all ready, to connect to each other
 FORMING_S_MAX_EACH = 0.1  # additional time for each worker
-STORE_S_MAX = 15.0  # for the store; torch resolves the names of both ends, and DNS may be slow
-ANSWER_S_MAX = 2.0  # for the store's answer when a wait is ended, since the network may be down
+STORE_S_MAX = 15.0  # the time to reach the store; torch resolves names of both ends, and DNS may be slow
+ANSWER_S_MAX = 2.0  # the time for the store's answer when a wait is ended, since the network may be down
 _LEFT = "left"
 _OF_THE_GROUP = ("gloo/", "NCCL", "monitoredBarrier")  # marks of a failed collective in torch's messages
 _FOREVER = timedelta(days=30)  # the agent ends the wait, not a clock
@@ -90,7 +90,8 @@ class World:
         self._awaited = ""
         self._formed = False
         self._connections: set[tuple[int, str]] = set()
-        self._others: set[tuple[int, str]] | None = None  # sockets of others, while the group connects
+        # While the group connects: sockets that do not belong to the group.
+        self._others: set[tuple[int, str]] | None = None
 
     # ------------------------------------------------------------ joining
 
@@ -472,5 +473,5 @@ def _shut(descriptor: int) -> None:
                 socket.SOL_SOCKET, socket.SO_ACCEPTCONN
             ):
                 connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # closed, or never connected
+    except OSError:  # the connection is closed, or was never made
         pass
