@@ -86,6 +86,7 @@ def _shadowed(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    from elasticd.cli.begin import main as begin  # in ``__main__``, Stopped is another class
+    # Imported, since Stopped would be another class in ``__main__``.
+    from elasticd.cli.begin import main as begin
 
     begin()

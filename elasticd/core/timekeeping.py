@@ -1,5 +1,5 @@
 """Decide which kind each second of this node's slots has, from the agent's state and the workers' steps.
-``core.ledger`` does the sums."""
+``core.ledger`` adds the seconds up."""
 
 from __future__ import annotations
 

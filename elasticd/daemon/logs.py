@@ -74,8 +74,8 @@ def forget_old_runs(folder: Path, keep: int = RUNS_KEPT, recent_s: float = RECEN
 
 
 def _last_written(run: Path) -> float:
-    """Return the time of the run's last write, in seconds since the epoch. A run writes its course until its
-    end."""
+    """Return the time of the last write to the run's folder, in seconds since the epoch. A live run writes
+    its timeline regularly."""
     times = [0.0]
     for path in (run, *run.glob("*")):
         with contextlib.suppress(OSError):  # another agent may have removed the file
@@ -96,8 +96,8 @@ class Destinations:
         self._latest: LogDest | None = None
 
     def begin(self, job: str) -> None:
-        """Have torch make the run's folder before the first worker starts, for the events until then. Do
-        nothing with the user's own LogsSpecs."""
+        """Have torch make the run's folder before the first worker starts, so that earlier events can be
+        written. Do nothing with the user's own LogsSpecs."""
         if self._begun or self._latest is not None or type(self._specs) is not DefaultLogsSpecs:
             return
         self._begun = True

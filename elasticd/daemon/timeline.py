@@ -1,7 +1,7 @@
 """The timeline of a run: the job's status over time, in the run's folder. ``elasticd report`` reads it.
 
-A line has fields of the status, and the steps and times of this node's slots. The lines begin one second
-apart and become rarer as the run lasts: a run of a week has a few thousand lines.
+A line has fields of the status, and the steps and times of this node's slots. At first there is one line per
+second. Lines become rarer as the run lasts, so that a run of a week has a few thousand.
 """
 
 from __future__ import annotations

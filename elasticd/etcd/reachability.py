@@ -13,7 +13,7 @@ from contextlib import suppress
 from elasticd.etcd.access import host_and_port, is_unix
 
 PROBE_S = 0.5  # how long a host may take to accept or refuse a connection
-AGAIN_S = 1.0  # between probes
+AGAIN_S = 1.0  # the pause between two probes
 
 
 def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozenset[str]:

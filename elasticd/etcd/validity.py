@@ -2,8 +2,8 @@
 
 Decoding has checked the types. This module rejects invalid names, impossible numbers, and contradictory
 members of a round. A writer to etcd is trusted with the job, and can stop it. But no record may crash an
-agent or a command, or lead one to files outside the job's. Texts for people are not checked here: they are
-cleaned where they are shown.
+agent or a command, or make it use files that are not the job's. Texts for people are not checked here: they
+are cleaned where they are shown.
 """
 
 from __future__ import annotations

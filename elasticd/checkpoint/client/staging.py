@@ -171,7 +171,8 @@ def box(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor:
 def lay_out_together(
     ranks: RankGroup, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]
 ) -> tuple[list[Shard], Index]:
-    """Lay out the shards of all ranks, on all ranks together. Raises Misfit, the same on all."""
+    """Lay out the shards of all ranks, on all ranks together. If the ranks' states differ, all ranks raise
+    the same Misfit."""
     mine = RankContent(tuple(_parts_of(flat)), _rooms(blobs), flat.paths, tuple(buffers_of(state)))
     said = ranks.gather(msgspec.json.encode(mine))
     try:

@@ -258,7 +258,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def connect(host: str, port: int) -> str:
-    """Return why nothing can be reached there, or an empty string."""
+    """Return why a connection to this address fails; empty if it succeeds."""
     try:
         socket.create_connection((host.strip("[]"), port), timeout=CONNECT_S).close()
     except OSError as error:

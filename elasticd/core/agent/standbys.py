@@ -17,7 +17,7 @@ RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # the waits before a process that did n
 
 
 def keep_standbys(do: Decisions, stays: bool) -> None:
-    """Keep as many waiting processes as the world lacks, and the spares, within this node's slots.
+    """Keep as many waiting processes as the world lacks workers, plus the spares, within this node's slots.
 
     ``stays``: a leaving node keeps its waiting workers for a while.
     """

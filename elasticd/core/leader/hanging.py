@@ -63,7 +63,7 @@ def name_the_hung(view: View, now: float) -> Plan:
 
 
 def _looks(received: Sequence[ReceivedStall], now: float) -> list[Look]:
-    """Return the looks, with their standstills up to now."""
+    """Return the looks of all reports. Each standstill is extended by the time since its report came."""
     return [
         replace(look, still_s=look.still_s + (now - one.at)) for one in received for look in one.stall.looks
     ]
@@ -82,6 +82,6 @@ def _most_patient(allowances: Sequence[Allowance]) -> Allowance:
 
 
 def _limits(looks: Sequence[Look], allowed: Allowance, now: float) -> Iterator[float]:
-    """Return when each worker's standstill reaches its limits."""
+    """Yield the times at which the workers' standstills reach their limits."""
     left = (limit - look.still_s for look in looks for limit in astuple(allowed))
     return (now + max(s, LATER_S) for s in left if s > 0)

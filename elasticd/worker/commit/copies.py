@@ -59,7 +59,7 @@ class LastCommit:
         self._keeps = 0
 
     def keep(self) -> None:
-        """Copy the present values as the ones to go back to."""
+        """Copy the present values, so that this worker can go back to them."""
         self.kept = {
             "plain": copied(self._plain, "State"),
             "stateful": {
@@ -229,7 +229,7 @@ class Undo:
         return sorted(self._wanted), sorted(self._wanted_optimizers)
 
     def keep(self) -> None:
-        """Copy the present values as the ones to go back to."""
+        """Copy the present values, so that this worker can go back to them."""
         if not self._wanted and not self._wanted_optimizers:
             return
         self._originals = {n: self._parameters[n].detach() for n in sorted(self._wanted)}

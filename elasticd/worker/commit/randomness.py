@@ -53,7 +53,7 @@ def note() -> Sources:
 
 
 def resume(sources: Sources) -> None:
-    """Restore these states."""
+    """Restore the states that ``note`` returned."""
     for name, state in sources.items():
         match name:
             case "torch":

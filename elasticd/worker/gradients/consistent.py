@@ -33,8 +33,8 @@ class ConsistentReduction:
     in any world. ``world``: None where the world cannot change.
 
     The gradient of each virtual rank is computed separately, and added up as in elasticd.data.summing. For n
-    virtual ranks a worker thus holds up to log2(n) gradients. It sends them, bucket by bucket, during the
-    last backward pass.
+    virtual ranks a worker thus holds up to log2(n) gradients. The worker sends the gradients, bucket by
+    bucket, during its last backward pass.
     """
 
     def __init__(
