@@ -113,7 +113,7 @@ class WardenProcess:
         self._children: dict[int, _Child] = {}
         self._deaths = DeathNotices(8 * MUTEX)
         self._zygote: ZygoteProcess | None = None
-        self._fresh_at = 0.0  # when a worker was last started without the zygote
+        self._fresh_at: float | None = None  # when a worker was last started without the zygote
         self._fresh_s: float | None = None  # the seconds from that start to the start of the first zygote
         self._ended_early: dict[int, int] = {}  # by pid: exit codes of forks that ended before ``_take``
         self._ended_sessions: deque[int] = deque(maxlen=_REMEMBERED)
@@ -414,7 +414,7 @@ class WardenProcess:
         if pid is None:
             ours.close()
             return
-        if self._fresh_s is None:  # without a fresh start so far: as long as a zygote may take at all
+        if self._fresh_s is None and self._fresh_at is not None:
             self._fresh_s = steady_now() - self._fresh_at
         self._zygote = ZygoteProcess(message.id, pid, ours, self._fresh_s)
         self._selector.register(self._zygote.channel, selectors.EVENT_READ, "zygote")

@@ -27,6 +27,7 @@ from elasticd.procs.linux import steady_now
 
 _PATIENCE_S = 3.0  # about the time of a start without the zygote
 _IMPORTING_S_MAX = 30.0
+_FIRST_IMPORTING_S_MAX = 300.0  # a fresh process would take longer beside the zygote
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,12 @@ class Fork:
 
 class ZygoteProcess:
     """A running zygote. Methods raise ``ChannelClosed`` if the process has exited. ``start_s``: how long a
-    worker needed to start without the zygote, imports included."""
+    worker needed to start without the zygote, imports included; None if none has started so."""
 
-    def __init__(self, id: int, pid: int, sock: socket.socket, start_s: float) -> None:
+    def __init__(self, id: int, pid: int, sock: socket.socket, start_s: float | None) -> None:
         self.id = id
-        self._should_be_ready = steady_now() + min(start_s, _IMPORTING_S_MAX)
+        patience_s = _FIRST_IMPORTING_S_MAX if start_s is None else min(start_s, _IMPORTING_S_MAX)
+        self._should_be_ready = steady_now() + patience_s
         self.pid = pid
         self.channel = QueuedChannel(sock, WARDEN_TO_ZYGOTE, ZYGOTE_TO_WARDEN)
         self._asked = 0

@@ -22,7 +22,7 @@ from tests.bench.steps import Steps
 HERE = Path(__file__).parent
 NOTING = HERE / "noting"  # the scripts are as their users have them, so the steps are noted from outside
 KILLED_AFTER_S = 1.0
-KILL_TIMEOUT_S = 60.0
+KILL_TIMEOUT_S = 180.0
 
 Launcher = Callable[[int, Path, Path, Sequence[object]], Launched]
 
