@@ -18,7 +18,7 @@ from elasticd.core.agent_messages import LeaveJob
 from elasticd.core.facts import Cause, Limits, Phase, Round
 from elasticd.core.ledger import Kind
 from elasticd.daemon.config import Command, CommandKind, RunConfig
-from elasticd.daemon.run_summary import began_at, closing_text, kept, why_silent
+from elasticd.daemon.run_summary import began_at, closing_text, kept, left_behind, why_silent
 from elasticd.etcd.access import parse_endpoints
 from elasticd.telemetry.liveview import _write_all
 from tests import forkserver
@@ -196,3 +196,10 @@ def test_a_run_without_standard_streams_is_no_other(tmp_path: Path, closed: str)
         timeout=120,
     )
     assert ended.returncode == 0 and (tmp_path / "done").exists(), ended.stderr
+
+
+def test_processes_that_a_run_leaves_are_named_with_what_to_do() -> None:
+    one, two = left_behind((4711,)), left_behind((4711, 4712))
+    assert one.startswith("elasticd: the kernel has not taken down process 4711 of this run after SIGKILL, ")
+    assert one.endswith(" If this lasts, restart the machine.")
+    assert "processes 4711 and 4712 of this run" in two
