@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 4 --max-restarts 5 workers/train_gpt.py
     python workers/train_gpt.py                    # one process, no launcher
 
-It is a plain torchrun script to start your own from (its model and text are in gpt.py, and its snapshots
-in restarting.py), and shows what such a script needs so that it can be killed at any moment and started
-again in a world of another size:
+**When**: a long training of a model that fits on one device, as a plain torchrun script. Its model and
+text are in gpt.py, and its snapshots in restarting.py. It shows what such a script needs so that it can
+be killed at any moment and started again in a world of another size:
 
 * Snapshots are whole or absent, and contain everything that training continues from. One worker of
   each node writes them, and a new world continues from the newest snapshot of any of its nodes, so
@@ -15,6 +15,11 @@ again in a world of another size:
   constant and is dealt to the present workers, so a resize neither skips nor repeats a sample, and
   changes the result of a step by rounding only.
 * On SIGTERM the workers finish the step together, save, and exit.
+
+**Cost**: ddp.py's. Training waits while a snapshot is written, every ``--snapshot-every`` steps.
+
+**When a worker dies**: the others save the last step that they have made (on a GPU they cannot), and all
+start again from the newest snapshot.
 """
 
 from __future__ import annotations

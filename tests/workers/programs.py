@@ -79,9 +79,6 @@ PROGRAMS = [
     Program("train_gpt_fsdp", f"{GPT} {FSDP}", 10, loss=3.6),
     Program("train_gpt_in_place", f"{GPT} --steps=40", 10, loss=3.6, same_bits=True),
 ]
-EVERYTHING_ON = Program(
-    "train_gpt_in_place", f"{GPT} --steps=40 --compile --bf16 --recompute", 10, loss=3.6, same_bits=True
-)
 
 
 def start(

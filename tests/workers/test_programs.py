@@ -13,7 +13,6 @@ import pytest
 
 from tests.e2e.harness import PATIENCE_S, Cluster
 from tests.workers.programs import (
-    EVERYTHING_ON,
     FAULTS,
     PROGRAMS,
     WORKERS,
@@ -54,7 +53,7 @@ def test_a_program_reaches_its_quality_through_each_fault(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [*(p for p in PROGRAMS if p.same_bits), EVERYTHING_ON], ids=str)
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p.same_bits], ids=str)
 def test_a_worker_that_is_killed_changes_no_bit_of_the_weights(
     program: Program, clusters: Callable[[str | None], Cluster], shared_etcd: str
 ) -> None:
