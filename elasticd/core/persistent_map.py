@@ -13,13 +13,18 @@ V = TypeVar("V")
 
 
 class PersistentMap(Mapping[str, V]):
-    """An immutable mapping. ``put`` and ``without`` return a changed copy, for which they copy one part of
-    the keys. The order of the keys depends only on the keys and on the order in which they were added."""
+    """An immutable mapping. ``updated`` returns a changed copy, for which it copies the parts with the changed
+    keys. The order of the keys depends only on the keys and on the order in which they were added."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_parts", "_size")
+    _parts: tuple[Mapping[str, V], ...]
+    _size: int
 
-    def __init__(self, parts: tuple[Mapping[str, V], ...] = ({},) * PARTS) -> None:
-        self._parts = parts
+    def __init__(self, items: Mapping[str, V] | None = None) -> None:
+        self._parts, self._size = ({},) * PARTS, 0
+        if items:
+            made = self.updated(items)
+            self._parts, self._size = made._parts, made._size
 
     def __getitem__(self, key: str) -> V:
         return self._parts[_part(key)][key]
@@ -29,18 +34,45 @@ class PersistentMap(Mapping[str, V]):
             yield from part
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        return self._size
 
-    def put(self, key: str, value: V) -> PersistentMap[V]:
-        n = _part(key)
-        return self._with(n, {**self._parts[n], key: value})
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key in self._parts[_part(key)]
 
-    def without(self, key: str) -> PersistentMap[V]:
-        n = _part(key)
-        return self._with(n, {k: v for k, v in self._parts[n].items() if k != key})
+    def updated(self, changes: Mapping[str, V | None]) -> PersistentMap[V]:
+        """Return the map with the changes; None removes a key."""
+        copies: dict[int, dict[str, V]] = {}
+        for key, value in changes.items():
+            n = _part(key)
+            if n not in copies:
+                copies[n] = dict(self._parts[n])
+            if value is None:
+                copies[n].pop(key, None)
+            else:
+                copies[n][key] = value
+        if not copies:
+            return self
+        new: PersistentMap[V] = PersistentMap()
+        parts = list(self._parts)
+        for n, part in copies.items():
+            parts[n] = part
+        new._parts = tuple(parts)
+        new._size = self._size + sum(len(part) - len(self._parts[n]) for n, part in copies.items())
+        return new
 
-    def _with(self, n: int, part: Mapping[str, V]) -> PersistentMap[V]:
-        return PersistentMap((*self._parts[:n], part, *self._parts[n + 1 :]))
+    def differing(self, other: PersistentMap[V]) -> Iterator[str]:
+        """Yield the keys that have another value in the other map. The parts that the maps share are not
+        looked at."""
+        for mine, theirs in zip(self._parts, other._parts, strict=True):
+            if mine is not theirs:
+                yield from (key for key in {**theirs, **mine} if mine.get(key) is not theirs.get(key))
+
+    def to_dict(self) -> dict[str, V]:
+        """Return a plain dict of all items, which is faster where all are looked at."""
+        plain: dict[str, V] = {}
+        for part in self._parts:
+            plain.update(part)
+        return plain
 
 
 def _part(key: str) -> int:

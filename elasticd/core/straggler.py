@@ -15,12 +15,11 @@ Nothing here reads a clock: the caller decides how long a period is.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
-
-Place = tuple[str, int]  # node and slot
 
 PERIODS = 12  # periods in a window
 MOST = 0.75  # the share of periods in which a straggler must have been slower
@@ -67,64 +66,81 @@ def own_s(before: Strides, after: Strides, charged_s: float = 0.0) -> float | No
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """The last periods, and the stragglers. ``periods``: oldest first, each with the ratio of every worker's
-    own time to its peers'. ``usual_s``: the median of all own times in the last period. ``named``: the
-    stragglers. ``limit``: the least ratio of a straggler."""
+class Period:
+    """The own times of all workers in one period, by rank; sorted once, as there may be many.
 
-    periods: tuple[Mapping[Place, float], ...] = ()
-    usual_s: float = 0.0
-    named: frozenset[Place] = frozenset()
+    ``middle``: the two times, perhaps the same, of which the mean is the median of all workers but the
+    slowest; each with the next longer time. ``usual_s``: the median of all. ``behind``: the ranks that were
+    at least ``calm`` times as slow as their peers.
+    """
+
+    own: array[float]
+    middle: tuple[tuple[float, float], tuple[float, float]]
+    usual_s: float
+    behind: frozenset[int]
+
+    @classmethod
+    def of(cls, own: Sequence[float], calm: float) -> Period:
+        ordered = sorted(own)
+        peers = len(ordered) - 1
+        if not peers:
+            return cls(array("d", own), ((0.0, 0.0), (0.0, 0.0)), ordered[0], frozenset())
+        low, high = (peers - 1) // 2, peers // 2
+        middle = (ordered[low], ordered[low + 1]), (ordered[high], ordered[high + 1])
+        period = cls(array("d", own), middle, median(ordered), frozenset())
+        least_s = calm * (middle[0][0] + middle[1][0]) / 2 * (1 - 1e-9)
+        maybe = [rank for rank, own_s in enumerate(own) if own_s >= least_s]
+        return replace(period, behind=frozenset(rank for rank in maybe if period.ratio(rank) >= calm))
+
+    def ratio(self, rank: int) -> float:
+        """Return the ratio of a worker's own time to the median of its peers', all other workers."""
+        own_s = self.own[rank]
+        peers_s = sum(longer_s if own_s <= s else s for s, longer_s in self.middle)
+        return 2 * own_s / peers_s if peers_s > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """The last periods, oldest first. ``named``: the ranks of the stragglers. ``limit``: the least ratio of a
+    straggler."""
+
+    periods: tuple[Period, ...] = ()
+    named: frozenset[int] = frozenset()
     limit: float = 1.1
 
-    def see(self, times: Mapping[Place, float]) -> Watch:
-        """Return the watch after one more period. Another set of workers is another world, of which nothing
-        is known yet."""
-        before = self.periods if self.periods and self.periods[-1].keys() == times.keys() else ()
-        periods = (*before, peer_ratios(times))[-PERIODS:]
-        named = _judge(periods, self.named if before else frozenset(), self.limit)
-        return Watch(periods, median(times.values()) if times else 0.0, named, self.limit)
+    @property
+    def calm(self) -> float:
+        """The ratio below which a worker no longer counts as slow."""
+        return 1 + (self.limit - 1) / 2
 
     @property
-    def ratios(self) -> dict[Place, float]:
-        """The recent ratio of each worker's own time to its peers'."""
-        if not self.periods or len(self.periods[-1]) < 2:
-            return {}
-        return {place: median(_over_time(self.periods, place)) for place in self.periods[-1]}
+    def usual_s(self) -> float:
+        """The median of all own times in the last period; 0 before the first."""
+        return self.periods[-1].usual_s if self.periods else 0.0
 
+    def see(self, own: Sequence[float]) -> Watch:
+        """Return the watch after one more period, in which the workers had these own times, by rank."""
+        watch = replace(self, periods=(*self.periods, Period.of(own, self.calm))[-PERIODS:])
+        return replace(watch, named=watch._judge())
 
-def peer_ratios(times: Mapping[Place, float]) -> dict[Place, float]:
-    """Return the ratio of each worker's own time to the median of its peers'. Workers are sorted once, as
-    there may be many."""
-    ordered = sorted(times.values())
-    peers = len(ordered) - 1
+    def ratio(self, rank: int) -> float:
+        """Return the recent ratio of a worker's own time to its peers'."""
+        return median(period.ratio(rank) for period in self.periods)
 
-    def ratio(own_s: float) -> float:
-        mine = bisect_left(ordered, own_s)
-        low, high = ((ordered[n + (n >= mine)]) for n in ((peers - 1) // 2, peers // 2))
-        return 2 * own_s / (low + high) if low + high > 0 else 1.0
+    def _judge(self) -> frozenset[int]:
+        world = len(self.periods[-1].own)
+        if len(self.periods) < PERIODS or world < 2:
+            return frozenset()
+        behind = Counter(rank for period in self.periods for rank in period.behind)
+        often = {rank for rank, times in behind.items() if times >= MOST * len(self.periods)}
+        slow = {rank for rank in often if self._is_surely_slow(rank)}
+        slow |= {rank for rank in self.named if self.ratio(rank) >= self.calm}
+        # If half of the workers or more are slow, there are two kinds of machines, and no stragglers.
+        return frozenset(slow) if 2 * len(slow) < world or len(slow) == 1 else frozenset()
 
-    return {place: ratio(own_s) if peers else 1.0 for place, own_s in times.items()}
-
-
-def _judge(
-    periods: tuple[Mapping[Place, float], ...], named: frozenset[Place], limit: float
-) -> frozenset[Place]:
-    if len(periods) < PERIODS or len(periods[-1]) < 2:
-        return frozenset()
-    slow, calm = set(), 1 + (limit - 1) / 2  # below ``calm`` a worker no longer counts
-    for place in periods[-1]:
-        over_time = _over_time(periods, place)
+    def _is_surely_slow(self, rank: int) -> bool:
+        over_time = [period.ratio(rank) for period in self.periods]
         ratio = median(over_time)
         spread = MAD_TO_SIGMA * median(abs(r - ratio) for r in over_time)
         error = 1.2533 * spread / math.sqrt(len(over_time))
-        often = sum(r >= calm for r in over_time) >= MOST * len(over_time)
-        surely = ratio >= limit and ratio - 1 >= SURE * error
-        if (often and surely) or (place in named and ratio >= calm):
-            slow.add(place)
-    # If half of the workers or more are slow, there are two kinds of machines, and no stragglers.
-    return frozenset(slow) if 2 * len(slow) < len(periods[-1]) or len(slow) == 1 else frozenset()
-
-
-def _over_time(periods: tuple[Mapping[Place, float], ...], place: Place) -> list[float]:
-    return [ratios[place] for ratios in periods]
+        return ratio >= self.limit and ratio - 1 >= SURE * error

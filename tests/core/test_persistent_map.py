@@ -18,11 +18,23 @@ def test_it_holds_what_a_dict_would(changes: list[tuple[str, int | None]]) -> No
         before = dict(spread)
         if value is None:
             plain.pop(key, None)
-            changed = spread.without(key)
         else:
             plain[key] = value
-            changed = spread.put(key, value)
+        changed = spread.updated({key: value})
         assert before == spread, "the old one is as it was"
+        assert [*changed.differing(spread)] == [*spread.differing(changed)]
+        assert {*changed.differing(spread)} == {k for k in (key,) if changed.get(k) is not spread.get(k)}
         spread = changed
-    assert spread == plain and len(spread) == len(plain)
+    assert spread == plain and len(spread) == len(plain) and spread.to_dict() == plain
     assert all(spread.get(key) == plain.get(key) for key in ("n0", "n1", *plain))
+    assert [("n1" in spread), (1 in spread)] == [("n1" in plain), False]
+
+
+@given(changes)
+def test_many_changes_at_once_are_the_same_as_one_after_the_other(
+    changes: list[tuple[str, int | None]],
+) -> None:
+    singly: PersistentMap[int] = PersistentMap({"n0": 1})
+    for key, value in changes:
+        singly = singly.updated({key: value})
+    assert PersistentMap({"n0": 1}).updated(dict(changes)) == singly

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core.straggler import PERIODS, Place, Strides, Watch, own_s, own_times, peer_ratios
+from elasticd.core.straggler import PERIODS, Period, Strides, Watch, own_s, own_times
 
 # Own times of each step of three ranks that do the same, in units of 10 microseconds, on a machine
 # with six processes for each of its cores.
@@ -21,89 +21,80 @@ PERIOD_S = 5.0
 HALF_AN_HOUR = int(1800 / PERIOD_S)
 
 
-def places(count: int) -> list[Place]:
-    return [(f"node-{n // 4}", n % 4) for n in range(count)]
-
-
 def watch(world: int, own: Callable[[int, int], float], periods: int = PERIODS) -> Watch:
     """``own``: of a rank in a period."""
     seen = Watch()
     for period in range(periods):
-        seen = seen.see({place: own(rank, period) for rank, place in enumerate(places(world))})
+        seen = seen.see([own(rank, period) for rank in range(world)])
     return seen
 
 
-def named(watch: Watch, world: int) -> list[int]:
-    return [rank for rank, place in enumerate(places(world)) if place in watch.named]
+def named(watch: Watch) -> list[int]:
+    return sorted(watch.named)
 
 
 @pytest.mark.parametrize("world", [2, 3, 8, 64])
 def test_one_that_is_a_fifth_slower_is_named_and_no_other(world: int) -> None:
     seen = watch(world, lambda rank, _: 1.2 if rank == 1 else 1.0)
-    assert named(seen, world) == [1]
-    assert seen.ratios[places(world)[1]] == pytest.approx(1.2)
+    assert named(seen) == [1]
+    assert seen.ratio(1) == pytest.approx(1.2)
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=2, max_size=9))
 def test_a_workers_peers_are_all_the_others(times: list[float]) -> None:
-    found = peer_ratios(dict(zip(places(len(times)), times, strict=True)))
-    for n, ratio in enumerate(found.values()):
+    period = Period.of(times, calm=1.05)
+    assert period.usual_s == median(times)
+    for n in range(len(times)):
         peers = median(times[:n] + times[n + 1 :])
-        assert ratio == pytest.approx(times[n] / peers if peers > 0 else 1.0)
+        assert period.ratio(n) == pytest.approx(times[n] / peers if peers > 0 else 1.0)
+    assert period.behind == {n for n in range(len(times)) if period.ratio(n) >= 1.05}
 
 
 def test_nobody_is_named_before_the_window_is_full_or_without_peers() -> None:
-    assert named(watch(4, lambda rank, _: 2.0 if rank == 1 else 1.0, PERIODS - 1), 4) == []
-    assert named(watch(1, lambda rank, _: 2.0, 3 * PERIODS), 1) == []
-    assert watch(1, lambda rank, _: 2.0).ratios == {}
+    assert named(watch(4, lambda rank, _: 2.0 if rank == 1 else 1.0, PERIODS - 1)) == []
+    assert named(watch(1, lambda rank, _: 2.0, 3 * PERIODS)) == []
 
 
 def test_who_is_slow_now_and_then_is_not_named() -> None:
     seen = watch(4, lambda rank, period: 3.0 if rank == 0 and period % 3 == 0 else 1.0, 10 * PERIODS)
-    assert named(seen, 4) == []
+    assert named(seen) == []
 
 
 def test_a_little_slower_is_within_reason() -> None:
-    assert named(watch(4, lambda rank, _: 1.08 if rank == 2 else 1.0), 4) == []
+    assert named(watch(4, lambda rank, _: 1.08 if rank == 2 else 1.0)) == []
 
 
 def test_work_that_changes_for_all_alike_names_nobody_and_hides_nobody() -> None:
     def growing(rank: int, period: int) -> float:
         return (1.0 + period) * (1.25 if rank == 3 else 1.0)
 
-    assert named(watch(4, growing), 4) == [3]
+    assert named(watch(4, growing)) == [3]
 
 
 def test_machines_of_two_kinds_are_no_stragglers() -> None:
-    assert named(watch(8, lambda rank, _: 1.5 if rank >= 4 else 1.0), 8) == []
-    assert named(watch(8, lambda rank, _: 1.5 if rank >= 6 else 1.0), 8) == [6, 7]
+    assert named(watch(8, lambda rank, _: 1.5 if rank >= 4 else 1.0)) == []
+    assert named(watch(8, lambda rank, _: 1.5 if rank >= 6 else 1.0)) == [6, 7]
 
 
 def test_who_catches_up_is_named_no_longer() -> None:
     seen = watch(4, lambda rank, _: 1.3 if rank == 1 else 1.0)
-    assert named(seen, 4) == [1]
+    assert named(seen) == [1]
     for _ in range(PERIODS):
-        seen = seen.see(dict.fromkeys(places(4), 1.0))
-    assert named(seen, 4) == []
+        seen = seen.see([1.0] * 4)
+    assert named(seen) == []
 
 
 def test_who_is_named_stays_so_until_it_is_clearly_better() -> None:
     seen = watch(4, lambda rank, _: 1.2 if rank == 1 else 1.0)
     for _ in range(PERIODS):
-        seen = seen.see({place: 1.07 if rank == 1 else 1.0 for rank, place in enumerate(places(4))})
-    assert named(seen, 4) == [1]
-
-
-def test_another_world_is_watched_anew() -> None:
-    seen = watch(4, lambda rank, _: 1.3 if rank == 1 else 1.0)
-    seen = seen.see(dict.fromkeys(places(3), 1.0))
-    assert named(seen, 4) == [] and len(seen.periods) == 1
+        seen = seen.see([1.07 if rank == 1 else 1.0 for rank in range(4)])
+    assert named(seen) == [1]
 
 
 def test_noise_that_would_drown_the_difference_names_nobody() -> None:
     dice = random.Random(3)
     seen = watch(4, lambda rank, _: (1.12 if rank == 1 else 1.0) * dice.lognormvariate(0.0, 0.5))
-    assert named(seen, 4) == []
+    assert named(seen) == []
 
 
 # ---------------------------------------------------------------- a real run
@@ -133,7 +124,7 @@ def test_nobody_is_named_in_half_an_hour_of_a_real_even_run(seed: int) -> None:
     times = periods_of(random.Random(seed), RECORDED, {})
     seen = Watch()
     for period in range(HALF_AN_HOUR):
-        seen = seen.see({place: times[rank][period] for rank, place in enumerate(places(3))})
+        seen = seen.see([times[rank][period] for rank in range(3)])
         assert not seen.named
 
 
@@ -142,8 +133,8 @@ def test_a_fifth_is_seen_through_the_noise_of_a_real_run(rank: int) -> None:
     times = periods_of(random.Random(rank), RECORDED, {rank: 1.2})
     seen, found = Watch(), 0
     for period in range(HALF_AN_HOUR):
-        seen = seen.see({place: times[r][period] for r, place in enumerate(places(3))})
-        assert named(seen, 4) in ([], [rank])
+        seen = seen.see([times[r][period] for r in range(3)])
+        assert named(seen) in ([], [rank])
         found += bool(seen.named)
     assert found > 0.9 * (HALF_AN_HOUR - PERIODS)
 

@@ -10,7 +10,7 @@ from elasticd.core.facts import Budget, Exit, Limits, NodeLedger, Outcome, Phase
 from elasticd.core.hang import REPEAT_S, Verdict, Why
 from elasticd.core.hang.watching import LATE_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S
 from elasticd.core.ports import Entry
-from elasticd.core.straggler import PERIODS, Place
+from elasticd.core.straggler import PERIODS
 from tests.sim.cluster import PATIENCE, Broken, Cluster, SimAgent
 from tests.sim.inspector import Illness
 from tests.sim.procs import SimWorker, World
@@ -22,6 +22,7 @@ ROUNDED_S = 0.1  # of seconds of each kind, in a record
 STEP_S_MAX = 2.0  # of a step that takes longer, this much counts as training
 NAMED_BY_S = NEWS_S + (PERIODS + 8) * (STEP_S_MAX + 1.0)  # of training, in periods of a second
 FORGOTTEN_BY_S = NEWS_S + 2 * PERIODS * 1.5
+Place = tuple[str, int]  # node and slot
 CARRIED_OUT_S = WRITE_PATIENCE_S + 2 * LATE_S  # from the last look at a worker to its end
 
 

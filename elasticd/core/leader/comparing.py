@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from elasticd.core.facts import Laggard, Paces, Phase, Policy, Round, Stragglers
 from elasticd.core.persistent_map import PersistentMap
-from elasticd.core.straggler import PERIODS, Place, Watch
+from elasticd.core.straggler import PERIODS, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def hear(known: PaceComparison, node: str, paces: Paces | None, round: Round | N
     thus does not grow with the number of nodes.
     """
     before = known.paces.get(node)
-    told = known.paces.put(node, paces) if paces is not None else known.paces.without(node)
+    told = known.paces.updated({node: paces})
     fresh = known.fresh - _is_fresh(known, before) + _is_fresh(known, paces)
     known = replace(known, paces=told, fresh=fresh)
     if round is None or round.phase is not Phase.LIVE or round.number != known.round:
@@ -55,11 +56,9 @@ def follow(known: PaceComparison, round: Round | None, policy: Policy) -> PaceCo
     if round is None or round.phase is not Phase.LIVE or round.number == known.round:
         return known
     watch = Watch(limit=policy.straggler_ratio)
-    return _compare(_count(PaceComparison(known.paces, round.number, watch=watch)), round)
-
-
-def _count(known: PaceComparison) -> PaceComparison:
-    return replace(known, fresh=sum(_is_fresh(known, p) for p in known.paces.values()))
+    known = PaceComparison(known.paces, round.number, watch=watch)
+    fresh = sum(_is_fresh(known, paces) for paces in known.paces.to_dict().values())
+    return _compare(replace(known, fresh=fresh), round)
 
 
 def _is_fresh(known: PaceComparison, paces: Paces | None) -> bool:
@@ -69,34 +68,30 @@ def _is_fresh(known: PaceComparison, paces: Paces | None) -> bool:
 
 
 def _compare(known: PaceComparison, round: Round) -> PaceComparison:
+    """Return the comparison with one more period, if every member has reported it, and with its findings."""
+    told = known.paces.to_dict()
     heard = {
         m.node: p
         for m in round.members
-        if (p := known.paces.get(m.node)) is not None
-        and (p.round, p.incarnation) == (round.number, m.incarnation)
+        if (p := told.get(m.node)) is not None and (p.round, p.incarnation) == (round.number, m.incarnation)
     }
-    fresh = {node: p for node, p in heard.items() if _is_fresh(known, p)}
-    if len(fresh) == len(round.members):
-        taken = {node: p.number for node, p in fresh.items()}
-        known = _count(replace(known, taken=taken))
-        times = {(node, slot.slot): slot.own_s for node, p in fresh.items() for slot in p.slots}
-        if len(times) == round.world_size:
-            known = replace(known, watch=known.watch.see(times))
+    if len(heard) == len(round.members) and all(_is_fresh(known, p) for p in heard.values()):
+        taken = {node: p.number for node, p in heard.items()}
+        known = replace(known, taken=taken, fresh=0)
+        if all(len(heard[m.node].slots) == len(m.slots) for m in round.members):
+            own = [pace.own_s for m in round.members for pace in heard[m.node].slots]
+            known = replace(known, watch=known.watch.see(own))
     return replace(known, found=_found(known.watch, round, heard))
 
 
 def _found(watch: Watch, round: Round, heard: Mapping[str, Paces]) -> Stragglers | None:
-    ratios = watch.ratios if watch.named else {}
-    slow = [Laggard(n, s, _rank(round, (n, s)), _hundredths(ratios[n, s])) for n, s in watch.named]
+    slow = [_laggard(round, rank, watch.ratio(rank)) for rank in watch.named]
     slow += [Laggard(n, b.slot, b.rank, 0.0, b.why) for n, p in heard.items() for b in p.bad]
     if not slow and not watch.usual_s:
         return None
     return Stragglers(round.number, watch.usual_s, tuple(sorted(slow, key=lambda one: one.rank)))
 
 
-def _hundredths(ratio: float) -> float:
-    return int(ratio * 100 + 0.5) / 100
-
-
-def _rank(round: Round, place: Place) -> int:
-    return next((m.rank_of(place[1]) for m in round.members if m.node == place[0]), -1)
+def _laggard(round: Round, rank: int, ratio: float) -> Laggard:
+    member = round.members[bisect_right(round.members, rank, key=lambda m: m.base_rank) - 1]
+    return Laggard(member.node, member.slots[rank - member.base_rank], rank, int(ratio * 100 + 0.5) / 100)
