@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, Final
 
-from elasticd.core.facts import Fact, Limits, Node, Round, Saved, SaverAddress
+from elasticd.core.facts import Fact, Limits, Member, Node, Round, Saved, SaverAddress
 from elasticd.etcd.names import NAME_MAX, check_name
 
 COUNT_MAX: Final = 2**31 - 1  # workers, slots, processes: the kernel's and torch's limit
@@ -126,6 +126,7 @@ _BY_NAME: Final[dict[str, Callable[[Any], None]]] = {
 _BY_FIELD: Final[dict[tuple[type, str], Callable[[Any], None]]] = {
     (Node, "name"): _name,
     (Node, "slots"): _slots,
+    (Member, "slots"): _slots,
     (Node, "ready"): _slots,
     (Node, "holders"): _slots,
     (SaverAddress, "host"): _address,

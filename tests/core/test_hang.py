@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elasticd.core.facts import Hang
 from elasticd.core.hang import (
     FOREVER_S,
     Doing,
@@ -23,7 +24,9 @@ from elasticd.core.hang import (
     judge_first,
     judge_leaving,
 )
+from elasticd.core.hang.judging import GUILTY_MAX
 from elasticd.core.thread_activity import ActivityKind, ThreadActivity
+from elasticd.etcd import records
 
 STEPS_OF_75_MS = [0.075] * 100
 AUTO = Patience()
@@ -329,3 +332,16 @@ def test_a_verdict_stays_while_nothing_moves(seen: list[Look]) -> None:
     if judged(seen) is not None:
         later = [replace(look, still_s=look.still_s + 1000.0) for look in seen]
         assert judged(later) is not None
+
+
+def test_the_verdict_on_a_deadlock_of_a_large_job_is_a_value_that_etcd_takes() -> None:
+    world_size = 80_000
+    looks = [replace(look, place=f"/home/someone/project/{'x' * 60}.py:1234") for look in world("waiting")]
+    found = judged([replace(looks[0], rank=n, node=f"node-{n // 8:05}") for n in range(world_size)])
+    assert found is not None
+    assert ([look.rank for look in found.guilty], found.more) == (
+        [*range(GUILTY_MAX)],
+        world_size - GUILTY_MAX,
+    )
+    assert found.why is Why.DEADLOCK and found.others == 0
+    assert len(records.encode("hang", Hang(7, found))) < 1_500_000 / 2

@@ -25,6 +25,7 @@ from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 FOREVER_S = 1e9  # no limit; JSON has no infinity
 REPEAT_S = 30.0  # the time after which a verdict without effect may be repeated
 FIRST_S = 300.0  # the limit for sleep before a round's first step, as data may come over a slow network
+GUILTY_MAX = 1000  # workers that a verdict names: 250 kB in etcd, where a value may have 1.5 MiB
 GAPS_ENOUGH = 5  # with fewer times between steps, limits are wide: the first steps compile and connect
 # A worker below all of these limits is asleep. A worker that sends a file over a slow network uses hardly any
 # CPU, but wakes up for each piece. Background threads wake up by themselves.
@@ -216,13 +217,18 @@ class Why(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The workers that hang, to be killed and replaced. ``others``: the number of other workers seen.
-    ``others_what``, ``others_place``: the most common collective and place of the others that wait."""
+    ``others_what``, ``others_place``: the most common collective and place of the others that wait.
+
+    ``guilty`` are at most ``GUILTY_MAX`` workers, the first by rank, and ``more`` is the number of those left
+    out: the verdict is one value in etcd. The end of the workers that are named ends the round for all.
+    """
 
     why: Why
     guilty: tuple[Look, ...]
     others: int = 0
     others_what: str = ""
     others_place: str = ""
+    more: int = 0
 
 
 def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
@@ -299,9 +305,10 @@ def judge_leaving(looks: Sequence[Look]) -> Verdict | None:
 def _verdict(why: Why, guilty: tuple[Look, ...], looks: Sequence[Look]) -> Verdict:
     ranks = {look.rank for look in guilty}
     others = [look for look in looks if look.rank not in ranks]
+    named, more = guilty[:GUILTY_MAX], len(guilty[GUILTY_MAX:])
     waits = Counter((look.what, look.place) for look in others if look.doing is Doing.WAITING)
     what, place = waits.most_common(1)[0][0] if waits else ("", "")
-    return Verdict(why, guilty, len(others), what, place)
+    return Verdict(why, named, len(others), what, place, more)
 
 
 def _apart(waiting: Sequence[Look]) -> list[Look]:
