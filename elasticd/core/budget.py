@@ -7,7 +7,7 @@ within ``restart_window_s``. Only a failure of the user's code is charged, once 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from elasticd.core.facts import (
@@ -36,28 +36,34 @@ def first_failure(
     ``fatal``: only failures that are to end the job. ``raised``: only failures of workers that raised an
     exception of their own.
     """
-    failures = [
-        f
-        for f in _exits(round, reports)
-        if f.exit.failed and (f.exit.fatal is not None or not fatal) and (f.exit.raised or not raised)
-    ]
-    return min(failures, key=lambda f: (f.exit.at, f.exit.rank), default=None)
+    first: Failure | None = None
+    for report in _of_members(round, reports):
+        exit = _only(report, fatal, raised).first_failure if fatal or raised else report.first_failure
+        if exit is None:
+            continue
+        if first is None or (exit.at, exit.rank) < (first.exit.at, first.exit.rank):
+            first = Failure(report.node, exit)
+    return first
+
+
+def _only(report: Report, fatal: bool, raised: bool) -> Report:
+    exits = (e for e in report.exits if (e.fatal is not None or not fatal) and (e.raised or not raised))
+    return replace(report, exits=tuple(exits))
 
 
 def nonfinite_step(round: Round, reports: Iterable[Report]) -> int | None:
     """Return the step at which a loss or gradient was not finite, if a worker ended to go back to a
     checkpoint."""
-    return max((f.exit.astray for f in _exits(round, reports) if f.exit.astray is not None), default=None)
+    exits = (exit for report in _of_members(round, reports) for exit in report.exits)
+    return max((exit.astray for exit in exits if exit.astray is not None), default=None)
 
 
-def _exits(round: Round, reports: Iterable[Report]) -> list[Failure]:
-    """Return all exits of the round's workers."""
-    return [
-        Failure(report.node, exit)
-        for report in reports
-        if report.exits and report.round == round.number and round.member(report.node, report.incarnation)
-        for exit in report.exits
-    ]
+def _of_members(round: Round, reports: Iterable[Report]) -> Iterator[Report]:
+    """Yield the reports that tell of exits of the round's workers."""
+    for report in reports:
+        told = report.exits and report.round == round.number
+        if told and round.member(report.node, report.incarnation) is not None:
+            yield report
 
 
 def progressed(round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:
@@ -81,17 +87,22 @@ def may_repeat(failure: Failure, before: Failure | None) -> bool:
     )
 
 
-def why_unrunnable(budget: Budget, round: Round, reports: Iterable[Report]) -> str | None:
+def why_unrunnable(budget: Budget, round: Round, failure: Failure, reports: Iterable[Report]) -> str | None:
     """Return why a restart cannot help: on every node of the job's first round the script failed to import,
-    with the same error. None otherwise."""
+    with the same error as in ``failure``. None otherwise."""
     if budget.total or round.cause is not Cause.START:
         return None
-    failures = [failure for failure in _exits(round, reports) if failure.exit.failed]
-    errors = {failure.exit.message for failure in failures}
-    everywhere = {failure.node for failure in failures} == {member.node for member in round.members}
-    if not everywhere or len(errors) != 1 or not _IMPORT_ERROR.match(error := errors.pop()):
+    error = failure.exit.message
+    if not _IMPORT_ERROR.match(error):
         return None
-    return f"the script cannot be run: {error.splitlines()[0]}"
+    nodes = set()
+    for report in _of_members(round, reports):
+        errors = {exit.message for exit in report.exits if exit.failed}
+        if errors - {error}:
+            return None
+        if errors:
+            nodes.add(report.node)
+    return f"the script cannot be run: {error.splitlines()[0]}" if nodes == round.by_node.keys() else None
 
 
 def charge(

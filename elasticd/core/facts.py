@@ -1,7 +1,8 @@
 """The facts of a job: the records that agents share through etcd.
 
 Every record is frozen, and is one etcd value (``elasticd.etcd.records`` converts it to JSON and back). The
-docstring names the record's key, below ``/elasticd/<job>/``.
+docstring names the record's key, below ``/elasticd/<job>/``. A record with many parts indexes them when
+they are first asked for. Such a record has no ``__slots__``: they would leave no place for the index.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Final
 
 from elasticd.core.age import Age
@@ -94,7 +96,7 @@ class Drained:
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Spec:
     """The job as its users want it. Key ``spec``, no lease.
 
@@ -113,6 +115,10 @@ class Spec:
     drain: tuple[Drained, ...] = ()
     inplace: bool = False
     checkpointed: bool = False
+
+    @cached_property
+    def drained(self) -> frozenset[Drained]:
+        return frozenset(self.drain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +267,7 @@ class Outcome(StrEnum):
     REFUSED = "refused"  # the data differs from the data of the training to resume
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Round:
     """The life of one world. Key ``round``, no lease; only the leader writes it.
 
@@ -305,9 +311,14 @@ class Round:
     anew: bool = False
     outlived: bool = False
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return sum(len(m.slots) for m in self.members)
+
+    @cached_property
+    def by_node(self) -> Mapping[str, Member]:
+        """The members by the name of their node."""
+        return {m.node: m for m in self.members}
 
     @property
     def next_cause(self) -> Cause:
@@ -315,13 +326,11 @@ class Round:
         return self.closing or self.cause
 
     def member(self, node: str, incarnation: str) -> Member | None:
-        for m in self.members:
-            if m.node == node and m.incarnation == incarnation:
-                return m
-        return None
+        member = self.by_node.get(node)
+        return member if member is not None and member.incarnation == incarnation else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """An agent's latest report of its workers in a round. Key ``reports/<node>``, no lease.
 
@@ -346,6 +355,12 @@ class Report:
     def ends(self) -> int:
         """A number that grows with each worker's end in the report, and with the first steps."""
         return len(self.exits) + self.finished + (self.steps > 0)
+
+    @cached_property
+    def first_failure(self) -> Exit | None:
+        """The earliest failure; later ones are usually its consequences."""
+        failed = (exit for exit in self.exits if exit.failed)
+        return min(failed, key=lambda exit: (exit.at, exit.rank), default=None)
 
 
 @dataclass(frozen=True, slots=True)

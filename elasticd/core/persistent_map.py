@@ -13,8 +13,8 @@ V = TypeVar("V")
 
 
 class PersistentMap(Mapping[str, V]):
-    """An immutable mapping. ``updated`` returns a changed copy, for which it copies the parts with the changed
-    keys. The order of the keys depends only on the keys and on the order in which they were added."""
+    """An immutable mapping. ``updated`` returns a changed copy, for which it copies the parts with the
+    changed keys. The order of the keys depends only on the keys and on the order in which they were added."""
 
     __slots__ = ("_parts", "_size")
     _parts: tuple[Mapping[str, V], ...]

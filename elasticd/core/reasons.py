@@ -31,9 +31,10 @@ class Settling:
 
 @dataclass(frozen=True, slots=True)
 class AwaitingRelease:
-    """Members of the closing round still have workers in it."""
+    """Members of the closing round still have workers in it: ``nodes``, and ``more`` other nodes."""
 
     nodes: tuple[str, ...]
+    more: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,12 @@ class AwaitingCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class AwaitingReturn:
-    """Members are not registered. etcd was away, so the members may come back until ``until``."""
+    """Members, ``nodes`` and ``more`` other nodes, are not registered. etcd was away, so the members may come
+    back until ``until``."""
 
     nodes: tuple[str, ...]
     until: float
+    more: int = 0
 
 
 @dataclass(frozen=True, slots=True)

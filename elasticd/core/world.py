@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import IntEnum
+from itertools import chain
 
 from elasticd.core.facts import Drained, Limits, Member, Node, Quarantine, Round, Spec
 
@@ -12,41 +12,54 @@ from elasticd.core.facts import Drained, Limits, Member, Node, Quarantine, Round
 def usable_slots(node: Node, quarantines: Iterable[Quarantine], now: float) -> tuple[int, ...]:
     """Return the node's slots that are not in quarantine at ``now``."""
     out = {q.slot for q in quarantines if q.node == node.name and q.until > now}
-    return tuple(s for s in node.slots if s not in out)
+    return tuple(s for s in node.slots if s not in out) if out else node.slots
 
 
 def available(node: Node, last: Round | None) -> bool:
     """Whether the node may get work: it is not leaving, and no worker of ``last`` runs there."""
     if node.draining:
         return False
-    if last is None or last.member(node.name, node.incarnation) is None:
-        return True
-    return node.released >= last.number
+    return last is None or node.released >= last.number or _seat(node, last) is None
 
 
 def candidates(nodes: Iterable[Node], spec: Spec, round: Round | None, *, live: bool = False) -> list[Node]:
-    """Return the nodes that may be in the next round. ``live``: members of ``round`` count although they have
-    not released it."""
-    return [
-        _offering(node, spec, round if live else None)
-        for node in nodes
-        if Drained(node.name, node.incarnation) not in spec.drain
-        and (available(node, round) or (live and not node.draining and _seat(node, round)))
-    ]
+    """Return the nodes that may be in the next round, each with the slots that can get work. ``live``:
+    members of ``round`` count although they have not released it."""
+    offers = (candidate(node, spec, round, live=live) for node in nodes)
+    return [node for node in offers if node is not None]
 
 
-def _offering(node: Node, spec: Spec, live: Round | None) -> Node:
-    """Return the node with the slots that can get work. Where workers keep their process, these are the slots
-    in the live round and the slots with a waiting worker."""
+def candidate(node: Node, spec: Spec, round: Round | None, *, live: bool = False) -> Node | None:
+    """Return the node with the slots that can get work; None if the node may not be in the next round.
+
+    Where workers keep their process, the slots with a waiting worker can get work. ``live``: so can the slots
+    in ``round``.
+    """
+    if node.draining or (spec.drain and is_drained(node, spec)):
+        return None
+    if not (live or available(node, round)):
+        return None
     if not spec.inplace:
         return node
-    member = _seat(node, live)
-    there = set(node.ready) | set(member.slots if member else ())
-    return replace(node, slots=tuple(slot for slot in node.slots if slot in there))
+    there = set(node.ready)
+    if live and (seat := _seat(node, round)) is not None:
+        there.update(seat.slots)
+    slots = tuple(slot for slot in node.slots if slot in there)
+    return node if slots == node.slots else replace(node, slots=slots)
+
+
+def is_drained(node: Node, spec: Spec) -> bool:
+    """Whether the operator asked the node to leave."""
+    return Drained(node.name, node.incarnation) in spec.drained
 
 
 def _seat(node: Node, round: Round | None) -> Member | None:
     return round.member(node.name, node.incarnation) if round is not None else None
+
+
+def room(node: Node, quarantines: Iterable[Quarantine], now: float) -> int:
+    """Return how many workers of this candidate can be in one world."""
+    return min(len(usable_slots(node, quarantines, now)), node.most or len(node.slots))
 
 
 def order(nodes: Sequence[Node], last: Round | None) -> list[Node]:
@@ -72,24 +85,21 @@ def form(
     the newest state come first, then those of the last round.
     """
     ordered = order(nodes, last)
-    chosen: dict[str, list[int]] = {node.name: [] for node in ordered}
-    places = limits.max
     holding = newest_holders(ordered)
-    merits = {
-        node.name: [
-            (slot, _merit(node, slot, holding, last)) for slot in usable_slots(node, quarantines, now)
-        ]
-        for node in ordered
-    }
-    for merit in reversed(_Merit):
-        for node in ordered:
-            mine = chosen[node.name]
-            usable = [slot for slot, its in merits[node.name] if its is merit]
-            room = min(places, (node.most or len(node.slots)) - len(mine))
-            taken = usable[: max(0, room)]
-            mine += taken
+    quarantined = {q.node for q in quarantines}
+    offers = []
+    for node in ordered:
+        usable = usable_slots(node, quarantines, now) if node.name in quarantined else node.slots
+        offers.append(_by_merit(node, usable, holding, last))
+    chosen: list[list[int]] = [[] for _ in ordered]
+    places = limits.max
+    for merit in range(_MERITS):
+        for slots, offer in zip(chosen, offers, strict=True):
+            taken = offer[merit][:places]
+            slots.extend(taken)
             places -= len(taken)
-    return seat((node.name, node.incarnation, chosen[node.name]) for node in ordered if chosen[node.name])
+    taking = zip(ordered, chosen, strict=True)
+    return seat((node.name, node.incarnation, mine) for node, mine in taking if mine)
 
 
 def seat(nodes: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[Member, ...]:
@@ -109,19 +119,33 @@ def newest_holders(nodes: Iterable[Node]) -> Mapping[str, tuple[int, ...]]:
     return {node.name: node.holders for age, node in aged if age == newest}
 
 
-class _Merit(IntEnum):
-    """The preference of a slot when not all slots can be in the world."""
-
-    NONE = 0
-    SEATED = 1  # the slot was in the last round
-    HOLDS = 2  # the slot has the newest state
+_MERITS = 3
 
 
-def _merit(node: Node, slot: int, holding: Mapping[str, tuple[int, ...]], last: Round | None) -> _Merit:
-    if slot in holding.get(node.name, ()):
-        return _Merit.HOLDS
-    before = last.member(node.name, node.incarnation) if last else None
-    return _Merit.SEATED if before is not None and slot in before.slots else _Merit.NONE
+def _by_merit(
+    node: Node, usable: tuple[int, ...], holding: Mapping[str, tuple[int, ...]], last: Round | None
+) -> tuple[Sequence[int], ...]:
+    """Return the slots that the node offers: those with the newest state, those that were in the last round,
+    and the rest. Of more slots than may be in one world, the node offers the best."""
+    held = holding.get(node.name, ())
+    before = _seat(node, last)
+    seated = before.slots if before is not None else ()
+    parts: tuple[Sequence[int], ...]
+    if usable == held:
+        parts = (usable, (), ())
+    elif usable == seated and not held:
+        parts = ((), usable, ())
+    else:
+        parts = (
+            [slot for slot in usable if slot in held],
+            [slot for slot in usable if slot in seated and slot not in held],
+            [slot for slot in usable if slot not in seated and slot not in held],
+        )
+    places = node.most or len(usable)
+    if places < len(usable):
+        best = list(chain.from_iterable(parts))[:places]
+        parts = tuple([slot for slot in part if slot in best] for part in parts)
+    return parts
 
 
 def size(members: Iterable[Member]) -> int:

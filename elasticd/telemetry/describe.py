@@ -99,10 +99,11 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def listing(names: Sequence[str], most: int = 5) -> str:
-    """Return the names as "a, b and c". Beyond ``most`` names, only the number of the rest is given."""
-    if len(names) > most:
-        return f"{', '.join(names[:most])} and {len(names) - most} more"
+def listing(names: Sequence[str], most: int = 5, more: int = 0) -> str:
+    """Return the names as "a, b and c". Beyond ``most`` names, only the number of the rest is given.
+    ``more``: how many there are beside ``names``."""
+    if len(names) + more > most:
+        return f"{', '.join(names[:most])} and {len(names[most:]) + more} more"
     if len(names) > 1:
         return f"{', '.join(names[:-1])} and {names[-1]}"
     return "".join(names)
@@ -182,8 +183,8 @@ def waiting(wait: r.Wait, now: float) -> str:
             return f"waiting for {missing}: {have} of at least {need}{_left(until, now)}"
         case r.Settling(have, most, until):
             return f"{count(have, 'worker')} of at most {most} are here; others may follow{_left(until, now)}"
-        case r.AwaitingRelease(nodes):
-            return f"waiting for {listing(nodes)} to stop the last round's workers"
+        case r.AwaitingRelease(nodes, more):
+            return f"waiting for {listing(nodes, more=more)} to stop the last round's workers"
         case r.AwaitingHeirs(nodes, until):
             return (
                 f"{listing(nodes)} has the only copy of the training's state, and stays until others are "
@@ -191,8 +192,8 @@ def waiting(wait: r.Wait, now: float) -> str:
             )
         case r.AwaitingCheckpoint(until):
             return f"waiting for the script's next checkpoint before the world is resized{_left(until, now)}"
-        case r.AwaitingReturn(nodes, until):
-            return f"waiting for {listing(nodes)} to come back{_left(until, now)}"
+        case r.AwaitingReturn(nodes, until, more):
+            return f"waiting for {listing(nodes, more=more)} to come back{_left(until, now)}"
         case r.CoolingDown(have, could_have, until):
             return f"could grow from {have} to {count(could_have, 'worker')}{_in(until, now)}"
         case _:
@@ -386,7 +387,7 @@ def hang(verdict: Verdict) -> str:
         return _deadlock(verdict)
     who = "; ".join(_culprit(verdict.why, look) for look in verdict.guilty[:3])
     if len(verdict.guilty) > 3:
-        who += f"; and {len(verdict.guilty) - 3} more ranks likewise"
+        who += f"; and {len(verdict.guilty) - 3 + verdict.more} more ranks likewise"
     return f"{who}{_others(verdict)}"
 
 
@@ -427,7 +428,7 @@ def _deadlock(verdict: Verdict) -> str:
     who = "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {listing(ranks)} in {place}" for place, ranks in places.items()
     )
-    return f"all {len(verdict.guilty)} ranks wait for each other: {who}"
+    return f"all {len(verdict.guilty) + verdict.more} ranks wait for each other: {who}"
 
 
 # ---------------------------------------------------------------- events
@@ -555,7 +556,7 @@ def event(reason: r.Reason) -> LogEvent:
             flat["until"] = datetime.fromtimestamp(value, UTC).isoformat(timespec="milliseconds")
         elif isinstance(value, float):
             flat[f.name] = round(value, 3)
-        elif f.name != "hung" or value:
+        elif f.name not in ("hung", "more") or value:
             flat["round" if f.name == "number" else f.name] = value
     if isinstance(reason, r.ProcessLingers):
         flat["advice"] = _what_to_do(reason)

@@ -1,5 +1,5 @@
-"""``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | overhead | scrape |
-hang | checkpoint | consistent | techniques``: each prints its ratios."""
+"""``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | scale | overhead |
+scrape | hang | checkpoint | consistent | techniques``: each prints its ratios."""
 
 from __future__ import annotations
 
@@ -85,6 +85,16 @@ def forming(sizes: str, tries: int, c10d_most: int, c10d_timeout: float) -> None
     from tests.bench.forming import forming as measure
 
     click.echo(measure([int(s) for s in sizes.split(",")], tries, c10d_most, c10d_timeout))
+
+
+@main.command()
+@click.option("--sizes", default="100,1000,10000", help="Nodes of the job.")
+@click.option("--limit", default=600.0, help="Seconds of each size.")
+def scale(sizes: str, limit: float) -> None:
+    """The cost of a leader's event by the number of nodes."""
+    from tests.bench.scale import scale as measure
+
+    click.echo(measure([int(size) for size in sizes.split(",")], limit))
 
 
 @main.command()

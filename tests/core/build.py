@@ -26,6 +26,7 @@ from elasticd.core.facts import (
 )
 from elasticd.core.leader import Plan, Registered, View
 from elasticd.core.lifecycle import Life
+from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import Put
 
 NOW = 10_000.0
@@ -178,8 +179,8 @@ def view(
         spec=spec,
         round=round,
         budget=budget or Budget(),
-        nodes={n.name: Registered(n, 100 + i, seen_at) for i, n in enumerate(nodes)},
-        reports={r.node: r for r in reports},
+        nodes=PersistentMap({n.name: Registered(n, 100 + i, seen_at) for i, n in enumerate(nodes)}),
+        reports=PersistentMap({r.node: r for r in reports}),
         absence_counts_from=absence_counts_from,
         revisions={
             "spec": SPEC_REVISION,

@@ -35,7 +35,8 @@ from elasticd.core.facts import (
     Stragglers,
 )
 from elasticd.core.leader import Plan, View, decide
-from elasticd.core.leader.view import Registered
+from elasticd.core.leader.roll import Registered
+from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged
 from elasticd.core.reasons import (
     AwaitingRelease,
@@ -114,7 +115,7 @@ def test_the_old_spec_and_the_end_of_its_job_are_not_a_new_job() -> None:
 def test_a_node_that_may_not_take_part_does_not_prolong_the_settling() -> None:
     starting = view(spec(2, 8, policy=POLICY), waiting(), [node("a", 3), node("b", draining=True)])
     late = replace(starting.nodes["b"], seen_at=NOW)  # type: ignore[index]
-    starting = replace(starting, nodes={**starting.nodes, "b": late})  # type: ignore[dict-item]
+    starting = replace(starting, nodes=starting.nodes.updated({"b": late}))  # type: ignore[union-attr]
     assert next_round(decide(starting, NOW)).world_size == 3
 
 
@@ -382,7 +383,7 @@ def test_going_back_from_what_is_no_number_ends_once_it_has_often_enough_led_no_
     assert next_round(decide(seen, NOW)).anew, "if it was closed for something else"
     seen = replace(seen, round=replace(seen.round, anew=True))
     kept = replace(node("a", released=5), ready=(0,), age=Age(5, 7), holders=(0,))
-    waits = decide(replace(seen, nodes={**(seen.nodes or {}), "a": Registered(kept, 100, 0.0)}), NOW)
+    waits = decide(replace(seen, nodes=seen.nodes.updated({"a": Registered(kept, 100, 0.0)})), NOW)
     assert waits.reasons == (AwaitingRelease(("a",)),) and not waits.writes, "until that worker has ended"
     again = decide(seen, NOW)
     assert (next_round(again).phase, next_round(again).anew) == (Phase.LIVE, False)
@@ -468,9 +469,11 @@ def test_the_steps_that_a_node_tells_with_its_release_are_waited_for() -> None:
     failed = charges(("a", 0), at=NOW - 3)
     nodes = [node("a", released=5, told=1)]
     seen = closing(Cause.GREW, {"a": 2}, nodes, budget=failed)
-    seen = replace(seen, nodes={"a": Registered(nodes[0], 100, 0.0, NOW)})
+    seen = replace(seen, nodes=PersistentMap({"a": Registered(nodes[0], 100, 0.0, NOW)}))
     assert not decide(seen, NOW).writes
-    spent = written(decide(replace(seen, reports={"a": report("a", 5, steps=9)}), NOW), "budget")
+    spent = written(
+        decide(replace(seen, reports=PersistentMap({"a": report("a", 5, steps=9)})), NOW), "budget"
+    )
     assert isinstance(spent, Budget) and spent.charges[-1].progressed
 
 

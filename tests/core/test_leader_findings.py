@@ -11,6 +11,7 @@ from elasticd.core.facts import BadSlot, Cause, Hang, Laggard, Paces, Phase, Slo
 from elasticd.core.hang import REPEAT_S, Doing, Look, Patience, Why, allowance
 from elasticd.core.leader import Plan, View, decide, see
 from elasticd.core.leader.lagging import name_stragglers
+from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import Changes, Entry, Fact, Listing
 from elasticd.core.reasons import SlotBad, WorkerKeepsUp, WorkerStraggling
 from elasticd.core.straggler import PERIODS
@@ -56,7 +57,7 @@ def test_one_that_does_not_leave_its_round_is_judged_by_those_that_have_not_left
     asleep = told(of_two_nodes(released=5), stall("b", Doing.ASLEEP, 3599.0))
     if phase is Phase.LIVE:
         asleep = replace(asleep, round=round(5, {"a": 1, "b": 1}))
-        asleep = told(replace(asleep, reports={"a": report("a", 5, finished=True)}))
+        asleep = told(replace(asleep, reports=PersistentMap({"a": report("a", 5, finished=True)})))
     else:
         asleep = replace(asleep, round=of_two_nodes(phase).round)
     plan = decide(asleep, NOW)
@@ -99,7 +100,9 @@ def test_nobody_waits_for_what_a_lost_node_tells() -> None:
     asleep = told(of_two_nodes(Phase.CLOSING), stall("a", Doing.ASLEEP, 3601.0))
     assert asleep.nodes is not None and asleep.round is not None
     broken = replace(asleep.round, closing=Cause.NODE_LOST, planned=False)
-    lost = replace(asleep, round=broken, nodes={"a": asleep.nodes["a"]}, absence_counts_from=NOW + 1.0)
+    lost = replace(
+        asleep, round=broken, nodes=asleep.nodes.updated({"b": None}), absence_counts_from=NOW + 1.0
+    )
     plan = decide(lost, NOW)
     assert plan.wake_at == NOW + 1.0 and not plan.writes
     assert verdict(decide(lost, NOW + 1.0)).verdict.why is Why.ASLEEP

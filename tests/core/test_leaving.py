@@ -11,7 +11,8 @@ from elasticd.core.agent.agent_state import SIGKILL, SIGTERM
 from elasticd.core.agent_messages import LeaveRound, Signalled, StopWorkers, Tag
 from elasticd.core.facts import BrokenWorldCount, Budget, Cause, Failure, Node, Outcome, Phase, Policy, Report
 from elasticd.core.leader import Plan, View, decide
-from elasticd.core.leader.members import REPORT_S
+from elasticd.core.leader.settling import REPORT_S
+from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import WorkerBroke, WorkerWaiting
 from elasticd.core.reasons import AwaitingRelease, WorkerEnded
 from tests.core.build import NOW, exit, life, next_round, node, report, round, spec, view, written
@@ -189,9 +190,10 @@ def test_what_a_node_tells_with_its_release_is_waited_for() -> None:
     nodes = (replace(node("a", released=5), told=1), node("b", released=5))
     broken = lost_each_other(replace(report("a", 5), broken=True), nodes=nodes)
     assert broken.nodes is not None
-    seen = replace(broken, nodes={name: replace(n, news_at=NOW) for name, n in broken.nodes.items()})
+    news = {name: replace(n, news_at=NOW) for name, n in broken.nodes.items()}
+    seen = replace(broken, nodes=PersistentMap(news))
     assert decide(seen, NOW) == Plan(wake_at=NOW + REPORT_S, reasons=(AwaitingRelease(("a",)),))
-    told = replace(seen, reports={"a": report("a", 5, exit(1, 1))})
+    told = replace(seen, reports=PersistentMap({"a": report("a", 5, exit(1, 1))}))
     assert isinstance(written(decide(told, NOW), "budget"), Budget)
     assert next_round(decide(seen, NOW + REPORT_S)).restarts == 0, "it was undone by an older one"
 

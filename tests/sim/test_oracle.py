@@ -13,7 +13,8 @@ from elasticd.core.agent import hearing, leaving, stepping
 from elasticd.core.agent_messages import LeaveJob
 from elasticd.core.facts import Round
 from elasticd.core.hang import judging, watching
-from elasticd.core.leader import deciding, forming, settling
+from elasticd.core.leader import deciding, forming
+from elasticd.core.leader.roll import NOBODY, Mark, Roll
 from elasticd.core.ledger import Account, Kind
 from elasticd.core.ports import Put, StillThere, Unchanged
 from tests.sim import schedule as schedules
@@ -32,7 +33,12 @@ def _no_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def _release_unasked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(settling, "has_released", lambda view, member, number: True)
+    marked = Roll.__getitem__
+
+    def all_released(self: Roll, mark: Mark) -> Any:
+        return NOBODY if mark is Mark.HOLDING else marked(self, mark)
+
+    patch.setattr(Roll, "__getitem__", all_released)
     patch.setattr(world, "available", lambda node, last: not node.draining)
 
 
@@ -149,7 +155,7 @@ def _hangs_forgiven(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nobody_is_slow(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(straggler, "_judge", lambda periods, named, limit: frozenset())
+    patch.setattr(straggler.Watch, "_judge", lambda watch: frozenset())
 
 
 def _crowds_are_slow(patch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ EXAMPLES: dict[type, r.Reason] = {
         r.AwaitingRelease(("a", "b")),
         r.AwaitingHeirs(("a",), NOW + 5),
         r.AwaitingCheckpoint(NOW + 5),
-        r.AwaitingReturn(("a",), NOW + 5),
+        r.AwaitingReturn(("a",), NOW + 5, more=4),
         r.CoolingDown(3, 4, NOW + 10),
         r.RoundFormed(7, 12, 3, Cause.NODE_LOST),
         r.RoundClosing(7, Cause.WORKER_FAILED, (), FAILED),
@@ -356,6 +356,18 @@ def test_many_guilty_ranks_are_not_all_told() -> None:
         Verdict(Why.ASLEEP, tuple(_look(n, "job.py:5") for n in range(500)), 4, "barrier", "")
     )
     assert "and 497 more ranks likewise" in said and len(said) < 300
+
+
+def test_workers_that_a_verdict_does_not_name_are_counted() -> None:
+    looks = tuple(_look(n, "job.py:9", "barrier") for n in range(4))
+    assert "; and 77 more ranks likewise" in describe.hang(Verdict(Why.APART, looks, more=76))
+    assert describe.hang(Verdict(Why.DEADLOCK, looks, more=76)).startswith("all 80 ranks wait for each other")
+
+
+def test_nodes_that_a_reason_does_not_name_are_counted() -> None:
+    many = r.AwaitingRelease(tuple("abcdefgh"), more=92)
+    assert "waiting for a, b, c, d, e and 95 more to stop" in describe.sentence(many, NOW)
+    assert describe.event(many).fields["more"] == 92
 
 
 def test_the_event_of_a_hang_has_flat_fields() -> None:

@@ -22,6 +22,7 @@ def decide(view: View, now: float) -> Plan:
     """
     if not view.complete:
         return Plan()
+    view = view.up_to_date()
     plan = _of_the_round(view, now)
     if plan.writes:
         return plan

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from elasticd.core import handover, world
 from elasticd.core.facts import Budget, Member, Outcome, Phase, Round, Spec
-from elasticd.core.leader.members import candidates_for
 from elasticd.core.leader.plan import Plan, end, write
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Put
@@ -20,18 +19,16 @@ def form_or_wait(
     assert view.nodes is not None
     if spec.stop:
         return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
-    candidates = candidates_for(view, spec, round)
-    members = world.form(candidates, round, spec.limits, budget.quarantines, now)
-    have = world.size(members)
+    have = min(spec.limits.max, view.roll.places_without(budget.quarantines, now))
     if have < spec.limits.min:
         return _wait(view, spec, round, budget, reasons, have, now)
     if round.phase is Phase.WAITING and have < spec.limits.max:
         # More workers may be on their way. After a closing round there is no such wait: its members have
         # already answered.
-        last = max(view.nodes[n.name].seen_at for n in candidates)
-        until = max(last, round.since) + spec.policy.settle_s
+        until = max(view.roll.came_at, round.since) + spec.policy.settle_s
         if now < until:
             return Plan(wake_at=until, reasons=(*reasons, Settling(have, spec.limits.max, until)))
+    members = world.form(view.roll.candidates(), round, spec.limits, budget.quarantines, now)
     formed = _formed(view, spec, round, members, now)
     said = RoundFormed(formed.number, formed.world_size, len(formed.members), formed.cause)
     plan = write(view, formed, budget, (*reasons, said))
@@ -68,7 +65,7 @@ def _wait(
 def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], now: float) -> Round:
     """Return the round of these members, or first a handover round that passes the state to them."""
     assert view.nodes is not None
-    nodes = {name: registered.node for name, registered in view.nodes.items()}
+    nodes = {name: registered.node for name, registered in view.nodes.to_dict().items()}
     passing = handover.members(round, nodes, members) if spec.inplace else ()
     members = passing or members
     host = nodes[members[0].node]

@@ -11,8 +11,8 @@ from dataclasses import astuple, replace
 
 from elasticd.core.facts import Hang, Phase
 from elasticd.core.hang import REPEAT_S, Allowance, Doing, Look, judge_round
-from elasticd.core.leader.members import has_left, is_certainly_lost, is_present
 from elasticd.core.leader.plan import Plan
+from elasticd.core.leader.roll import Mark
 from elasticd.core.leader.view import ReceivedStall, View
 from elasticd.core.ports import Put
 
@@ -34,8 +34,8 @@ def name_the_hung(view: View, now: float) -> Plan:
     again_at = view.hang_at + REPEAT_S
     if found is not None and not found.asks and now < again_at:
         return Plan(wake_at=again_at)
-    assert view.reports is not None
-    finished = {name for name, r in view.reports.items() if r.round == round.number and r.finished}
+    roll = view.roll
+    quiet = (roll[Mark.FINISHED], roll[Mark.LEFT], roll[view.mark_of_lost(now)])
     received: list[ReceivedStall] = []
     silent = False
     for member in round.members:
@@ -43,9 +43,7 @@ def name_the_hung(view: View, now: float) -> Plan:
         of_this = (round.number, member.incarnation)
         if known is not None and (known.stall.round, known.stall.incarnation) == of_this:
             received.append(known)
-        elif not is_present(view, member) and is_certainly_lost(view, member.node, now):
-            pass  # a lost node reports nothing more
-        elif member.node not in finished and not has_left(view, member, round.number):
+        elif not any(member.node in those for those in quiet):
             silent = True  # the member's workers make steps, or its report has not come yet
     if not received:
         return Plan()

@@ -6,24 +6,15 @@ import re
 from dataclasses import replace
 
 from elasticd.core import budget as budgets
-from elasticd.core import world
-from elasticd.core.facts import Budget, Cause, Failure, Member, Outcome, Round, Spec
+from elasticd.core.facts import Budget, Cause, Failure, Outcome, Round, Spec
 from elasticd.core.leader.forming import form_or_wait
-from elasticd.core.leader.members import (
-    candidates_for,
-    has_finished,
-    has_left,
-    has_released,
-    is_certainly_lost,
-    is_fenced,
-    is_present,
-    report_due,
-)
 from elasticd.core.leader.plan import Plan, end, write
+from elasticd.core.leader.roll import SHOWN_MAX, Mark, in_rank_order
 from elasticd.core.leader.view import View
 from elasticd.core.page_layout import Fatal
 from elasticd.core.reasons import AwaitingRelease, AwaitingReturn, FailureCharged, Reason, SlotQuarantined
 
+REPORT_S = 5.0  # a report comes within milliseconds, unless etcd is slow
 _OUTCOMES = {
     Fatal.NOT_FINITE: Outcome.DIVERGED,
     Fatal.NO_CHECKPOINT: Outcome.NOWHERE,
@@ -36,44 +27,42 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     comes next."""
     assert view.nodes is not None
     assert view.reports is not None
-    reports = view.reports.values()
-    # A node whose workers have finished may leave, unless the others may still need its store.
-    needed = [m for m in round.members if m is round.members[0] or not has_finished(view, m, round.number)]
-    missing = tuple(m.node for m in needed if not is_present(view, m))
-    fenced = any(is_present(view, m) and is_fenced(view, m, round.number) for m in round.members)
-    step = budgets.nonfinite_step(round, reports)
-    if step is not None and not round.anew:  # the round was closed for another reason
+    roll = view.roll
+    if roll[Mark.ASTRAY] and not round.anew:  # the round was closed for another reason
         return write(view, replace(round, planned=False, anew=True), view.budget)
-    awaited = _await_members(view, spec, round, missing, now)
+    awaited = _await_members(view, spec, round, now)
     if awaited is not None:
         return awaited
 
-    if all(has_finished(view, m, round.number) for m in round.members):
+    if len(roll[Mark.FINISHED]) == len(round.members):
         # The run functions of all workers had returned when the round closed, so the job is done.
         return end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
+    lost = any(roll.needed(Mark.MISSING)) or bool(roll[Mark.FENCED])
     budget = view.budget
     reasons: tuple[Reason, ...] = ()
-    failure = budgets.first_failure(round, reports)
-    fatal = budgets.first_failure(round, reports, fatal=True)
+    reports, failed = view.reports.to_dict().values(), roll.reports_of(Mark.FAILED)
+    failure = budgets.first_failure(round, failed)
+    fatal = budgets.first_failure(round, roll.reports_of(Mark.FATAL), fatal=True)
+    step = budgets.nonfinite_step(round, roll.reports_of(Mark.ASTRAY))
     if fatal is not None and fatal.exit.fatal is not None:
         ended = replace(round, failure=fatal)
         return end(view, ended, now, _OUTCOMES[fatal.exit.fatal], _last_line(fatal.exit.message))
     broken = round.closing is Cause.WORLD_BROKEN
     charged = round.closing is not None and round.closing.charged
-    if (missing or fenced) and (charged or broken):
+    if lost and (charged or broken):
         # The workers that failed first are those that talked to the lost node. They are not to blame.
         round, charged = replace(round, closing=Cause.NODE_LOST), False
     elif broken and failure is not None:  # a worker failed, and took long to end
         round, charged = replace(round, closing=Cause.WORKER_FAILED), True
-    elif round.closing in (Cause.GREW, Cause.SCALED) and not (missing or fenced):
-        own = budgets.first_failure(round, reports, raised=True)
+    elif round.closing in (Cause.GREW, Cause.SCALED) and not lost:
+        own = budgets.first_failure(round, roll.reports_of(Mark.RAISED), raised=True)
         if own is not None:  # a newcomer that always fails at once would otherwise resize the job for ever
             round, charged, failure = replace(round, closing=Cause.WORKER_FAILED), True, own
-    ages = [entry.node.age for entry in view.nodes.values() if entry.node.age is not None]
+    ages = [entry.node.age for entry in view.nodes.to_dict().values() if entry.node.age is not None]
     goes_on_from = max(ages).step if ages else None
     if charged and failure is not None:
         progressed = budgets.progressed(round, reports, commits=spec.inplace)
-        unrunnable = None if progressed else budgets.why_unrunnable(budget, round, reports)
+        unrunnable = None if progressed else budgets.why_unrunnable(budget, round, failure, failed)
         if budgets.any_step_seen(budget, round, reports, commits=spec.inplace):
             budget = replace(budget, stepped=True)
         else:
@@ -99,49 +88,33 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     return form_or_wait(view, spec, round, budget, reasons, now)
 
 
-def _await_members(view: View, spec: Spec, round: Round, missing: tuple[str, ...], now: float) -> Plan | None:
+def _await_members(view: View, spec: Spec, round: Round, now: float) -> Plan | None:
     """Return the plan to wait until every member has released the round and reported, or is lost; None when
     there is nothing to wait for."""
-    assert view.reports is not None
-    reports = view.reports.values()
-    present = [m for m in round.members if is_present(view, m)]
-    holding = tuple(
-        m.node for m in present if not has_released(view, m, round.number) or _keeps(view, m, round)
-    )
-    if holding:
-        broken = any(r.broken for r in reports if r.round == round.number)
-        if round.planned and (missing or broken or budgets.first_failure(round, reports)):
+    assert view.nodes is not None
+    roll = view.roll
+    if roll[Mark.HOLDING]:
+        disturbed = any(roll.needed(Mark.MISSING)) or roll[Mark.BROKEN] or roll[Mark.FAILED]
+        if round.planned and disturbed:
             # Workers that still save, or have yet to leave, may wait for lost workers.
             return write(view, replace(round, planned=False), view.budget)
-        if not round.outlived and any(_outlives(view, m, round) for m in round.members):
+        waits = AwaitingRelease(*roll.some(Mark.HOLDING))
+        if not round.outlived and roll[Mark.OUTLIVING]:
             by = round.since + spec.policy.part_s
             if now >= by:
                 return write(view, replace(round, outlived=True), view.budget)
-            return Plan(wake_at=by, reasons=(AwaitingRelease(holding),))
-        return Plan(reasons=(AwaitingRelease(holding),))
-    due = {m.node: at for m in present if (at := report_due(view, m, now))}
-    if due:
-        return Plan(wake_at=min(due.values()), reasons=(AwaitingRelease(tuple(due)),))
-    if not all(is_certainly_lost(view, node, now) for node in missing):
-        until = view.absence_counts_from
-        return Plan(wake_at=until, reasons=(AwaitingReturn(missing, until),))
+            return Plan(wake_at=by, reasons=(waits,))
+        return Plan(reasons=(waits,))
+    due = (view.nodes[name].news_at + REPORT_S for name in roll[Mark.TO_REPORT])
+    until = next((at for at in due if now < at), None)
+    if until is not None:
+        return Plan(wake_at=until, reasons=(AwaitingRelease(*roll.some(Mark.TO_REPORT)),))
+    gone = roll[view.mark_of_lost(now)]
+    if any(member.node not in gone for member in roll.needed(Mark.MISSING)):
+        names, until = in_rank_order(roll.needed(Mark.MISSING)), view.absence_counts_from
+        absent = AwaitingReturn(names[:SHOWN_MAX], until, len(names[SHOWN_MAX:]))
+        return Plan(wake_at=until, reasons=(absent,))
     return None
-
-
-def _outlives(view: View, member: Member, round: Round) -> bool:
-    """Whether workers of this node wait with the state that the round's workers agreed on."""
-    assert view.nodes is not None
-    if not has_left(view, member, round.number):
-        return False
-    age = view.nodes[member.node].node.age
-    return age is not None and age.agreed == round.number
-
-
-def _keeps(view: View, member: Member, round: Round) -> bool:
-    """Whether workers of this node still hold a state from before the return to a checkpoint. Their agent
-    ends them."""
-    assert view.nodes is not None
-    return round.anew and bool(view.nodes[member.node].node.holders)
 
 
 def _last_line(message: str) -> str:
@@ -161,7 +134,6 @@ def _judge_slot(
     if place is None:
         return budget, (charged,)
     without = budgets.quarantine(budget, place, policy, now)
-    rest = world.form(candidates_for(view, spec, round), round, spec.limits, without.quarantines, now)
-    if world.size(rest) < spec.limits.min:
+    if view.roll.places_without(without.quarantines, now) < spec.limits.min:
         return budget, (charged,)
     return without, (charged, SlotQuarantined(*place, without.quarantines[-1].until))

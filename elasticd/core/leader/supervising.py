@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from elasticd.core import budget as budgets
 from elasticd.core import handover, world
-from elasticd.core.facts import Cause, Outcome, Report, Round, Spec
-from elasticd.core.leader.members import candidates_for, has_left, is_certainly_lost, is_leaving, is_present
+from elasticd.core.facts import Cause, Outcome, Round, Spec
 from elasticd.core.leader.plan import Plan, close, end, write
+from elasticd.core.leader.roll import Mark, in_rank_order
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Put
 from elasticd.core.reasons import (
@@ -25,49 +25,38 @@ from elasticd.core.reasons import (
 
 def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     """Return the plan for a live round: end or close it if there is a reason, else wait."""
-    assert view.nodes is not None
-    assert view.reports is not None
-    lives = {m.node: m.incarnation for m in round.members}
-    reports = {
-        name: r
-        for name, r in view.reports.items()
-        if r.round == round.number and r.incarnation == lives.get(name)
-    }
-    finished = {name for name, r in reports.items() if r.finished}
-    returned = any(r.returned for r in reports.values())
-    if all(m.node in finished for m in round.members):
+    roll = view.roll
+    finished, returned = roll[Mark.FINISHED], bool(roll[Mark.RETURNED])
+    if len(finished) == len(round.members):
         return end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
     if spec.stop:
         return close(view, round, Cause.STOPPED, True, now)
 
-    failure = budgets.first_failure(round, reports.values())
+    failure = budgets.first_failure(round, roll.reports_of(Mark.FAILED))
     if failure is not None:
-        anew = budgets.nonfinite_step(round, reports.values()) is not None
+        anew = bool(roll[Mark.ASTRAY])
         return close(view, round, failure.exit.cause, False, now, failure=failure, anew=anew)
 
-    missing = [m.node for m in round.members if m.node not in finished and not is_present(view, m)]
-    lost = tuple(node for node in missing if is_certainly_lost(view, node, now))
-    idle = [m.node for m in round.members if m.node not in finished and has_left(view, m, round.number)]
+    lost = roll.names(view.mark_of_lost(now), but=Mark.FINISHED)
+    idle = roll.names(Mark.LEFT, but=Mark.FINISHED)
     if round.handover:
         return _see_handed_over(view, round, idle, lost, now)
     if idle or lost:
         return close(view, round, Cause.NODE_LOST, False, now, nodes=(*idle, *lost))
-    broken = tuple(sorted(name for name, r in reports.items() if r.broken))
-    if broken:
-        return close(view, round, Cause.WORLD_BROKEN, False, now, nodes=broken)
+    if roll[Mark.BROKEN]:
+        return close(view, round, Cause.WORLD_BROKEN, False, now, nodes=tuple(sorted(roll[Mark.BROKEN])))
 
-    # A node whose workers have finished may leave, unless others may still need its store.
-    needed = [m for m in round.members if m.node not in finished or m is round.members[0]]
-    leaving = [m.node for m in needed if is_present(view, m) and is_leaving(view, spec, m)]
+    leaving = in_rank_order(roll.needed(Mark.LEAVING))
     if leaving:
-        wait = None if returned else _await_heirs(view, spec, round, tuple(leaving), now)
-        plan = wait or close(view, round, Cause.NODE_DRAINED, True, now, nodes=tuple(leaving))
+        wait = None if returned else _await_heirs(view, spec, round, leaving, now)
+        plan = wait or close(view, round, Cause.NODE_DRAINED, True, now, nodes=leaving)
         half_s = spec.policy.shutdown_s / 2
-        return plan if finished else _at_a_checkpoint(view, spec, round, reports.values(), plan, now, half_s)
+        return plan if finished else _at_a_checkpoint(view, spec, round, plan, now, half_s)
 
+    missing, more = roll.some(Mark.MISSING, but=Mark.FINISHED)
     if missing:
         until = view.absence_counts_from
-        return Plan(wake_at=until, reasons=(AwaitingReturn(tuple(missing), until),))
+        return Plan(wake_at=until, reasons=(AwaitingReturn(missing, until, more),))
     if finished or returned:
         return Plan()  # the last steps of the job: too late to resize
     if not spec.limits.min <= round.world_size <= spec.limits.max:
@@ -75,7 +64,7 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     else:
         plan = _drain_laggard(view, spec, round, now) or _grow_or_rest(view, spec, round, now)
     if plan.writes:
-        return _at_a_checkpoint(view, spec, round, reports.values(), plan, now)
+        return _at_a_checkpoint(view, spec, round, plan, now)
     if round.resizes_by:  # a resize is no longer needed
         return write(view, replace(round, resizes_by=0.0), view.budget, plan.reasons)
     return plan
@@ -85,7 +74,6 @@ def _at_a_checkpoint(
     view: View,
     spec: Spec,
     round: Round,
-    reports: Iterable[Report],
     plan: Plan,
     now: float,
     most_s: float = math.inf,
@@ -93,7 +81,7 @@ def _at_a_checkpoint(
     """Return ``plan``, which closes the round, as soon as the script has written its next checkpoint. Wait
     until then, at most ``most_s``."""
     wait_s = min(spec.policy.checkpoint_wait_s, most_s)
-    if not spec.checkpointed or spec.inplace or wait_s <= 0 or any(r.checkpointed for r in reports):
+    if not spec.checkpointed or spec.inplace or wait_s <= 0 or view.roll[Mark.CHECKPOINTED]:
         return plan
     if not round.resizes_by or now + wait_s < round.resizes_by:
         by = now + wait_s
@@ -108,17 +96,14 @@ def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | N
     found = view.stragglers
     if not spec.policy.straggler_drain or found is None or found.round != round.number:
         return None
-    members = {(m.node, slot) for m in round.members for slot in m.slots}
     for laggard in sorted(found.slow, key=lambda one: (not one.why, -one.ratio)):
         place = (laggard.node, laggard.slot)
-        if place not in members:
+        member = round.by_node.get(laggard.node)
+        if member is None or laggard.slot not in member.slots:
             continue
         length_s = max(spec.policy.quarantine_max_s, spec.policy.quarantine_s)
         without = budgets.quarantine(view.budget, place, spec.policy, now, at_least_s=length_s)
-        rest = world.form(
-            candidates_for(view, spec, round, live=True), round, spec.limits, without.quarantines, now
-        )
-        if world.size(rest) < spec.limits.min:
+        if view.roll.places_without(without.quarantines, now) < spec.limits.min:
             continue
         plan = close(view, round, Cause.SLOT_DRAINED, True, now, nodes=(laggard.node,))
         drained = SlotDrained(*place, without.quarantines[-1].until)
@@ -137,11 +122,12 @@ def _await_heirs(view: View, spec: Spec, round: Round, leaving: tuple[str, ...],
     The wait ends early enough to leave time for the handover.
     """
     assert view.nodes is not None
-    stay = [m for m in round.members if m.node not in leaving and is_present(view, m)]
-    nodes = [registered.node for registered in view.nodes.values()]
-    if not spec.inplace or stay or not handover.may_come(round, nodes):
+    going = {*leaving, *view.roll[Mark.MISSING]}
+    if not spec.inplace or any(m.node not in going for m in round.members):
         return None
-    heirs = world.form(candidates_for(view, spec, round), round, spec.limits, view.budget.quarantines, now)
+    if not handover.may_come(round, (registered.node for registered in view.nodes.values())):
+        return None
+    heirs = world.form(view.roll.candidates(), round, spec.limits, view.budget.quarantines, now)
     if world.size(heirs) >= spec.limits.min:
         if round.leaving == leaving:
             return None
@@ -153,24 +139,19 @@ def _await_heirs(view: View, spec: Spec, round: Round, leaving: tuple[str, ...],
 
 
 def _see_handed_over(
-    view: View, round: Round, idle: Sequence[str], lost: tuple[str, ...], now: float
+    view: View, round: Round, idle: Collection[str], lost: tuple[str, ...], now: float
 ) -> Plan:
     """Wait until the workers of a handover round have left by themselves."""
     if lost:
         return close(view, round, Cause.NODE_LOST, False, now, nodes=lost)
-    holding = tuple(m.node for m in round.members if m.node not in idle)
-    if holding:
-        return Plan(reasons=(AwaitingRelease(holding),))
+    if len(idle) < len(round.members):
+        return Plan(reasons=(AwaitingRelease(*view.roll.some(Mark.HOLDING)),))
     return close(view, round, Cause.NODE_DRAINED, True, now)
 
 
 def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
     """Close the round if a larger world is possible and this one has lived long enough."""
-    could_have = world.size(
-        world.form(
-            candidates_for(view, spec, round, live=True), round, spec.limits, view.budget.quarantines, now
-        )
-    )
+    could_have = min(spec.limits.max, view.roll.places_without(view.budget.quarantines, now))
     if could_have > round.world_size:
         # In place, growing costs about one step, and new workers are ready.
         ripe = round.since + (0.0 if spec.inplace else spec.policy.grow_cooldown_s)

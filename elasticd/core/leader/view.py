@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from elasticd.core.facts import Budget, Hang, Node, Paces, Report, Round, Spec, Stall, Stragglers
 from elasticd.core.leader import comparing
 from elasticd.core.leader.comparing import PaceComparison
+from elasticd.core.leader.roll import Mark, Registered, Roll
+from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import Changes, Entry, Listing, Seen, Unchanged
 
+NOT_LISTED: Final[PersistentMap[Registered]] = PersistentMap()
 FINDINGS = ("hang", "stragglers")  # keys that the leader writes besides the round
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """A node as the leader sees it. ``created``: the revision of its registration. ``seen_at``: when this
-    leader first saw this incarnation. ``news_at``: when it saw the present record. Seconds since the
-    epoch."""
-
-    node: Node
-    created: int
-    seen_at: float
-    news_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +32,23 @@ class View:
     ``revisions``: of ``spec``, ``round``, ``budget``, ``hang`` and ``stragglers``, as far as they have been
     listed. ``absence_counts_from``: before this time a node that is not registered may only be late, since
     etcd was away and leases ran out. ``hang``, ``stragglers``: what this or an earlier leader last wrote.
-    ``hang_at``: when ``hang`` was seen.
+    ``hang_at``: when ``hang`` was seen. ``roll``: of the spec, the round, the nodes and the reports;
+    ``up_to_date`` brings it up to date.
     """
 
     spec: Spec | None = None
     round: Round | None = None
     budget: Budget = field(default_factory=Budget)
     revisions: Mapping[str, int] = field(default_factory=dict)
-    nodes: Mapping[str, Registered] | None = None
-    reports: Mapping[str, Report] | None = None
+    nodes: PersistentMap[Registered] | None = None
+    reports: PersistentMap[Report] | None = None
     absence_counts_from: float = 0.0
     stragglers: Stragglers | None = None
     comparison: PaceComparison = field(default_factory=PaceComparison)
-    stalls: Mapping[str, ReceivedStall] = field(default_factory=dict)
+    stalls: PersistentMap[ReceivedStall] = field(default_factory=PersistentMap)
     hang: Hang | None = None
     hang_at: float = 0.0
+    roll: Roll = field(default_factory=Roll, compare=False)
 
     @property
     def complete(self) -> bool:
@@ -64,6 +58,21 @@ class View:
             and self.nodes is not None
             and self.reports is not None
         )
+
+    def up_to_date(self) -> View:
+        """Return the view with an up-to-date roll, once the view is complete and there is a round."""
+        if not self.complete or self.round is None:
+            return self
+        assert self.spec is not None
+        assert self.nodes is not None
+        assert self.reports is not None
+        roll = self.roll.follow(self.spec, self.round, self.nodes, self.reports)
+        return self if roll is self.roll else replace(self, roll=roll)
+
+    def mark_of_lost(self, now: float) -> Mark:
+        """Return the mark of the members that have been replaced, or have been absent for too long to be
+        merely late."""
+        return Mark.MISSING if now >= self.absence_counts_from else Mark.REPLACED
 
     def unchanged(self, key: str) -> Unchanged:
         """Return the guard that the key has not changed since the leader saw it."""
@@ -79,9 +88,9 @@ def see(view: View, seen: Seen, scope: str, now: float) -> View:
     if isinstance(seen, Listing):
         listed = {e.key for e in seen.entries}
         gone = [Entry(key, None, seen.revision, 0) for key in _known(view, scope) if key not in listed]
-        return _mark_listed(_apply(view, (*gone, *seen.entries), now), scope, seen.revision)
+        return _mark_listed(_apply(view, (*gone, *seen.entries), now), scope, seen.revision).up_to_date()
     if isinstance(seen, Changes):
-        return _apply(view, seen.entries, now)
+        return _apply(view, seen.entries, now).up_to_date()
     raise AssertionError(f"not news of the store: {seen!r}")
 
 
@@ -102,19 +111,18 @@ def _known(view: View, scope: str) -> list[str]:
 
 def _mark_listed(view: View, scope: str, revision: int) -> View:
     if scope == "nodes/" and view.nodes is None:
-        return replace(view, nodes={})
+        return replace(view, nodes=PersistentMap())
     if scope == "reports/" and view.reports is None:
-        return replace(view, reports={})
+        return replace(view, reports=PersistentMap())
     if scope in FINDINGS:
         return view.at_revision(scope, max(view.revisions.get(scope, 0), revision))
     return view
 
 
 def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
-    kinds = {e.key.partition("/")[0] for e in entries}  # only the maps that change are copied
-    nodes = dict(view.nodes) if view.nodes is not None and "nodes" in kinds else None
-    reports = dict(view.reports) if view.reports is not None and "reports" in kinds else None
-    stalls = dict(view.stalls) if "stalls" in kinds else None
+    nodes: dict[str, Registered | None] = {}
+    reports: dict[str, Report | None] = {}
+    stalls: dict[str, ReceivedStall | None] = {}
     for e in entries:
         revision = e.revision if e.fact is not None else 0
         kind, _, name = e.key.partition("/")
@@ -125,37 +133,35 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
                 view = view.at_revision("round", revision, round=fact)
             case "budget", (Budget() | None) as fact:
                 view = view.at_revision("budget", revision, budget=fact or Budget())
-            case "nodes", Node() as node:
-                nodes = {} if nodes is None else nodes
-                old = nodes.get(name)
-                same = old is not None and old.node.incarnation == node.incarnation
-                nodes[name] = Registered(node, e.created, old.seen_at if same and old else now, now)
-            case "nodes", None:
-                if nodes is not None:
-                    nodes.pop(name, None)
-            case "reports", Report() as report:
-                reports = {} if reports is None else reports
+            case "nodes", (Node() | None) as node:
+                there = view.nodes if view.nodes is not None else NOT_LISTED
+                before = nodes[name] if name in nodes else there.get(name)
+                nodes[name] = _registered(node, before, e.created, now)
+            case "reports", (Report() | None) as report:
                 reports[name] = report
-            case "reports", None:
-                if reports is not None:
-                    reports.pop(name, None)
-            case "stalls", Stall() as stall if stalls is not None:
-                known = stalls.get(name)
-                if known is None or known.stall != stall:
-                    stalls[name] = ReceivedStall(stall, now)
-            case "stalls", None if stalls is not None:
-                stalls.pop(name, None)
+            case "stalls", (Stall() | None) as stall:
+                known = stalls[name] if name in stalls else view.stalls.get(name)
+                same = known is not None and known.stall == stall
+                stalls[name] = known if same else ReceivedStall(stall, now) if stall is not None else None
             case _:
                 view = _apply_finding(view, e, name, now)
-    if nodes is not None:
-        view = replace(view, nodes=nodes)
-    if reports is not None:
-        view = replace(view, reports=reports)
-    if stalls is not None:
-        view = replace(view, stalls=stalls)
+    if nodes and (view.nodes is not None or any(nodes.values())):
+        view = replace(view, nodes=(view.nodes or PersistentMap()).updated(nodes))
+    if reports and (view.reports is not None or any(reports.values())):
+        view = replace(view, reports=(view.reports or PersistentMap()).updated(reports))
+    if stalls:
+        view = replace(view, stalls=view.stalls.updated(stalls))
     if view.spec is None:
         return view
-    return replace(view, comparison=comparing.follow(view.comparison, view.round, view.spec.policy))
+    comparison = comparing.follow(view.comparison, view.round, view.spec.policy)
+    return view if comparison is view.comparison else replace(view, comparison=comparison)
+
+
+def _registered(node: Node | None, before: Registered | None, created: int, now: float) -> Registered | None:
+    if node is None:
+        return None
+    same = before is not None and before.node.incarnation == node.incarnation
+    return Registered(node, created, before.seen_at if before is not None and same else now, now)
 
 
 def _apply_finding(view: View, e: Entry, name: str, now: float) -> View:

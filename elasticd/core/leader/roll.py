@@ -1,0 +1,245 @@
+"""The roll: what the leader asks of every node, answered for all nodes at once.
+
+The leader decides at each event, and most events concern one node of perhaps ten thousand. So no decision
+goes through all nodes. The roll marks the members of the round, and counts the places for workers. Each event
+brings the roll up to date for the nodes that it concerns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum, auto
+from itertools import chain, islice
+from operator import attrgetter
+from typing import Final
+
+from elasticd.core import world
+from elasticd.core.facts import Member, Node, Phase, Quarantine, Report, Round, Spec
+from elasticd.core.persistent_map import PersistentMap
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A node as the leader sees it. ``created``: the revision of its registration. ``seen_at``: when this
+    leader first saw this incarnation. ``news_at``: when it saw the present record. Seconds since the
+    epoch."""
+
+    node: Node
+    created: int
+    seen_at: float
+    news_at: float = 0.0
+
+
+class Mark(StrEnum):
+    """What the leader sees of a member of the round: of its registration, and of its report of the round."""
+
+    MISSING = auto()  # not registered
+    REPLACED = auto()  # missing, and another incarnation of its node is registered
+    HOLDING = auto()  # has workers in the round, or holds a state from before the return to a checkpoint
+    LEFT = auto()  # has no worker in the round any more
+    OUTLIVING = auto()  # has left the round with the state that the round's workers agreed on
+    FENCED = auto()  # its workers were killed, since its lease was running out
+    LEAVING = auto()  # is to leave the job
+    TO_REPORT = auto()  # its release came, and the report that belongs to the release did not
+    FINISHED = auto()
+    RETURNED = auto()
+    CHECKPOINTED = auto()
+    BROKEN = auto()
+    FAILED = auto()  # reports a failure
+    FATAL = auto()  # reports a failure that is to end the job
+    RAISED = auto()  # reports a failure of a worker that raised an exception of its own
+    ASTRAY = auto()  # reports a value that is not finite
+
+
+SHOWN_MAX = 8  # nodes that a reason names; it gives the number of the others
+NOBODY: Final[PersistentMap[Member]] = PersistentMap()
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """The roll of the first four fields. ``marked``: the members with each mark. ``places``: how many workers
+    the next world could have, whatever the limits and quarantines; while the round is live, the places of its
+    members count. ``came_at``: when the last node came that may be in the next world, if there was one since
+    the round changed."""
+
+    spec: Spec | None = None
+    round: Round | None = None
+    nodes: PersistentMap[Registered] = field(default_factory=PersistentMap)
+    reports: PersistentMap[Report] = field(default_factory=PersistentMap)
+    marked: Mapping[Mark, PersistentMap[Member]] = field(default_factory=dict)
+    places: int = 0
+    came_at: float = 0.0
+
+    # ------------------------------------------------------------ questions
+
+    def __getitem__(self, mark: Mark) -> PersistentMap[Member]:
+        """Return the members with the mark, by the name of their node."""
+        return self.marked.get(mark, NOBODY)
+
+    def names(self, mark: Mark, *, but: Mark | None = None) -> tuple[str, ...]:
+        """Return the nodes of the members with the mark, and without the mark ``but``, in the order of
+        ranks."""
+        others = self[but] if but is not None else NOBODY
+        return in_rank_order(m for name, m in self[mark].to_dict().items() if name not in others)
+
+    def some(self, mark: Mark, *, but: Mark | None = None) -> tuple[tuple[str, ...], int]:
+        """Return at most ``SHOWN_MAX`` of ``names``, and the number of the others."""
+        mine, others = self[mark], self[but] if but is not None else NOBODY
+        few, many = sorted((mine, others), key=len)
+        count = len(mine) - sum(name in many for name in few)
+        shown = islice((name for name in mine if name not in others), SHOWN_MAX)
+        return in_rank_order(mine[name] for name in shown), max(0, count - SHOWN_MAX)
+
+    def needed(self, mark: Mark) -> Iterator[Member]:
+        """Yield the members with the mark, without those that may go: a node whose workers have finished may
+        leave, unless the others may still need its store."""
+        assert self.round is not None
+        for name in self[mark]:
+            member = self.round.by_node[name]
+            if name not in self[Mark.FINISHED] or member is self.round.members[0]:
+                yield member
+
+    def reports_of(self, mark: Mark) -> list[Report]:
+        """Return the reports of the members with the mark."""
+        if not self[mark]:
+            return []
+        reports = self.reports.to_dict()
+        return [reports[name] for name in self[mark]]
+
+    def candidates(self, *, live: bool = False) -> list[Node]:
+        """Return ``world.candidates`` of all nodes, in order of arrival."""
+        assert self.spec is not None
+        known = sorted(self.nodes.to_dict().values(), key=attrgetter("created"))
+        return world.candidates([r.node for r in known], self.spec, self.round, live=live)
+
+    def places_without(self, quarantines: Sequence[Quarantine], now: float) -> int:
+        """Return ``places`` without the slots in quarantine."""
+        places = self.places
+        for name in {q.node for q in quarantines if q.until > now}:
+            node = self._candidate(self.nodes.get(name))
+            if node is not None:
+                places += world.room(node, quarantines, now) - world.room(node, (), now)
+        return places
+
+    # ------------------------------------------------------------ bringing it up to date
+
+    def follow(
+        self, spec: Spec, round: Round, nodes: PersistentMap[Registered], reports: PersistentMap[Report]
+    ) -> Roll:
+        """Return the roll of these facts. Of the same spec and round, only what differs is looked at."""
+        same = spec is self.spec and round is self.round
+        if same and nodes is self.nodes and reports is self.reports:
+            return self
+        before = self if same else Roll()
+        after = replace(before, spec=spec, round=round, nodes=nodes, reports=reports)
+        changes: dict[Mark, dict[str, Member | None]] = {}
+        places, came_at = before.places, before.came_at
+        for name, was, now in _differences(before, after):
+            member = round.by_node.get(name)
+            if member is not None:
+                had, has = before._marks(member, *was), after._marks(member, *now)
+                if has != had:
+                    for mark in {*had, *has}:
+                        changes.setdefault(mark, {})[name] = member if mark in has else None
+            if was[0] is not now[0]:
+                node = after._candidate(now[0])
+                places += _room(node) - _room(before._candidate(was[0]))
+                if node is not None and now[0] is not None:
+                    came_at = max(came_at, now[0].seen_at)
+        marked = {mark: before[mark].updated(changed) for mark, changed in changes.items()}
+        return replace(after, marked={**before.marked, **marked}, places=places, came_at=came_at)
+
+    def _marks(self, member: Member, known: Registered | None, report: Report | None) -> Sequence[Mark]:
+        spec, round = self.spec, self.round
+        if spec is None or round is None:
+            return ()
+        marks: list[Mark] = []
+        if report is not None and self._is_of_member(report):
+            marks += _told(report)
+        if known is None:
+            return [*marks, Mark.MISSING]
+        node = known.node
+        if node.incarnation != member.incarnation:
+            return [*marks, Mark.MISSING, Mark.REPLACED]
+        if node.released < round.number:
+            marks.append(Mark.HOLDING)
+        else:
+            marks.append(Mark.LEFT)
+            if round.anew and node.holders:
+                marks.append(Mark.HOLDING)
+            if node.age is not None and node.age.agreed == round.number:
+                marks.append(Mark.OUTLIVING)
+        if node.draining or (spec.drain and world.is_drained(node, spec)):
+            marks.append(Mark.LEAVING)
+        if node.fenced >= round.number:
+            marks.append(Mark.FENCED)
+        if node.told and node.told > _ends(node, report):
+            marks.append(Mark.TO_REPORT)
+        return marks
+
+    def _is_of_member(self, report: Report) -> bool:
+        assert self.round is not None
+        if report.round != self.round.number:
+            return False
+        return self.round.member(report.node, report.incarnation) is not None
+
+    def _candidate(self, known: Registered | None) -> Node | None:
+        if known is None or self.spec is None or self.round is None:
+            return None
+        live = self.round.phase is Phase.LIVE
+        return world.candidate(known.node, self.spec, self.round, live=live)
+
+
+_Known = tuple[Registered | None, Report | None]
+
+
+def _differences(before: Roll, after: Roll) -> Iterator[tuple[str, _Known, _Known]]:
+    """Yield the nodes that are not the same in the two rolls, as each of them has it. An empty roll differs
+    in all nodes and members."""
+    if before.round is None:
+        assert after.round is not None
+        nodes, reports = after.nodes.to_dict(), after.reports.to_dict()
+        for name in {**after.round.by_node, **nodes}:
+            yield name, (None, None), (nodes.get(name), reports.get(name))
+        return
+    names = chain(after.nodes.differing(before.nodes), after.reports.differing(before.reports))
+    for name in dict.fromkeys(names):
+        was = before.nodes.get(name), before.reports.get(name)
+        yield name, was, (after.nodes.get(name), after.reports.get(name))
+
+
+def _room(node: Node | None) -> int:
+    return world.room(node, (), 0.0) if node is not None else 0
+
+
+def in_rank_order(members: Iterable[Member]) -> tuple[str, ...]:
+    return tuple(m.node for m in sorted(members, key=lambda m: m.base_rank))
+
+
+def _told(report: Report) -> list[Mark]:
+    marks: list[Mark] = []
+    if report.finished:
+        marks.append(Mark.FINISHED)
+    if report.returned:
+        marks.append(Mark.RETURNED)
+    if report.checkpointed:
+        marks.append(Mark.CHECKPOINTED)
+    if report.broken:
+        marks.append(Mark.BROKEN)
+    if report.first_failure is not None:
+        marks.append(Mark.FAILED)
+    for exit in report.exits:
+        if exit.failed and exit.fatal is not None:
+            marks.append(Mark.FATAL)
+        if exit.failed and exit.raised:
+            marks.append(Mark.RAISED)
+        if exit.astray is not None:
+            marks.append(Mark.ASTRAY)
+    return marks
+
+
+def _ends(node: Node, report: Report | None) -> int:
+    """Return ``Report.ends`` of the round that the node has released."""
+    of_that = report is not None and (report.incarnation, report.round) == (node.incarnation, node.released)
+    return report.ends if report is not None and of_that else 0

@@ -1,0 +1,472 @@
+"""The cost of a leader's event by the number of nodes: the real driver of the agent that leads, and the facts
+that the other agents would write. All numbers but the seconds are the same in each run.
+
+The other agents and etcd are left out, so the leader's own thread is measured alone. ``ops`` are the lines of
+Python that run, in loops and comprehensions once for each turn: the same number on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import tracemalloc
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from statistics import median
+from types import FrameType
+from typing import Any
+
+from elasticd.core import agent
+from elasticd.core.agent_messages import Tick
+from elasticd.core.facts import (
+    Exit,
+    Fact,
+    Limits,
+    Member,
+    Node,
+    Paces,
+    Phase,
+    Policy,
+    Progress,
+    Report,
+    Round,
+    SlotPace,
+    SlotProgress,
+    Spec,
+)
+from elasticd.core.ports import (
+    Answer,
+    Applied,
+    Assignment,
+    Changes,
+    Entry,
+    Guard,
+    LeaseHeld,
+    LeaseNews,
+    Listing,
+    Put,
+    Seen,
+    WorkerNews,
+    Write,
+)
+from elasticd.core.straggler import PERIODS
+from elasticd.daemon.driver import Driver, Happening
+from elasticd.daemon.publish import WRITE_S as PROGRESS_EVERY_S
+from elasticd.etcd import records
+
+WORKERS = 8  # of a node
+RENEWAL_BYTES = 40  # of a lease: the request, or its answer
+ONE_BY_ONE = 20  # events of a kind; the rest comes to the leader at once
+POLICY = Policy(straggler_drain=False)
+TRACEBACK = (
+    "Traceback (most recent call last):\n" + '  File "train.py", line 88, in step\n' * 6 + "ValueError: no"
+)
+
+QUIET = "a quiet event"
+REPORT = "a report"
+PACES = "a node's paces"
+PERIOD = "the last paces of a period"
+LOST = "a lost node"
+RELEASE = "a release"
+FORMING = "a forming"
+FAILURE = "a release with failures"
+REFORMING = "a re-forming, all failed"
+OF_ONE_NODE = (QUIET, REPORT, PACES, RELEASE, FAILURE)
+OF_ALL_NODES = (PERIOD, LOST, FORMING, REFORMING)
+
+
+class Missing(Exception):
+    """A figure is missing."""
+
+
+class _Etcd:
+    """The keys of the job. ``messages`` and ``bytes``: to and from all agents, by ``what`` they are for."""
+
+    def __init__(self, watched_by_all: Sequence[str], nodes: int) -> None:
+        self.what = ""
+        self.messages: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.lease: Callable[[LeaseNews], None] = lambda news: None
+        self._watched_by_all = (*watched_by_all, "hang", "stragglers")
+        self._nodes = nodes
+        self._entries: dict[str, Entry] = {}
+        self._revision = 1
+        self._watches: list[tuple[str, Callable[[Seen], None]]] = []
+
+    def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
+        self.lease = news
+
+    def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
+        self._watches.append((key, seen))
+        seen(Listing(tuple(e for k, e in self._entries.items() if self._covers(key, k)), self._revision))
+        return lambda: None
+
+    def transact(
+        self, guards: tuple[Guard, ...], writes: tuple[Write, ...], answer: Callable[[Answer], None]
+    ) -> None:
+        """Apply the writes. Nobody else writes meanwhile, so all guards hold."""
+        self._revision += 1
+        answer(Applied(self._revision))
+        self._write({write.key: write.fact for write in writes if isinstance(write, Put)})
+
+    def put(self, facts: Mapping[str, Fact | None]) -> None:
+        """Let other agents write the keys; None deletes one. Each watch brings all changes at once."""
+        self._revision += 1
+        self._write(facts)
+
+    def _write(self, facts: Mapping[str, Fact | None]) -> None:
+        changes = []
+        for key, fact in facts.items():
+            before = self._entries.pop(key, None)
+            created = before.created if before is not None else self._revision
+            changes.append(Entry(key, fact, self._revision, created if fact is not None else 0))
+            if fact is not None:
+                self._entries[key] = changes[-1]
+            self._count(key, fact)
+        for watched, seen in self._watches:
+            if mine := tuple(e for e in changes if self._covers(watched, e.key)):
+                seen(Changes(mine))
+
+    def _covers(self, watched: str, key: str) -> bool:
+        return key.startswith(watched) if watched.endswith("/") else key == watched
+
+    def _count(self, key: str, fact: Fact | None) -> None:
+        folder = key.partition("/")[0]
+        watchers = self._nodes if key in self._watched_by_all else 2 if folder == "nodes" else 1
+        size = len(key) + (len(records.encode(key, fact)) if fact is not None else 0)
+        asked = 0 if folder == "reports" else 2  # a request and its answer; a report goes with the release
+        self.messages[self.what] += asked + watchers
+        self.bytes[self.what] += size * (1 + watchers)
+
+
+class _Procs:
+    """Workers of the leader's own node: they end when they are told to."""
+
+    def __init__(self) -> None:
+        self._end: Callable[[], None] = lambda: None
+
+    def listen(self, news: Callable[[WorkerNews], None]) -> None: ...
+
+    def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None: ...
+
+    def start(
+        self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
+    ) -> None:
+        def end() -> None:
+            for slot in range(WORKERS):
+                exited(round_number, Exit(slot, slot, -15, 0.0))
+
+        self._end = end
+
+    def leave(
+        self, planned: bool, signal: int, grace_s: float, leave_s: float | None, going: bool = False
+    ) -> None:
+        self._end()
+
+    def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
+        self._end()
+
+    def go_on(self, slots: tuple[int, ...]) -> None: ...
+
+    def fence(self, until: float | None) -> None: ...
+
+    def steps(self) -> Mapping[int, int]:
+        return {}
+
+
+class _Stores:
+    def __init__(self) -> None:
+        self._port = 29500
+
+    def open(self) -> None: ...
+
+    def renew(self) -> int:
+        self._port += 1
+        return self._port
+
+
+@dataclass(slots=True)
+class Cost:
+    """The costs of the single events of a kind: CPU seconds, or operations."""
+
+    cpu_s: list[float] = field(default_factory=list)
+    ops: list[int] = field(default_factory=list)
+
+
+class Leader:
+    """The agent that leads a job of ``nodes`` nodes.
+
+    ``counting``: operations are counted, which takes long, else the time. ``until``: when to give up, by
+    ``time.monotonic``.
+    """
+
+    def __init__(self, nodes: int, *, counting: bool = False, until: float = math.inf) -> None:
+        self.costs: dict[str, Cost] = {kind: Cost() for kind in (*OF_ONE_NODE, *OF_ALL_NODES)}
+        self._counting = counting
+        self._until = until
+        self._now = 1_000_000.0
+        self._inbox: deque[Happening] = deque()
+        self.names = [f"node-{n:05}" for n in range(nodes)]
+        self._records = {name: _record(n, name) for n, name in enumerate(self.names)}
+        limits = Limits(WORKERS, nodes * WORKERS)
+        spec = Spec(limits, limits, "train.py", "f" * 64, POLICY)
+        me = self._records[self.names[0]]
+        identity = agent.Identity(me.name, me.incarnation, me.address, me.slots, me.host, me.pid)
+        self.etcd = _Etcd(agent.watched(identity)[:-1], nodes)
+        self.driver = Driver(
+            agent.AgentState(identity, spec, agent.AgentConfig(etcd_grace_s=600.0), me.store_port),
+            store=self.etcd,
+            procs=_Procs(),
+            stores=_Stores(),
+            assign=lambda round, member: (),
+            assign_standbys=lambda slots, began: (),
+            process_alive=lambda pid: True,
+            post=self._inbox.append,
+            say=lambda reason: None,
+        )
+        self.etcd.put({f"nodes/{name}": self._records[name] for name in self.names[1:-1]})
+        self.driver.begin()
+        self.etcd.lease(LeaseHeld(self._now * 2))
+        self.settle()
+
+    @property
+    def round(self) -> Round:
+        round = self.driver.state.round
+        if round is None:
+            raise Missing("the leader has opened no round")
+        return round
+
+    def settle(self, kind: str = "") -> None:
+        """Handle all events, as the agent's loop does."""
+        while self._inbox:
+            self._handle(kind, self._inbox.popleft())
+
+    def tick(self, kind: str, after_s: float) -> None:
+        self._now += after_s
+        self._handle(kind, Tick())
+        self.settle(kind)
+
+    def see(self, kind: str, facts: Mapping[str, Fact | None]) -> None:
+        """Let other agents write these keys."""
+        self.etcd.put(facts)
+        self.settle(kind)
+
+    def _handle(self, kind: str, event: Happening) -> None:
+        if time.monotonic() > self._until:
+            raise Missing(f"{kind or 'the start'} was not over in time")
+        if not kind:
+            self.driver.handle(event, self._now)
+        elif self._counting:
+            with counted() as count:
+                self.driver.handle(event, self._now)
+            self.costs[kind].ops.append(count())
+        else:
+            began = time.thread_time()
+            self.driver.handle(event, self._now)
+            self.costs[kind].cpu_s.append(time.thread_time() - began)
+
+    # ------------------------------------------------------------ what happens to the job
+
+    def form(self) -> None:
+        """The last node comes, and the first round is formed."""
+        self._expect(Phase.WAITING)
+        last = self.names[-1]
+        self.see(FORMING, {f"nodes/{last}": self._records[last]})
+        self._expect(Phase.LIVE)
+
+    def stay_quiet(self, events: int = ONE_BY_ONE) -> None:
+        for _ in range(events):
+            self.tick(QUIET, 0.5)
+
+    def report(self, events: int = ONE_BY_ONE) -> None:
+        """Workers of some nodes have made steps, which concerns nobody."""
+        for n in range(1, min(events, len(self.names))):
+            name = self.names[n]
+            told = Report(name, self._records[name].incarnation, self.round.number, steps=n)
+            self.see(REPORT, {f"reports/{name}": told})
+
+    def compare(self, periods: int) -> None:
+        """All nodes report their paces, a few one by one."""
+        first, rest, last = self.names[1:ONE_BY_ONE], self.names[ONE_BY_ONE:-1], self.names[-1]
+        members = {m.node: m for m in self.round.members}
+        for number in range(1, periods + 1):
+            paces = {f"paces/{name}": _paces(members[name], self.round.number, number) for name in self.names}
+            for name in first:
+                self.see(PACES, {f"paces/{name}": paces[f"paces/{name}"]})
+            self.see("", {f"paces/{name}": paces[f"paces/{name}"] for name in (self.names[0], *rest)})
+            self.see(PERIOD, {f"paces/{last}": paces[f"paces/{last}"]})
+        if self.driver.view is None or not self.driver.view.stragglers:
+            raise Missing("the leader has compared nobody")
+
+    def lose_a_node(self) -> None:
+        """The last node is lost; the others release the round and form the next."""
+        lost = self.names.pop()
+        self.see(LOST, {f"nodes/{lost}": None})
+        self._expect(Phase.CLOSING)
+        self._release(RELEASE, FORMING, failing=False)
+
+    def fail_everywhere(self) -> None:
+        """All workers fail; their nodes release the round with their reports, and form the next."""
+        self._release(FAILURE, REFORMING, failing=True)
+
+    def _release(self, kind: str, last_kind: str, *, failing: bool) -> None:
+        number, members = self.round.number, {m.node: m for m in self.round.members}
+        others = [name for name in self.names[1:] if name in members]
+        released = [self._released(members[name], number, failing) for name in others]
+        for facts in released[: ONE_BY_ONE - 1]:
+            self.see(kind, facts)
+        self.see("", dict(chain.from_iterable(facts.items() for facts in released[ONE_BY_ONE - 1 : -1])))
+        self._expect(Phase.CLOSING)
+        self.see(last_kind, released[-1])
+        self._expect(Phase.LIVE)
+        if self.round.number != number + 1:
+            raise Missing(f"after round {number} comes round {self.round.number}")
+
+    def _released(self, member: Member, number: int, failing: bool) -> dict[str, Fact | None]:
+        """What an agent writes with its release of the round."""
+        name, known = member.node, self._records[member.node]
+        exits = tuple(
+            Exit(slot, member.rank_of(slot), 1, self._now, "ValueError: no", TRACEBACK, "/logs/0/stderr")
+            for slot in (member.slots if failing else ())
+        )
+        report = Report(name, known.incarnation, number, exits, steps=1000)
+        self._records[name] = replace(
+            known, released=number, told=report.ends, store_port=known.store_port + 1
+        )
+        return {f"reports/{name}": report, f"nodes/{name}": self._records[name]}
+
+    def _expect(self, phase: Phase) -> None:
+        if self.round.phase is not phase:
+            raise Missing(f"round {self.round.number} is {self.round.phase}, not {phase}")
+
+
+def _record(n: int, name: str) -> Node:
+    address = f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}"
+    return Node(name, f"{n:032x}", address, tuple(range(WORKERS)), 0, 29500, 4711, f"{name}:{n:036x}")
+
+
+def _paces(member: Member, number: int, period: int) -> Paces:
+    slots = tuple(
+        SlotPace(slot, rank, 0.1 + 1e-4 * (rank * 7919 % 97 + period * rank % 13))
+        for slot in member.slots
+        for rank in (member.rank_of(slot),)
+    )
+    return Paces(member.node, member.incarnation, number, period, slots)
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[], int]]:
+    """Count the lines of Python that run in the block."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal lines
+        if event == "line":
+            lines += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: lines
+    finally:
+        sys.settrace(before)
+
+
+# ---------------------------------------------------------------- the figures
+
+
+@dataclass(slots=True)
+class Figures:
+    """The figures of one size. ``cpu_s`` and ``ops``: of one event of each kind; of the events that concern
+    one node the median, else the worst."""
+
+    nodes: int
+    cpu_s: dict[str, float]
+    ops: dict[str, float]
+    reforming: tuple[float, float]  # messages and bytes of an agent, at the loss of a node
+    minute: tuple[float, float]  # the same, of a quiet minute
+    memory: int
+
+    @classmethod
+    def of(cls, nodes: int, limit_s: float) -> Figures:
+        until = time.monotonic() + limit_s
+        timed, costed = play(nodes, until=until), play(nodes, counting=True, until=until)
+        cpu_s = {kind: _event(kind, cost.cpu_s) for kind, cost in timed.costs.items()}
+        ops = {kind: _event(kind, cost.ops) for kind, cost in costed.costs.items()}
+        etcd = timed.etcd
+        reforming = etcd.messages[LOST] / nodes, etcd.bytes[LOST] / nodes
+        return cls(nodes, cpu_s, ops, reforming, _quiet_minute(timed), _memory(nodes, until))
+
+
+def play(nodes: int, *, counting: bool = False, until: float = math.inf) -> Leader:
+    """Play all that is measured."""
+    leader = Leader(nodes, counting=counting, until=until)
+    leader.form()
+    leader.stay_quiet()
+    leader.report()
+    leader.compare(2 if counting else PERIODS + 1)
+    leader.etcd.what = LOST
+    leader.lose_a_node()
+    leader.etcd.what = ""
+    leader.fail_everywhere()
+    return leader
+
+
+def _event(kind: str, costs: Sequence[float]) -> float:
+    if not costs or not max(costs) > 0:
+        raise Missing(f"the cost of {kind} is missing")
+    return median(costs) if kind in OF_ONE_NODE else max(costs)
+
+
+def _quiet_minute(leader: Leader) -> tuple[float, float]:
+    """Return the messages and bytes of an agent, from the records that it writes in a minute."""
+    member, number = leader.round.members[-1], leader.round.number
+    beats = tuple(SlotProgress(s, member.rank_of(s), 123456, 1000, 1e9 + s) for s in member.slots)
+    writes = {
+        f"progress/{member.node}": (Progress(member.node, number, beats), 60 / PROGRESS_EVERY_S, 0),
+        f"paces/{member.node}": (_paces(member, number, 1000), 60 / (POLICY.straggler_window_s / PERIODS), 1),
+    }
+    renewals = 60 / (POLICY.node_ttl_s / 3)
+    messages, size = 2 * renewals, 2 * RENEWAL_BYTES * renewals
+    for key, (fact, times, watchers) in writes.items():
+        messages += times * (2 + watchers)
+        size += times * (1 + watchers) * (len(key) + len(records.encode(key, fact)))
+    return messages, size
+
+
+def _memory(nodes: int, until: float) -> int:
+    """Return the bytes that the agent holds once it leads and has compared a whole window of paces."""
+    tracemalloc.start()
+    try:
+        leader = Leader(nodes, until=until)
+        leader.form()
+        leader.compare(PERIODS)
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def scale(sizes: Sequence[int], limit_s: float) -> str:
+    """Return the table. Raises Missing if a figure is missing."""
+    found = [Figures.of(nodes, limit_s) for nodes in sizes]
+    lines = [f"{WORKERS} workers a node" + "".join(f"{f'{each.nodes:,} nodes':>28}" for each in found)]
+    lines.append(f"{'an event of':<26}" + f"{'ms':>14}{'operations':>14}" * len(found))
+    for kind in (*OF_ONE_NODE, *OF_ALL_NODES):
+        costs = (f"{each.cpu_s[kind] * 1e3:>14,.2f}{each.ops[kind]:>14,.0f}" for each in found)
+        lines.append(f"{kind:<26}{''.join(costs)}")
+    for name, of in {
+        "a node is lost, an agent": [each.reforming for each in found],
+        "a quiet minute, an agent": [each.minute for each in found],
+    }.items():
+        lines.append(f"{name:<26}" + "".join(f"{f'{m:,.0f} messages, {_size(b)}':>28}" for m, b in of))
+    lines.append(f"{'memory of the leader':<26}" + "".join(f"{_size(each.memory):>28}" for each in found))
+    return "\n".join(lines)
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"

@@ -1,0 +1,134 @@
+"""The roll that is brought up to date event by event, held against one that is made anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.core import world
+from elasticd.core.age import Age
+from elasticd.core.facts import Cause, Drained, Limits, Node, Phase, Quarantine, Report, Round, Spec
+from elasticd.core.leader.roll import NOBODY, SHOWN_MAX, Mark, Registered, Roll
+from elasticd.core.page_layout import Fatal
+from elasticd.core.persistent_map import PersistentMap
+from tests.core.build import NOW, exit, life, node, report, round, spec
+
+NAMES = [f"n{i}" for i in range(6)]
+ENDED = replace(exit(0, 0, 1), raised=True)
+EXITS = st.sampled_from(
+    [(), (ENDED,), (replace(ENDED, fatal=Fatal.BAD_DATA), ENDED), (replace(ENDED, astray=7),)]
+)
+registered = st.builds(
+    lambda name, life_number, released, draining, ready, most, told, seen_at: Registered(
+        replace(
+            node(name, 3, released=released, draining=draining, life_number=life_number, fenced=released - 1),
+            ready=ready,
+            holders=ready,
+            age=Age(released, 9) if ready else None,
+            most=most,
+            told=told,
+        ),
+        100 + len(name),
+        seen_at,
+    ),
+    st.sampled_from(NAMES),
+    st.integers(1, 2),
+    st.integers(3, 6),
+    st.booleans(),
+    st.sampled_from([(), (0,), (0, 1, 2)]),
+    st.integers(0, 2),
+    st.integers(0, 3),
+    st.floats(0, 10),
+)
+reports = st.builds(
+    lambda name, number, life_number, exits, flags: replace(
+        report(name, number, *exits, life_number=life_number), **dict.fromkeys(flags, True)
+    ),
+    st.sampled_from(NAMES),
+    st.integers(4, 6),
+    st.integers(1, 2),
+    EXITS,
+    st.sets(st.sampled_from(["finished", "returned", "checkpointed", "broken"])),
+)
+rounds = st.builds(
+    lambda number, count, phase, anew: replace(
+        round(number, dict.fromkeys(NAMES[:count], 2), phase, closing=Cause.GREW), anew=anew
+    ),
+    st.integers(4, 6),
+    st.integers(0, 5),
+    st.sampled_from([Phase.WAITING, Phase.LIVE, Phase.CLOSING]),
+    st.booleans(),
+)
+specs = st.builds(
+    lambda inplace, drained: replace(spec(1, 99), inplace=inplace, drain=drained),
+    st.booleans(),
+    st.sampled_from([(), (Drained("n1", life("n1")),)]),
+)
+changes = st.lists(registered | reports | rounds | specs | st.sampled_from(NAMES), max_size=12)
+
+
+@given(specs, rounds, changes)
+def test_what_follows_event_by_event_is_what_a_new_roll_shows(
+    wanted: Spec, live: Round, changes: list[Registered | Report | Round | Spec | str]
+) -> None:
+    nodes: PersistentMap[Registered] = PersistentMap()
+    told: PersistentMap[Report] = PersistentMap()
+    roll = Roll()
+    for change in changes:
+        match change:
+            case Registered(there):
+                nodes = nodes.updated({there.name: change})
+            case Report(name):
+                told = told.updated({name: change})
+            case Round():
+                live = change
+            case Spec():
+                wanted = change
+            case str():
+                nodes = nodes.updated({change: None})
+        roll = roll.follow(wanted, live, nodes, told)
+        anew = Roll().follow(wanted, live, nodes, told)
+        assert {m: dict(roll[m]) for m in Mark} == {m: dict(anew[m]) for m in Mark}
+        assert roll.places == anew.places and roll.came_at >= anew.came_at
+        assert roll.follow(wanted, live, nodes, told) is roll
+
+
+@given(specs, rounds, st.lists(registered, max_size=6, unique_by=lambda r: r.node.name), st.integers(1, 20))
+def test_the_places_are_those_of_the_world_that_would_be_formed(
+    wanted: Spec, live: Round, there: list[Registered], most: int
+) -> None:
+    quarantines = [Quarantine("n0", 0, NOW + 5, 1), Quarantine("n2", 1, NOW - 5, 1)]
+    nodes = PersistentMap({r.node.name: r for r in there})
+    roll = Roll().follow(wanted, live, nodes, PersistentMap())
+    candidates = roll.candidates(live=live.phase is Phase.LIVE)
+    formed = world.form(candidates, live, Limits(1, most), quarantines, NOW)
+    assert world.size(formed) == min(most, roll.places_without(quarantines, NOW))
+
+
+def members_of(count: int, *gone: str) -> Roll:
+    names = [f"node-{n}" for n in range(count)]
+    there: dict[str, Node] = {name: node(name) for name in names if name not in gone}
+    nodes = PersistentMap({name: Registered(each, 1, 0.0) for name, each in there.items()})
+    return Roll().follow(spec(), round(5, dict.fromkeys(names, 2)), nodes, PersistentMap())
+
+
+def test_names_come_in_the_order_of_ranks_and_of_many_only_some_are_shown() -> None:
+    few = members_of(12, "node-11", "node-2", "node-7")
+    assert few.names(Mark.MISSING) == ("node-2", "node-7", "node-11")
+    assert few.some(Mark.MISSING) == (("node-2", "node-7", "node-11"), 0)
+    shown, more = members_of(100).some(Mark.HOLDING)
+    assert (len(set(shown)), more) == (SHOWN_MAX, 100 - SHOWN_MAX)
+    assert few.some(Mark.HOLDING, but=Mark.HOLDING) == ((), 0)
+    assert few[Mark.FAILED] is NOBODY or not few[Mark.FAILED]
+
+
+@pytest.mark.parametrize(("finished", "needed"), [("node-0", ["node-0", "node-1"]), ("node-1", ["node-0"])])
+def test_of_those_who_finished_only_the_host_of_the_store_is_needed(finished: str, needed: list[str]) -> None:
+    roll = members_of(3, "node-0", "node-1")
+    assert roll.spec is not None and roll.round is not None
+    told = PersistentMap({finished: report(finished, 5, finished=True)})
+    roll = roll.follow(roll.spec, roll.round, roll.nodes, told)
+    assert sorted(m.node for m in roll.needed(Mark.MISSING)) == needed
