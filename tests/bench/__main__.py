@@ -33,14 +33,15 @@ def start(workers: str, pairs: int, only: tuple[str, ...]) -> None:
 
 
 @main.command()
-@click.option("--workers", default=4)
+@click.option("--workers", default="4", help="Workers of the world: numbers, with commas.")
 @click.option("--kills", default=8, help="Kills of each launcher.")
 @click.option("--megabytes", default="350", help="What a worker holds in memory: sizes, with commas.")
-def recovery(workers: int, kills: int, megabytes: str) -> None:
+def recovery(workers: str, kills: int, megabytes: str) -> None:
     """kill -9 of a worker, to the next step."""
     from tests.bench.recovery import recovery as measure
 
-    click.echo(measure(workers, kills, [int(size) for size in megabytes.split(",")]))
+    worlds, sizes = ([int(n) for n in text.split(",")] for text in (workers, megabytes))
+    click.echo(measure(worlds, kills, sizes))
 
 
 @main.command()

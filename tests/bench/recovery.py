@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import psutil
 
@@ -153,16 +154,33 @@ def node_loss(launcher: Callable[[Path, Path], Launched], lose: int, timeout_s: 
             steps.close()
 
 
-def recovery(workers: int, kills: int, megabytes: Sequence[int]) -> str:
-    """A worker killed on one node, with workers of each of these sizes."""
-    tables = []
-    for size in megabytes:
-        os.environ["BENCH_MEGABYTES"] = str(size)
-        tables.append(_recovery(workers, kills, size))
-    return "\n".join(tables)
+FLOOR = "floor: abort a group, build the next"
 
 
-def _recovery(workers: int, kills: int, megabytes: int) -> str:
+def recovery(worlds: Sequence[int], kills: int, megabytes: Sequence[int]) -> str:
+    """A worker killed on one node: for each number of workers and each size of a worker, and how the times
+    grow from one to the next."""
+    texts: list[str] = []
+    medians: dict[str, list[float | None]] = {}
+    for workers in worlds:
+        for size in megabytes:
+            os.environ["BENCH_MEGABYTES"] = str(size)
+            rows = _recovery(workers, kills)
+            texts.append(_tables(rows, f"{workers} workers of {size} MB"))
+            for name, row in rows.items():
+                medians.setdefault(name, []).append(_median([kill.took for kill in row]))
+    if len(texts) > 1:
+        columns = [f"{workers} x {size} MB" for workers in worlds for size in megabytes]
+        texts.append(report.growth("how the medians grow, times the first", columns, medians))
+    return "\n".join(texts)
+
+
+def _median(times: Sequence[float | None]) -> float | None:
+    have = [took for took in times if took is not None]
+    return median(have) if have else None
+
+
+def _recovery(workers: int, kills: int) -> Mapping[str, list[Kill]]:
     """Halves of the kills in the order A B A B, as machines are noisy."""
     half = (kills + 1) // 2
     rows: dict[str, list[Kill]] = {}
@@ -181,8 +199,11 @@ def _recovery(workers: int, kills: int, megabytes: int) -> str:
         add(SURVIVORS, survivors)
         add("elasticd in place, full size again", full)
         add("elasticd in place with a spare, full size", kills_in_place(workers, half, spares=1)[0])
-        add("floor: abort a group, build the next", [Kill(took) for took in floor(workers, half)])
-    each = f"{workers} workers of {megabytes} MB"
+        add(FLOOR, [Kill(took) for took in floor(workers, half)])
+    return rows
+
+
+def _tables(rows: Mapping[str, Sequence[Kill]], each: str) -> str:
     title = f"kill -9 of one of {each}, to the next step (one node, gloo, DDP)"
     times = {name: [kill.took for kill in row] for name, row in rows.items()}
     known = {name: [kill.parts for kill in row if kill.parts] for name, row in rows.items()}

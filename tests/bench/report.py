@@ -25,3 +25,13 @@ def table(title: str, rows: Mapping[str, Sequence[float | None]], reference: str
         ratio = f"{median(have) / median(base):8.2f}x" if have and base else "        -"
         lines.append(f"  {name:<42} {ratio}  {cell(values)}")
     return "\n".join(lines)
+
+
+def growth(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float | None]]) -> str:
+    """One line for each row: the first value in seconds, the others as times the first."""
+    lines = [title, f"  {'':<42}" + "".join(f"{column:>16}" for column in columns)]
+    for name, (first, *others) in rows.items():
+        ratios = [f"{value / first:.2f}x" if first and value else "-" for value in others]
+        cells = [f"{first:.3f} s" if first else "never", *ratios]
+        lines.append(f"  {name:<42}" + "".join(f"{one:>16}" for one in cells))
+    return "\n".join(lines)
