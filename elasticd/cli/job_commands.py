@@ -14,7 +14,7 @@ from elasticd.cli.job_access import Place, find, job_errors_explained, places, t
 from elasticd.cli.option_types import Name, Whole
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import say
-from elasticd.core.facts import Drained, Limits, Node, Phase, Round, Spec
+from elasticd.core.facts import Drained, Node, Phase, Round, Spec
 from elasticd.core.ports import Applied, Delete, Put, Refused, Unchanged
 from elasticd.telemetry import describe
 
@@ -36,7 +36,10 @@ def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
             kept = f" (which {job} has now)"
             low_said, high_said = (kept if said is None else "" for said in (least, most))
             raise CommandError(f"--min {low}{low_said} is above --max {high}{high_said}.")
-        return replace(spec, limits=Limits(low, high))
+        try:
+            return replace(spec, limits=replace(spec.limits, min=low, max=high))
+        except ValueError as error:
+            raise CommandError(f"{job} cannot have {low} to {high} workers: {error}.") from None
 
     spec = _edit(find(etcd, job), job, change)
     low, high = spec.limits.min, spec.limits.max

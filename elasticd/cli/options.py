@@ -38,6 +38,9 @@ class RunOptions:
     # elasticd's
     min: int | None = None
     max: int | None = None
+    unit: int | None = None
+    unit_within: str | None = None
+    sizes: str | None = None
     slots: str | None = None
     job: str | None = None
     node: str | None = None
@@ -169,6 +172,20 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     # size
     _ours("--min", _COUNT, "Fewest workers to train with."),
     _ours("--max", _COUNT, "Most workers to train with."),
+    _ours(
+        "--unit",
+        _COUNT,
+        "Train with whole units of N workers each, such as the stages of a pipeline: ranks 0 to N-1 are the "
+        "first unit. --min and --max are multiples of N.  [1]",
+        metavar="N",
+    ),
+    _ours(
+        "--unit-within",
+        click.Choice(["node", "any"]),
+        "Where the workers of a unit may be: on one node, or also on neighbouring ones if they do not fit on "
+        "one.  [any]",
+    ),
+    _ours("--sizes", help="The only numbers of workers to train with: 2,4,8", metavar="N,N,..."),
     _ours(
         "--slots",
         help="Workers that this node offers: a number, or auto (one per GPU, else one per core).",

@@ -8,7 +8,7 @@ from elasticd.cli.command_error import CommandError
 from elasticd.cli.machine import Machine
 from elasticd.cli.option_types import MOST
 from elasticd.cli.options import OptionSource, RunOptions
-from elasticd.core.facts import Limits
+from elasticd.core.facts import Limits, UnitWithin
 
 SLOTS_MAX = 1024  # the most slots of a node; a larger number is probably a typing error
 
@@ -49,7 +49,11 @@ def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
 
     ``standalone``: no other node can join.
     """
+    listed = _listed(options)
+    if listed:
+        options = replace(options, min=listed[0], max=listed[-1])
     found = _sizes(options, machine, standalone=standalone)
+    found = replace(found, limits=_in_units(options, found, listed, standalone=standalone))
     if not options.spares:
         return found
     slots = _at_most(found.slots + options.spares, "--slots with --spares")
@@ -73,7 +77,10 @@ def _sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
     if by_workers > by_nodes:
         return _by_workers(options, machine, offered, standalone, tuple(notes))
     low, high = nodes(options)
-    per_node = offered if offered is not None else 1 if options.slots is None else _auto(machine)
+    per_node = offered if offered is not None else options.unit or 1
+    if offered is None and options.slots is not None:
+        per_node = _auto(machine)
+        per_node = max(per_node - per_node % (options.unit or 1), 1)
     return Sizes(Limits(low * per_node, high * per_node), per_node, tuple(notes))
 
 
@@ -90,13 +97,14 @@ def _by_workers(
 ) -> Sizes:
     if options.min is not None and options.max is not None and options.min > options.max:
         raise CommandError(f"--min {options.min} is above --max {options.max}.")
-    low = options.min if options.min is not None else 1
+    unit = options.unit or 1
+    low = options.min if options.min is not None else unit
     slots = offered if offered is not None else _auto(machine)
     high = options.max
     if high is None:
         if not standalone:
             raise CommandError("--min needs --max beside it, as other nodes may bring any number of workers.")
-        high = max(low, slots)
+        high = max(low, slots - slots % unit)
     if offered is None:
         slots = min(slots, high)
         if standalone:
@@ -107,6 +115,52 @@ def _by_workers(
             "raise --slots, lower --min, or give --etcd for more nodes."
         )
     return Sizes(Limits(low, high), slots, notes)
+
+
+def _listed(options: RunOptions) -> tuple[int, ...]:
+    """Return the numbers of --sizes, ascending; empty if not given. Raises CommandError."""
+    if options.sizes is None:
+        return ()
+    try:
+        numbers = sorted({int(part) for part in options.sizes.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 1 or numbers[-1] > MOST:
+        raise CommandError(f"--sizes {options.sizes!r} is no list of numbers of workers, such as 2,4,8.")
+    if options.source("nnodes"):
+        raise CommandError("--sizes counts workers and --nnodes counts nodes: give one or the other.")
+    if options.min is not None and numbers[0] < options.min:
+        raise CommandError(f"--sizes has {numbers[0]}, which is below --min {options.min}.")
+    if options.max is not None and numbers[-1] > options.max:
+        raise CommandError(f"--sizes has {numbers[-1]}, which is above --max {options.max}.")
+    return tuple(numbers)
+
+
+def _in_units(options: RunOptions, found: Sizes, listed: tuple[int, ...], *, standalone: bool) -> Limits:
+    """Return the limits with the unit and the listed sizes. Raises CommandError."""
+    unit, within = options.unit or 1, UnitWithin(options.unit_within or UnitWithin.ANY)
+    if options.unit_within is not None and unit == 1:
+        raise CommandError("--unit-within has no effect without --unit N, a number of workers above 1.")
+    low, high = found.limits.min, found.limits.max
+    if listed:
+        given = [("--sizes", size) for size in listed]
+    elif _counts_nodes(options):
+        given = [("the number of workers,", low), ("the number of workers,", high)]
+    else:
+        given = [("--min", low), ("--max", high)]
+    for name, size in given:
+        if size % unit:
+            comma = "," if name.endswith(",") else ""
+            raise CommandError(
+                f"{name} {size}{comma} is no multiple of --unit {unit}: a world has whole units only."
+            )
+    if found.slots < unit and (standalone or within is UnitWithin.NODE):
+        hint = "" if standalone else ", or give --unit-within any"
+        raise CommandError(
+            f"a unit of {unit} workers does not fit on this node, which offers {found.slots} slots: "
+            f"raise --slots{hint}."
+        )
+    return Limits(low, high, unit, within, listed)
 
 
 def _offered(options: RunOptions, machine: Machine) -> int | None:

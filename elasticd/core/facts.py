@@ -19,18 +19,59 @@ from elasticd.core.hang import Allowance, Look, Verdict
 from elasticd.core.page_layout import Fatal
 
 
+class UnitWithin(StrEnum):
+    """Where the workers of a unit may be: on one node, or also on neighbouring nodes."""
+
+    NODE = "node"
+    ANY = "any"
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the world size, in workers (not nodes), both inclusive."""
+    """Bounds of the world size, in workers (not nodes), both inclusive, and the sizes between them that a
+    world may have.
+
+    ``unit``: a world is a multiple of this number of workers, such as the stages of a pipeline. Ranks from
+    ``k * unit`` up to the next multiple are one unit. ``within``: where the workers of a unit may be.
+    ``sizes``: if given, a world has one of these sizes, which ascend.
+    """
 
     min: int
     max: int
+    unit: int = 1
+    within: UnitWithin = UnitWithin.ANY
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.min < 1:
             raise ValueError(f"min is {self.min}, but a world has at least 1 worker")
         if self.max < self.min:
             raise ValueError(f"max is {self.max}, which is below min, {self.min}")
+        if self.unit < 1:
+            raise ValueError(f"a unit of {self.unit} workers has no worker")
+        for name, size in (("min", self.min), ("max", self.max), *(("a size", size) for size in self.sizes)):
+            if size % self.unit:
+                raise ValueError(f"{name} is {size}, which is no multiple of a unit of {self.unit} workers")
+        if list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError("the sizes do not ascend")
+        if self.sizes and not any(self.min <= size <= self.max for size in self.sizes):
+            raise ValueError(f"none of the sizes is between {self.min} and {self.max} workers")
+
+    @property
+    def least(self) -> int:
+        """The size of the smallest world."""
+        return min((size for size in self.sizes if size >= self.min), default=self.min)
+
+    def largest(self, workers: int) -> int:
+        """Return the size of the largest world of so many workers. It may be smaller than ``min``."""
+        most = min(workers, self.max)
+        if self.sizes:
+            return max((size for size in self.sizes if size <= most), default=0)
+        return most - most % self.unit
+
+    def allows(self, size: int) -> bool:
+        """Whether a world may have this size."""
+        return self.min <= size == self.largest(size)
 
 
 class Resume(StrEnum):

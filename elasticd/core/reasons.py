@@ -13,11 +13,13 @@ from elasticd.core.page_layout import Use
 
 @dataclass(frozen=True, slots=True)
 class BelowMinimum:
-    """There are too few workers. The job ends if this lasts until ``until``."""
+    """There are too few workers, or they make too few whole units of ``unit`` workers. The job ends if this
+    lasts until ``until``."""
 
     have: int
     need: int
     until: float
+    unit: int = 1
 
 
 @dataclass(frozen=True, slots=True)

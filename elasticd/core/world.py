@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
-from elasticd.core.facts import Drained, Limits, Member, Node, Quarantine, Round, Spec
+from elasticd.core.facts import Drained, Limits, Member, Node, Quarantine, Round, Spec, UnitWithin
 
 
 def usable_slots(node: Node, quarantines: Iterable[Quarantine], now: float) -> tuple[int, ...]:
@@ -57,9 +58,11 @@ def _seat(node: Node, round: Round | None) -> Member | None:
     return round.member(node.name, node.incarnation) if round is not None else None
 
 
-def room(node: Node, quarantines: Iterable[Quarantine], now: float) -> int:
-    """Return how many workers of this candidate can be in one world."""
-    return min(len(usable_slots(node, quarantines, now)), node.most or len(node.slots))
+def room(node: Node, limits: Limits, quarantines: Iterable[Quarantine], now: float) -> int:
+    """Return how many workers of this candidate can be in one world. Where a unit is within a node, only
+    whole units count."""
+    places = min(len(usable_slots(node, quarantines, now)), node.most or len(node.slots))
+    return places - places % limits.unit if limits.within is UnitWithin.NODE else places
 
 
 def order(nodes: Sequence[Node], last: Round | None) -> list[Node]:
@@ -78,11 +81,12 @@ def form(
     quarantines: Sequence[Quarantine],
     now: float,
 ) -> tuple[Member, ...]:
-    """Return the largest world of at most ``limits.max`` workers. It may be smaller than ``limits.min``.
+    """Return the largest world that ``limits`` allow. It may be smaller than ``limits.min``.
 
     ``nodes``: the available nodes, newcomers in order of arrival. Survivors keep their order, so rank 0 stays
-    where it is while its node lives. A node's ranks are contiguous. If there are too many slots, those with
-    the newest state come first, then those of the last round.
+    where it is while its node lives; only nodes that share a unit with another node come last. A node's ranks
+    are contiguous. If there are too many slots, those with the newest state come first, then those of the
+    last round; whole units are compared by their best slots.
     """
     ordered = order(nodes, last)
     holding = newest_holders(ordered)
@@ -91,15 +95,63 @@ def form(
     for node in ordered:
         usable = usable_slots(node, quarantines, now) if node.name in quarantined else node.slots
         offers.append(_by_merit(node, usable, holding, last))
-    chosen: list[list[int]] = [[] for _ in ordered]
-    places = limits.max
+    chosen = _best_slots(offers, limits) if limits.unit == 1 else _best_units(offers, limits)
+    return seat((ordered[number].name, ordered[number].incarnation, slots) for number, slots in chosen)
+
+
+def workers_at_hand(
+    nodes: Sequence[Node], last: Round | None, limits: Limits, quarantines: Sequence[Quarantine], now: float
+) -> int:
+    """Return the number of workers that could take part, up to ``limits.max``, whether or not they make whole
+    units."""
+    return size(form(nodes, last, Limits(1, limits.max), quarantines, now))
+
+
+_Offer = tuple[Sequence[int], ...]  # the slots of a node by merit, the best first
+
+
+def _best_slots(offers: Sequence[_Offer], limits: Limits) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the number of each node in the world, and its slots."""
+    chosen: list[list[int]] = [[] for _ in offers]
+    places = limits.largest(sum(len(slots) for offer in offers for slots in offer))
     for merit in range(_MERITS):
         for slots, offer in zip(chosen, offers, strict=True):
             taken = offer[merit][:places]
             slots.extend(taken)
             places -= len(taken)
-    taking = zip(ordered, chosen, strict=True)
-    return seat((node.name, node.incarnation, mine) for node, mine in taking if mine)
+    return ((number, slots) for number, slots in enumerate(chosen) if slots)
+
+
+class _Place(NamedTuple):
+    merit: int  # 0 is the best
+    node: int
+    slot: int
+
+
+def _best_units(offers: Sequence[_Offer], limits: Limits) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the number of each node in the world, and its slots. A unit is a run of ranks, so nodes that
+    share a unit follow each other, behind the others."""
+    units: list[list[_Place]] = []
+    left: list[_Place] = []
+    for number, offer in enumerate(offers):
+        places = [_Place(merit, number, slot) for merit, slots in enumerate(offer) for slot in slots]
+        units += _whole_units(places, limits.unit)
+        left += places[len(places) - len(places) % limits.unit :]
+    if limits.within is UnitWithin.ANY:
+        units += _whole_units(left, limits.unit)
+    units.sort(key=lambda unit: sorted(place.merit for place in unit))
+    chosen: dict[int, list[int]] = {}
+    sharing: set[int] = set()
+    for unit in units[: limits.largest(len(units) * limits.unit) // limits.unit]:
+        for place in unit:
+            chosen.setdefault(place.node, []).append(place.slot)
+        nodes = {place.node for place in unit}
+        sharing |= nodes if len(nodes) > 1 else set()
+    return ((number, chosen[number]) for number in sorted(chosen, key=lambda n: (n in sharing, n)))
+
+
+def _whole_units(places: Sequence[_Place], unit: int) -> list[list[_Place]]:
+    return [list(places[i : i + unit]) for i in range(0, len(places) - len(places) % unit, unit)]
 
 
 def seat(nodes: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[Member, ...]:
@@ -124,13 +176,13 @@ _MERITS = 3
 
 def _by_merit(
     node: Node, usable: tuple[int, ...], holding: Mapping[str, tuple[int, ...]], last: Round | None
-) -> tuple[Sequence[int], ...]:
+) -> _Offer:
     """Return the slots that the node offers: those with the newest state, those that were in the last round,
     and the rest. Of more slots than may be in one world, the node offers the best."""
     held = holding.get(node.name, ())
     before = _seat(node, last)
     seated = before.slots if before is not None else ()
-    parts: tuple[Sequence[int], ...]
+    parts: _Offer
     if usable == held:
         parts = (usable, (), ())
     elif usable == seated and not held:

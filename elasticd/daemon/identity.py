@@ -65,6 +65,7 @@ def setting_of(config: RunConfig, saver: str, began_at: float, *, holds: bool) -
             "ELASTICD_SAVER": saver,
             **({"ELASTICD_HOLDER": config.node} if holds else {}),
             "ELASTICD_WORLD_MAX": str(config.limits.max),
+            "ELASTICD_UNIT": str(config.limits.unit),
             **audit,
             **config.env,
         },

@@ -178,7 +178,9 @@ def spent(seconds: Mapping[str, float]) -> str:
 def waiting(wait: r.Wait, now: float) -> str:
     """Return why the job waits, in a sentence. ``now``: seconds since the epoch."""
     match wait:
-        case r.BelowMinimum(have, need, until):
+        case r.BelowMinimum(have, need, until, unit):
+            if have >= need:
+                return f"waiting: {have} workers make too few whole units of {unit}{_left(until, now)}"
             missing = count(need - have, "more worker")
             return f"waiting for {missing}: {have} of at least {need}{_left(until, now)}"
         case r.Settling(have, most, until):

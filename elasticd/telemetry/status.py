@@ -408,8 +408,10 @@ class _Picture:
             return None
         closing = round is not None and round.phase is Phase.CLOSING
         nodes = world.candidates(self.nodes.values(), spec, round, live=closing)
-        have = world.size(world.form(nodes, round, spec.limits, self.budget.quarantines, self.now))
-        return Need(have, spec.limits.min) if have < spec.limits.min else None
+        limits, quarantines = spec.limits, self.budget.quarantines
+        if world.size(world.form(nodes, round, limits, quarantines, self.now)) >= limits.min:
+            return None
+        return Need(world.workers_at_hand(nodes, round, limits, quarantines, self.now), limits.least)
 
     def _waiting(self) -> str:
         if self.local and self.local.waits:
@@ -418,7 +420,7 @@ class _Picture:
         if need is None or self.spec is None:
             return ""
         until = self.round.since + self.spec.policy.join_timeout_s if self.round else math.inf
-        return describe.waiting(BelowMinimum(need.have, need.need, until), self.now)
+        return describe.waiting(BelowMinimum(need.have, need.need, until, self.spec.limits.unit), self.now)
 
     def _last_failure(self) -> FailureStatus | None:
         if self.round is not None and self.round.failure is not None:

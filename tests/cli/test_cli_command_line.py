@@ -360,6 +360,18 @@ def test_flags_that_were_not_given_are_not_talked_about(job: str) -> None:
         (("--max=2", "--spares=1"), Pretend(gpu_count=2), Limits(1, 2), 2),
         (("--min=6", "--max=8", "--etcd=http://127.0.0.1:1", "--job=j"), Pretend(), Limits(6, 8), 4),
         (("--min=2", "--max=8", "--nproc-per-node=3"), Pretend(), Limits(2, 8), 3),
+        (("--unit=4",), Pretend(), Limits(4, 4, unit=4), 4),
+        (("--unit=3", "--slots=auto"), Pretend(), Limits(3, 3, unit=3), 3),
+        (("--unit=2", "--max=4"), Pretend(), Limits(2, 4, unit=2), 4),
+        (("--unit=3", "--min=3"), Pretend(), Limits(3, 3, unit=3), 3),
+        (("--sizes=8,2,4",), Pretend(), Limits(2, 8, sizes=(2, 4, 8)), 4),
+        (("--sizes=2,4", "--unit=2", "--min=1"), Pretend(), Limits(2, 4, unit=2, sizes=(2, 4)), 4),
+        (
+            ("--unit=8", "--max=16", "--slots=4", "--etcd=http://127.0.0.1:1", "--job=j"),
+            Pretend(),
+            Limits(8, 16, unit=8),
+            4,
+        ),
     ],
 )
 def test_limits_and_slots_follow_from_what_is_given_and_what_the_machine_has(
@@ -395,6 +407,29 @@ def test_limits_and_slots_follow_from_what_is_given_and_what_the_machine_has(
         (("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1"), "--etcd"),
         (("--nnodes", "2", "--standalone"), "--standalone"),
         (("--min=9", "--max=9", "--etcd=http://127.0.0.1:1"), "--job NAME"),
+        (("--unit=2", "--min=3"), "--min 3 is no multiple of --unit 2"),
+        (("--unit=2", "--max=5"), "--max 5 is no multiple of --unit 2"),
+        (("--unit=2", "--nproc-per-node=3"), "the number of workers, 3, is no multiple of --unit 2"),
+        (("--unit=4", "--sizes=4,6"), "--sizes 6 is no multiple of --unit 4"),
+        (("--unit=4", "--slots=2", "--max=4"), "a unit of 4 workers does not fit on this node"),
+        (
+            (
+                "--unit=4",
+                "--slots=2",
+                "--max=4",
+                "--unit-within=node",
+                "--etcd=http://127.0.0.1:1",
+                "--job=j",
+            ),
+            "raise --slots, or give --unit-within any",
+        ),
+        (("--unit-within=node",), "no effect without --unit N"),
+        (("--sizes=2,x",), "'2,x' is no list of numbers of workers"),
+        (("--sizes=",), "is no list of numbers of workers"),
+        (("--sizes=0,2",), "is no list of numbers of workers"),
+        (("--sizes=2,4", "--max=3"), "--sizes has 4, which is above --max 3"),
+        (("--sizes=2,4", "--min=3"), "--sizes has 2, which is below --min 3"),
+        (("--sizes=2,4", "--nnodes=2"), "--nnodes counts nodes"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(argv: tuple[str, ...], says: str, job: str) -> None:

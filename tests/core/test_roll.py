@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 from elasticd.core import world
 from elasticd.core.age import Age
-from elasticd.core.facts import Cause, Drained, Limits, Node, Phase, Quarantine, Report, Round, Spec
+from elasticd.core.facts import (
+    Cause,
+    Drained,
+    Limits,
+    Node,
+    Phase,
+    Quarantine,
+    Report,
+    Round,
+    Spec,
+    UnitWithin,
+)
 from elasticd.core.leader.roll import NOBODY, SHOWN_MAX, Mark, Registered, Roll
 from elasticd.core.page_layout import Fatal
 from elasticd.core.persistent_map import PersistentMap
@@ -96,16 +107,24 @@ def test_what_follows_event_by_event_is_what_a_new_roll_shows(
         assert roll.follow(wanted, live, nodes, told) is roll
 
 
-@given(specs, rounds, st.lists(registered, max_size=6, unique_by=lambda r: r.node.name), st.integers(1, 20))
-def test_the_places_are_those_of_the_world_that_would_be_formed(
-    wanted: Spec, live: Round, there: list[Registered], most: int
+limits_ = st.builds(
+    lambda most, unit, within: Limits(unit, most * unit, unit, within),
+    st.integers(1, 20),
+    st.sampled_from((1, 1, 2, 3)),
+    st.sampled_from(UnitWithin),
+)
+
+
+@given(specs, rounds, st.lists(registered, max_size=6, unique_by=lambda r: r.node.name), limits_)
+def test_the_size_of_the_next_world_is_that_of_the_world_that_would_be_formed(
+    wanted: Spec, live: Round, there: list[Registered], limits: Limits
 ) -> None:
     quarantines = [Quarantine("n0", 0, NOW + 5, 1), Quarantine("n2", 1, NOW - 5, 1)]
     nodes = PersistentMap({r.node.name: r for r in there})
-    roll = Roll().follow(wanted, live, nodes, PersistentMap())
+    roll = Roll().follow(replace(wanted, limits=limits), live, nodes, PersistentMap())
     candidates = roll.candidates(live=live.phase is Phase.LIVE)
-    formed = world.form(candidates, live, Limits(1, most), quarantines, NOW)
-    assert world.size(formed) == min(most, roll.places_without(quarantines, NOW))
+    formed = world.form(candidates, live, limits, quarantines, NOW)
+    assert world.size(formed) == roll.world_without(quarantines, NOW)
 
 
 def members_of(count: int, *gone: str) -> Roll:

@@ -6,7 +6,18 @@ as it happens.
 
 from __future__ import annotations
 
-from elasticd.core.facts import Budget, Exit, Limits, NodeLedger, Outcome, Phase, Round, Spec, Stragglers
+from elasticd.core.facts import (
+    Budget,
+    Exit,
+    Limits,
+    NodeLedger,
+    Outcome,
+    Phase,
+    Round,
+    Spec,
+    Stragglers,
+    UnitWithin,
+)
 from elasticd.core.hang import REPEAT_S, Verdict, Why
 from elasticd.core.hang.watching import LATE_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S
 from elasticd.core.ports import Entry
@@ -119,8 +130,11 @@ class Invariants:
         if len({m.node for m in round.members}) != len(round.members):
             raise Broken(f"a node is twice in round {round.number}")
         given = 1 if round.handover else 0  # it makes no step, and one of its workers only gives
-        if not any(limits.min <= rank - given <= limits.max for limits in self._in_force()):
+        if not any(limits.allows(rank - given) for limits in self._in_force()):
             raise Broken(f"round {round.number} has {rank} workers, not {spec.limits}")
+        unit, within = spec.limits.unit, spec.limits.within
+        if within is UnitWithin.NODE and not given and any(len(m.slots) % unit for m in round.members):
+            raise Broken(f"round {round.number} has a unit on several nodes: {round.members}")
 
     def _in_force(self) -> list[Limits]:
         """The limits now, and those that a leader with a slow watch may not have seen replaced yet."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
-from elasticd.core.facts import Limits, Outcome
+from elasticd.core.facts import Limits, Outcome, UnitWithin
 from tests.sim.clock import START
 from tests.sim.cluster import POLICY, Broken, Cluster, Setup, SimAgent
 from tests.sim.inspector import Illness
@@ -200,9 +200,14 @@ def _all_crash(cluster: Cluster, fault: Fault) -> None:
 
 
 def _scale(cluster: Cluster, fault: Fault) -> None:
-    size = 1 + int(fault.much * cluster.capacity())
-    low = max(1, min(cluster.setup.limits.min, size))
-    cluster.scale(Limits(low, max(low, size)))
+    limits = cluster.setup.limits
+    size = _whole(1 + int(fault.much * cluster.capacity()), limits.unit)
+    cluster.scale(replace(limits, min=min(limits.min, size), max=size))
+
+
+def _whole(size: int, unit: int) -> int:
+    """As many workers in whole units, but at least one unit."""
+    return max(unit, size - size % unit)
 
 
 def _join(cluster: Cluster, fault: Fault) -> None:
@@ -275,7 +280,8 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
     kernel = Random(f"{seed}/kernel")
     if kernel.random() < 0.3:
         job = replace(job, taken_down_s=kernel.choice(((0.01, 0.3), (0.1, 3.0), (5.0, 20.0))))
-    setup = Setup(slots, Limits(least, most), skew_max_s=random.choice((0.0, 0.05, 0.5)), job=job)
+    limits = _draw_units(seed, slots, Limits(least, most))
+    setup = Setup(slots, limits, skew_max_s=random.choice((0.0, 0.05, 0.5)), job=job)
     allowed = {k: w for k, (w, _) in KINDS.items() if kinds is None or k in kinds}
     favourites = random.sample(sorted(allowed), k=min(len(allowed), random.randint(1, 6)))
     faults: list[Fault] = []
@@ -307,6 +313,19 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
             etcd_free_at = fault.at_s + fault.for_s + 0.1
         kept.append(fault)
     return Schedule(setup, tuple(kept))
+
+
+def _draw_units(seed: int | str, slots: tuple[int, ...], limits: Limits) -> Limits:
+    """Worlds of whole units, in some schedules."""
+    random = Random(f"{seed}/units")
+    if random.random() < 0.7:
+        return limits
+    unit, within = random.choice((2, 2, 3, 4)), random.choice(list(UnitWithin))
+    places = sum(n - n % unit for n in slots) if within is UnitWithin.NODE else sum(slots)
+    if places < unit:
+        return limits
+    least = _whole(min(limits.min, places * 2 // 3), unit)
+    return Limits(least, max(least, _whole(limits.max, unit)), unit, within)
 
 
 def _draw_hangs(seed: int | str, count: int, kinds: frozenset[str] | None) -> list[Fault]:

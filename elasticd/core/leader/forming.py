@@ -19,9 +19,10 @@ def form_or_wait(
     assert view.nodes is not None
     if spec.stop:
         return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
-    have = min(spec.limits.max, view.roll.places_without(budget.quarantines, now))
+    have = view.roll.world_without(budget.quarantines, now)
     if have < spec.limits.min:
-        return _wait(view, spec, round, budget, reasons, have, now)
+        there = world.workers_at_hand(view.roll.candidates(), round, spec.limits, budget.quarantines, now)
+        return _wait(view, spec, round, budget, reasons, there, now)
     if round.phase is Phase.WAITING and have < spec.limits.max:
         # More workers may be on their way. After a closing round there is no such wait: its members have
         # already answered.
@@ -53,13 +54,15 @@ def _wait(
             anew=False,
         )
         return write(view, waiting, budget, reasons)
-    least, patience_s = spec.limits.min, spec.policy.join_timeout_s
+    least, unit, patience_s = spec.limits.least, spec.limits.unit, spec.policy.join_timeout_s
     until = round.since + patience_s
     if now >= until:
         why = f"only {have} of the {least} workers needed came within {patience_s:g} s"
+        if have >= least:
+            why = f"{have} workers came within {patience_s:g} s, but they make too few units of {unit}"
         return end(view, round, now, Outcome.SHORT, why, reasons)
     ends = [q.until for q in budget.quarantines if q.until > now]
-    return Plan(wake_at=min([until, *ends]), reasons=(*reasons, BelowMinimum(have, least, until)))
+    return Plan(wake_at=min([until, *ends]), reasons=(*reasons, BelowMinimum(have, least, until, unit)))
 
 
 def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], now: float) -> Round:

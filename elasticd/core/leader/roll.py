@@ -59,8 +59,8 @@ NOBODY: Final[PersistentMap[Member]] = PersistentMap()
 @dataclass(frozen=True, slots=True)
 class Roll:
     """The roll of the first four fields. ``marked``: the members with each mark. ``places``: how many workers
-    the next world could have, whatever the limits and quarantines; while the round is live, the places of its
-    members count. ``came_at``: when the last node came that may be in the next world, if there was one since
+    there are for the next world, whatever its limits and quarantines; while the round is live, the places of
+    its members count. ``came_at``: when the last node came that may be in the next world, if there was one since
     the round changed."""
 
     spec: Spec | None = None
@@ -113,14 +113,15 @@ class Roll:
         known = sorted(self.nodes.to_dict().values(), key=attrgetter("created"))
         return world.candidates([r.node for r in known], self.spec, self.round, live=live)
 
-    def places_without(self, quarantines: Sequence[Quarantine], now: float) -> int:
-        """Return ``places`` without the slots in quarantine."""
+    def world_without(self, quarantines: Sequence[Quarantine], now: float) -> int:
+        """Return the size of the largest world without the slots in quarantine."""
+        assert self.spec is not None
         places = self.places
         for name in {q.node for q in quarantines if q.until > now}:
             node = self._candidate(self.nodes.get(name))
             if node is not None:
-                places += world.room(node, quarantines, now) - world.room(node, (), now)
-        return places
+                places += _room(node, self.spec, quarantines, now) - _room(node, self.spec)
+        return self.spec.limits.largest(places)
 
     # ------------------------------------------------------------ bringing it up to date
 
@@ -144,7 +145,7 @@ class Roll:
                         changes.setdefault(mark, {})[name] = member if mark in has else None
             if was[0] is not now[0]:
                 node = after._candidate(now[0])
-                places += _room(node) - _room(before._candidate(was[0]))
+                places += _room(node, spec) - _room(before._candidate(was[0]), spec)
                 if node is not None and now[0] is not None:
                     came_at = max(came_at, now[0].seen_at)
         marked = {mark: before[mark].updated(changed) for mark, changed in changes.items()}
@@ -209,8 +210,12 @@ def _differences(before: Roll, after: Roll) -> Iterator[tuple[str, _Known, _Know
         yield name, was, (after.nodes.get(name), after.reports.get(name))
 
 
-def _room(node: Node | None) -> int:
-    return world.room(node, (), 0.0) if node is not None else 0
+def _room(
+    node: Node | None, spec: Spec | None, quarantines: Sequence[Quarantine] = (), now: float = 0.0
+) -> int:
+    if node is None or spec is None:
+        return 0
+    return world.room(node, spec.limits, quarantines, now)
 
 
 def in_rank_order(members: Iterable[Member]) -> tuple[str, ...]:

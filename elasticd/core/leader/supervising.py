@@ -59,7 +59,7 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
         return Plan(wake_at=until, reasons=(AwaitingReturn(missing, until, more),))
     if finished or returned:
         return Plan()  # the last steps of the job: too late to resize
-    if not spec.limits.min <= round.world_size <= spec.limits.max:
+    if not spec.limits.allows(round.world_size):
         plan = close(view, round, Cause.SCALED, True, now)
     else:
         plan = _drain_laggard(view, spec, round, now) or _grow_or_rest(view, spec, round, now)
@@ -103,7 +103,7 @@ def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | N
             continue
         length_s = max(spec.policy.quarantine_max_s, spec.policy.quarantine_s)
         without = budgets.quarantine(view.budget, place, spec.policy, now, at_least_s=length_s)
-        if view.roll.places_without(without.quarantines, now) < spec.limits.min:
+        if view.roll.world_without(without.quarantines, now) < spec.limits.min:
             continue
         plan = close(view, round, Cause.SLOT_DRAINED, True, now, nodes=(laggard.node,))
         drained = SlotDrained(*place, without.quarantines[-1].until)
@@ -151,7 +151,7 @@ def _see_handed_over(
 
 def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
     """Close the round if a larger world is possible and this one has lived long enough."""
-    could_have = min(spec.limits.max, view.roll.places_without(view.budget.quarantines, now))
+    could_have = view.roll.world_without(view.budget.quarantines, now)
     if could_have > round.world_size:
         # In place, growing costs about one step, and new workers are ready.
         ripe = round.since + (0.0 if spec.inplace else spec.policy.grow_cooldown_s)
