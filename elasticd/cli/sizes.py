@@ -28,8 +28,10 @@ def nodes(options: RunOptions) -> tuple[int, int]:
 
     Raises CommandError, also if limits in nodes and limits in workers contradict each other.
     """
-    if options.source("nnodes") is options.source("min", "max") is not OptionSource.NOT_GIVEN:
-        raise CommandError("--min and --max count workers and --nnodes counts nodes: give one or the other.")
+    if options.source("nnodes") is options.source("min", "max", "sizes") is not OptionSource.NOT_GIVEN:
+        raise CommandError(
+            "--min, --max and --sizes count workers and --nnodes counts nodes: give one or the other."
+        )
     if not _counts_nodes(options) or options.nnodes is None:
         return 1, 1
     least, colon, most = options.nnodes.partition(":")
@@ -69,9 +71,13 @@ def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
 def _sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
     """Return the sizes without spares."""
     notes: list[str] = []
-    by_nodes, by_workers = options.source("nnodes"), options.source("min", "max")
+    by_nodes, by_workers = options.source("nnodes"), options.source("min", "max", "sizes")
     if by_nodes and by_workers:
-        loser = "the environment's --nnodes" if by_workers > by_nodes else "the environment's --min and --max"
+        loser = (
+            "the environment's --nnodes"
+            if by_workers > by_nodes
+            else "the environment's --min, --max and --sizes"
+        )
         notes.append(f"ignored: {loser}, because the command line gives other limits")
     offered = _offered(options, machine)
     if by_workers > by_nodes:
@@ -85,7 +91,7 @@ def _sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
 
 
 def _counts_nodes(options: RunOptions) -> bool:
-    return options.source("nnodes") >= options.source("min", "max")
+    return options.source("nnodes") >= options.source("min", "max", "sizes")
 
 
 def _by_workers(
@@ -109,7 +115,7 @@ def _by_workers(
         slots = min(slots, high)
         if standalone:
             slots = _at_most(max(slots, low), "--min", "; for more nodes give --etcd")
-    elif standalone and slots < low:
+    elif standalone and unit <= slots < low:
         raise CommandError(
             f"this one node offers {slots} slots, so it can never run --min {low} workers; "
             "raise --slots, lower --min, or give --etcd for more nodes."
@@ -127,8 +133,6 @@ def _listed(options: RunOptions) -> tuple[int, ...]:
         numbers = []
     if not numbers or numbers[0] < 1 or numbers[-1] > MOST:
         raise CommandError(f"--sizes {options.sizes!r} is no list of numbers of workers, such as 2,4,8.")
-    if options.source("nnodes"):
-        raise CommandError("--sizes counts workers and --nnodes counts nodes: give one or the other.")
     if options.min is not None and numbers[0] < options.min:
         raise CommandError(f"--sizes has {numbers[0]}, which is below --min {options.min}.")
     if options.max is not None and numbers[-1] > options.max:

@@ -17,7 +17,7 @@ from elasticd.cli.options import etcd_options
 from elasticd.cli.say import on_screen, say, table
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord, StoreRefused
-from elasticd.telemetry import statustext
+from elasticd.telemetry import describe, statustext
 from elasticd.telemetry.status import JobStatus, job_status
 
 
@@ -108,7 +108,7 @@ def _show_list(there: list[Place], as_json: bool) -> None:
 
 
 def _row(s: JobStatus) -> tuple[str, ...]:
-    limits = f" ({s.limits.min}..{s.limits.max})" if s.limits else ""
+    limits = f" ({describe.sizes(s.limits)})" if s.limits else ""
     return (
         s.job,
         s.condition,

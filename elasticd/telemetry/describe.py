@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Literal, assert_never
 
 from elasticd.core import reasons as r
-from elasticd.core.facts import Cause, Exit, Failure, Laggard, Outcome
+from elasticd.core.facts import Cause, Exit, Failure, Laggard, Limits, Outcome
 from elasticd.core.hang import Look, Verdict, Why
 from elasticd.core.ledger import Kind
 from elasticd.core.page_layout import Use
@@ -99,6 +99,13 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
+def sizes(limits: Limits) -> str:
+    """Return the sizes that a world may have: "2..8", "2..8 in units of 2", or "2, 4, 8"."""
+    if limits.sizes:
+        return ", ".join(str(size) for size in limits.sizes if limits.min <= size <= limits.max)
+    return f"{limits.min}..{limits.max}" + (f" in units of {limits.unit}" if limits.unit > 1 else "")
+
+
 def listing(names: Sequence[str], most: int = 5, more: int = 0) -> str:
     """Return the names as "a, b and c". Beyond ``most`` names, only the number of the rest is given.
     ``more``: how many there are beside ``names``."""
@@ -180,7 +187,7 @@ def waiting(wait: r.Wait, now: float) -> str:
     match wait:
         case r.BelowMinimum(have, need, until, unit):
             if have >= need:
-                return f"waiting: {have} workers make too few whole units of {unit}{_left(until, now)}"
+                return f"waiting for whole units of {unit}: {have} workers make too few{_left(until, now)}"
             missing = count(need - have, "more worker")
             return f"waiting for {missing}: {have} of at least {need}{_left(until, now)}"
         case r.Settling(have, most, until):

@@ -73,7 +73,7 @@ def _head(s: JobStatus, width: int) -> Text:
     pace = s.steps_per_s
     words: list[tuple[str, str]] = [
         (f"world {s.world_size}", "bold green" if s.world_size else "bold yellow"),
-        (f"({s.limits.min}..{s.limits.max})" if s.limits else "", "dim"),
+        (f"({describe.sizes(s.limits)})" if s.limits else "", "dim"),
         (f"round {s.round}", "bold"),
         (s.condition, "yellow" if s.condition != "live" else ""),
         (describe.step(s.step, s.step_told) if s.step is not None else "", ""),

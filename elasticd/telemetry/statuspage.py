@@ -50,7 +50,7 @@ def render(s: JobStatus) -> str:
     s = cleaned(s)
     agent, own = s.agent, s.own
     assert agent is not None
-    limits = f" ({s.limits.min} to {s.limits.max})" if s.limits else ""
+    limits = f" ({describe.sizes(s.limits)})" if s.limits else ""
     tiles = [
         ("phase", s.condition),
         (f"workers{limits}", f"{s.world_size:,}"),

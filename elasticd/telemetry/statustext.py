@@ -10,7 +10,7 @@ _FULL = "etcd is full: nothing is replaced or resized until there is room"
 
 def lines(s: JobStatus) -> list[str]:
     """Return a headline, what the job waits for, what went wrong, and a line for each slot."""
-    limits = f" ({s.limits.min}..{s.limits.max})" if s.limits else ""
+    limits = f" ({describe.sizes(s.limits)})" if s.limits else ""
     head = f"{s.job}: round {s.round} {s.phase}"
     if s.since is not None and not s.ended:
         head += f" for {describe.span(s.at - s.since)}"

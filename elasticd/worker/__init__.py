@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from elasticd.worker.commit.contents import Local
 from elasticd.worker.commit.shared import Unlike
 from elasticd.worker.data import Data, DataChanged
+from elasticd.worker.mesh import mesh
 from elasticd.worker.report import NotFinite, checkpointed, report
 from elasticd.worker.run import run
 from elasticd.worker.state import State
@@ -48,6 +49,7 @@ __all__ = [
     "WorldChanged",
     "checkpointed",
     "device",
+    "mesh",
     "rank",
     "report",
     "run",

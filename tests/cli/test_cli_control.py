@@ -117,6 +117,16 @@ def test_scale_refuses_a_minimum_above_the_maximum(etcd: Client, capfd: pytest.C
     assert spec_of(etcd, "j") == SPEC
 
 
+def test_scale_keeps_to_whole_units(etcd: Client, capfd: pytest.CaptureFixture[str]) -> None:
+    in_pairs = replace(SPEC, limits=Limits(2, 8, unit=2))
+    put(etcd, "j", spec=in_pairs, round=LIVE)
+    code, _, err = elasticd(capfd, "scale", "j", "--max", "5")
+    assert code == 2 and "max is 5, which is no multiple of a unit of 2 workers" in err
+    assert spec_of(etcd, "j") == in_pairs
+    assert elasticd(capfd, "scale", "j", "--max", "6")[0] == 0
+    assert spec_of(etcd, "j").limits == Limits(2, 6, unit=2)
+
+
 def test_an_edit_that_came_between_is_not_lost(etcd: Client, server: Embedded) -> None:
     put(etcd, "j", spec=SPEC, round=LIVE)
     meddled: list[bool] = []
@@ -187,7 +197,7 @@ def test_status_and_ls_show_the_jobs(etcd: Client, capfd: pytest.CaptureFixture[
     assert code == 0 and "j: round 1 live" in out and "a at 127.0.0.1" in out
     assert elasticd(capfd, "status")[1].splitlines()[0].startswith("j: round 1 live")
     told = json.loads(elasticd(capfd, "status", "j", "--json")[1])
-    assert (told["job"], told["phase"], told["limits"]) == ("j", "live", {"min": 2, "max": 8})
+    assert (told["job"], told["phase"], told["limits"]["max"]) == ("j", "live", 8)
     put(etcd, "k", spec=SPEC)
     code, out, _ = elasticd(capfd, "ls")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["JOB", "j", "k"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core import world
 from elasticd.core.age import Age
-from elasticd.core.facts import Limits, Member, Node, Phase, Quarantine
+from elasticd.core.facts import Limits, Member, Node, Phase, Quarantine, UnitWithin
 from tests.core.build import NOW, node, round
 
 ANY = Limits(1, 1000)
@@ -84,6 +86,66 @@ def test_a_quarantine_is_of_one_node_only() -> None:
     assert world.usable_slots(node("b", 2), (Quarantine("a", 0, NOW + 10, 1),), NOW) == (0, 1)
 
 
+def units(members: tuple[Member, ...], unit: int) -> list[list[str]]:
+    """The nodes of each unit's workers, in rank order."""
+    places = [m.node for m in members for _ in m.slots]
+    return [places[i : i + unit] for i in range(0, len(places), unit)]
+
+
+def test_a_world_has_whole_units_only_and_a_unit_is_on_one_node_where_it_fits() -> None:
+    nodes = [node("a", 5), node("b", 4), node("c", 3)]
+    formed = world.form(nodes, None, Limits(4, 12, unit=4), (), NOW)
+    assert units(formed, 4) == [["b"] * 4, ["a"] * 4, ["a", "c", "c", "c"]]
+    within = world.form(nodes, None, Limits(4, 12, unit=4, within=UnitWithin.NODE), (), NOW)
+    assert units(within, 4) == [["a"] * 4, ["b"] * 4]
+
+
+def test_a_unit_that_no_node_has_room_for_is_on_neighbouring_nodes() -> None:
+    nodes = [node(name, 2) for name in "abcde"]
+    formed = world.form(nodes, None, Limits(4, 20, unit=4), (), NOW)
+    assert units(formed, 4) == [["a", "a", "b", "b"], ["c", "c", "d", "d"]]
+    assert world.form(nodes, None, Limits(4, 20, unit=4, within=UnitWithin.NODE), (), NOW) == ()
+
+
+def test_a_unit_that_lost_a_worker_waits_and_the_others_go_on() -> None:
+    last = round(4, {"a": 4, "b": 4}, Phase.CLOSING)
+    limits = Limits(4, 8, unit=4)
+    left = [node("a", [0, 1, 3], released=4), node("b", 4, released=4)]
+    assert units(world.form(left, last, limits, (), NOW), 4) == [["b"] * 4]
+    back = [node("a", 4, released=4), node("b", 4, released=4)]
+    assert units(world.form(back, last, limits, (), NOW), 4) == [["a"] * 4, ["b"] * 4]
+
+
+def test_the_units_that_hold_the_newest_state_come_first() -> None:
+    old = replace(node("a", 2), age=Age(4, 8), holders=(0, 1))
+    new = replace(node("b", 2), age=Age(4, 9), holders=(1,))
+    assert units(world.form([old, new], None, Limits(2, 2, unit=2), (), NOW), 2) == [["b", "b"]]
+
+
+def test_a_world_has_the_largest_of_the_sizes_that_are_listed() -> None:
+    limits = Limits(2, 8, sizes=(2, 4, 8))
+    sizes = [world.size(world.form([node("a", n)], None, limits, (), NOW)) for n in range(1, 11)]
+    assert sizes == [0, 2, 2, 4, 4, 4, 4, 8, 8, 8]
+    assert [n for n in range(10) if limits.allows(n)] == [2, 4, 8]
+    assert (limits.least, replace(limits, min=3).least) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"min": 3, "unit": 2}, "min is 3, which is no multiple of a unit of 2 workers"),
+        ({"max": 7, "unit": 2}, "max is 7, which is no multiple of a unit of 2 workers"),
+        ({"unit": 0}, "has no worker"),
+        ({"sizes": (3,), "unit": 2}, "a size is 3"),
+        ({"sizes": (4, 2)}, "do not ascend"),
+        ({"sizes": (16,)}, "none of the sizes is between 2 and 8 workers"),
+    ],
+)
+def test_limits_that_contradict_each_other_are_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        replace(Limits(2, 8), **wrong)
+
+
 def test_a_node_is_available_once_it_has_released_the_last_round_unless_it_drains() -> None:
     last = round(4, {"a": 1, "b": 1}, Phase.CLOSING)
     assert world.available(node("new"), last)
@@ -110,7 +172,13 @@ quarantines_ = st.lists(
     st.builds(Quarantine, names, st.integers(0, 7), st.floats(NOW - 10, NOW + 10), st.integers(1, 5)),
     max_size=6,
 )
-limits_ = st.tuples(st.integers(1, 6), st.integers(0, 12)).map(lambda p: Limits(p[0], p[0] + p[1]))
+limits_ = st.builds(
+    lambda least, more, unit, within: Limits(least * unit, (least + more) * unit, unit, within),
+    st.integers(1, 6),
+    st.integers(0, 12),
+    st.sampled_from((1, 1, 2, 3, 4)),
+    st.sampled_from(UnitWithin),
+)
 
 
 @given(st.lists(st.tuples(nodes_, limits_, quarantines_), min_size=1, max_size=6))
@@ -123,15 +191,17 @@ def test_whatever_the_history_a_world_is_dense_within_max_and_keeps_its_survivor
         assert formed == world.form(nodes, last, limits, quarantines, NOW)
         all_ranks = [m.rank_of(s) for m in formed for s in m.slots]
         assert all_ranks == list(range(len(all_ranks)))
-        assert world.size(formed) == min(
-            limits.max, sum(len(world.usable_slots(n, quarantines, NOW)) for n in nodes)
-        ), "no smaller than it could be"
+        usable = [len(world.usable_slots(n, quarantines, NOW)) for n in nodes]
+        if limits.within is UnitWithin.NODE:
+            usable = [n - n % limits.unit for n in usable]
+            assert not any(len(m.slots) % limits.unit for m in formed), "each unit is on one node"
+        assert world.size(formed) == limits.largest(sum(usable)), "no smaller than it could be"
         by_name = {n.name: n for n in nodes}
         for m in formed:
             assert m.slots and set(m.slots) <= set(by_name[m.node].slots)
             assert m.incarnation == by_name[m.node].incarnation
             assert not [q for q in quarantines if q.node == m.node and q.slot in m.slots and q.until > NOW]
-        if last is not None:
+        if last is not None and limits.unit == 1:
             seats = [(m.node, m.incarnation) for m in last.members]
             now_at = [(m.node, m.incarnation) for m in formed]
             assert [s for s in now_at if s in seats] == [s for s in seats if s in now_at]

@@ -152,6 +152,22 @@ def test_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and
 
 
 @pytest.mark.slow
+def test_a_unit_that_lost_a_worker_is_left_out_until_it_is_whole_again(residents: Residents) -> None:
+    residents.cluster.limits = (2, 4)
+    nodes = residents.start("a", "b", slots=2, options=("--unit", "2"))
+    first, before = residents.world(4)
+    meshes = [w.did("meshed")[-1] for w in before]
+    assert [m["unit"] for m in meshes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [m["replicate"] for m in meshes] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    os.kill(before[1].pid, signal.SIGKILL)
+    _, after = residents.world(4, after=first)
+    assert {w.pid for w in after} > {w.pid for w in before} - {before[1].pid}
+    others = [m for w in before[2:] for m in w.did("committed") if m["round"] == first + 1]
+    assert {m["world"] for m in others} == {2}, "the other unit went on"
+    assert {m["world"] for w in (*before, *after) for m in w.did("committed")} == {2, 4}
+    residents.finish(*nodes)
+
+
 def test_survivors_of_a_killed_worker_do_not_wait_long_for_one_that_sleeps(residents: Residents) -> None:
     residents.cluster.limits = (2, 3)
     residents.cluster.policy |= {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from elasticd.core.facts import Laggard
+from elasticd.core.facts import Laggard, Limits
 from elasticd.telemetry import footer, statuspage, statustext
 from elasticd.telemetry.nodenames import short_names
 from elasticd.telemetry.status import (
@@ -66,7 +66,9 @@ UNSTEPPED = {"step": None, "steps_per_s": None}
     [
         ("live top", "train  world 2  (1..8)  round 7  live  step 1234  9.5 steps/s", {}),
         ("status", "train: round 7 live for 1 min 40 s, world 2 (1..8), step 1234, 9.50 steps/s", {}),
-        ("page", "live phase 2 workers (1 to 8) 7 round 1,234 step 9.50 steps/s", {}),
+        ("page", "live phase 2 workers (1..8) 7 round 1,234 step 9.50 steps/s", {}),
+        ("live top status page", "(2..8 in units of 2)", {"limits": Limits(2, 8, unit=2)}),
+        ("live top status page", "(2, 4, 8)", {"limits": Limits(2, 8, sizes=(2, 4, 8))}),
         ("live top status", "step 1234 of this round", {"step_told": False}),
         ("page", "step of this round", {"step_told": False}),
         ("live top", "live  restarts 2", UNSTEPPED),

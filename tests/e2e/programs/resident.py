@@ -15,6 +15,7 @@ import threading
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from elasticd import worker
@@ -107,6 +108,13 @@ def make(state: worker.State, step: int) -> None:
 @worker.run
 def train(state: worker.State) -> None:
     stage.tell("entered", round=int(os.environ["ELASTICD_ROUND"]), step=state.step, world=worker.world_size())
+    if os.environ["ELASTICD_UNIT"] != "1":
+        mesh = worker.mesh()
+        ranks = {name: torch.zeros(worker.world_size()) for name in ("replicate", "unit")}
+        for name, seen in ranks.items():
+            seen[worker.rank()] = 1
+            dist.all_reduce(seen, group=mesh.get_group(name))
+        stage.tell("meshed", **{name: seen.nonzero().flatten().tolist() for name, seen in ranks.items()})
     for step in state.steps(1_000_000):
         if stage.last is not None and step > stage.last:
             break
