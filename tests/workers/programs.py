@@ -26,9 +26,9 @@ class Program:
 
     ``after``: a fault comes after so many steps of a worker's optimizers, and a second after twice as many.
     ``rank``: of that worker. ``accuracy``: the least balanced accuracy on held-out images, in percent.
-    ``loss``: the largest held-out loss. ``same_bits``: the weights are the same, to the last bit, whether or
-    not a worker is killed. ``audited``: the audit proves that each draw was used once. ``says``: a line that
-    it prints if a worker is killed.
+    ``loss``: the largest held-out loss. ``unit``: of ``elasticd run --unit``. ``same_bits``: the weights are
+    the same, to the last bit, whether or not a worker is killed. ``audited``: the audit proves that each draw
+    was used once. ``says``: a line that it prints if a worker is killed.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Program:
     loss: float = math.inf
     rank: int = 1
     workers: int = 2
+    unit: int = 1
     same_bits: bool = False
     audited: bool = False
     says: str = ""
@@ -59,7 +60,8 @@ class Program:
 
 TEXT = Path(os.__file__).parent / "asyncio"
 GPT = f"--data={TEXT} --layers=2 --heads=2 --width=32 --context=32 --log-every=10"
-FSDP = "--steps=40 --bf16 --recompute --checkpoints={folder}/kept"
+KEPT = "--checkpoints={folder}/kept"
+FSDP = f"--steps=40 --bf16 --recompute {KEPT}"
 PROGRAMS = [
     Program("ddp", "--epochs=6", 35, accuracy=90, same_bits=True),
     Program("imbalanced", "--epochs=16", 30, accuracy=80, same_bits=True, audited=True),
@@ -76,6 +78,8 @@ PROGRAMS = [
     Program("data_parallel", "--epochs=5", 60, accuracy=90, rank=0, workers=1, same_bits=True),
     Program("layers_on_devices", "--epochs=5", 30, accuracy=90),
     Program("train_gpt", f"{GPT} --steps=40 --snapshot-every=5 --sample=0", 10, loss=3.6),
+    Program("pipeline", "--epochs=5 --unit=2", 30, accuracy=85, workers=4, unit=2, same_bits=True),
+    Program("tensor_parallel", f"--steps=80 --unit=2 {KEPT}", 20, accuracy=85, workers=4, unit=2),
     Program("train_gpt_fsdp", f"{GPT} {FSDP}", 10, loss=3.6),
     Program("train_gpt_in_place", f"{GPT} --steps=40", 10, loss=3.6, same_bits=True),
 ]
@@ -86,7 +90,7 @@ def start(
 ) -> list[Agent]:
     """Start the program on these nodes, with a fault of each of these kinds. ``rank``: by default the
     program's."""
-    cluster.limits = (1, program.workers)
+    cluster.limits = (program.unit, program.workers)
     argv = program.argv(cluster.folder)
     if kinds:
         whose = program.rank if rank is None else rank
@@ -94,6 +98,8 @@ def start(
         argv = [ACCIDENT, ",".join(accidents), str(cluster.folder), *argv]
     cluster.policy["settle_s"] = PATIENCE_S  # so that the first world is of all nodes
     options = ["--audit"] if program.audited else []
+    if program.unit > 1:
+        options.append(f"--unit={program.unit}")
     return cluster.start(*nodes, slots=program.workers // len(nodes), options=options, program=argv)
 
 
@@ -136,14 +142,14 @@ def node_lost(cluster: Cluster, program: Program) -> str:
 
 
 def resized(cluster: Cluster, program: Program) -> str:
-    """The world shrinks by a worker, and grows again."""
+    """The world shrinks by a worker, or a unit, and grows again."""
     (agent,) = start(cluster, program, "wait", "wait", rank=0)  # which is in each world
 
     def changes() -> int:
         """How often a change of the world was begun, or put off until the next snapshot."""
         return len(agent.find("round.closing") + agent.find("round.awaiting_checkpoint"))
 
-    for number, size in enumerate((program.workers - 1, program.workers)):
+    for number, size in enumerate((program.workers - program.unit, program.workers)):
         steps = steps_until(program, number)
         until_there(cluster, str(steps), agent)
         before = changes()
@@ -153,7 +159,7 @@ def resized(cluster: Cluster, program: Program) -> str:
         (cluster.folder / f"go-{steps}").touch()
     found = end(program, agent)
     sizes = [event["world_size"] for event in agent.find("round.formed")]
-    assert sizes == [program.workers, program.workers - 1, program.workers], sizes
+    assert sizes == [program.workers, program.workers - program.unit, program.workers], sizes
     return found
 
 
