@@ -88,7 +88,7 @@ def _one_too_many(patch: pytest.MonkeyPatch) -> None:
     form = world.form
 
     def greedy(nodes: Any, last: Any, limits: Any, quarantines: Any, now: float) -> Any:
-        return form(nodes, last, replace(limits, max=limits.max + 1), quarantines, now)
+        return form(nodes, last, replace(limits, max=limits.max + limits.unit), quarantines, now)
 
     patch.setattr(world, "form", greedy)
 
