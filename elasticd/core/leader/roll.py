@@ -60,8 +60,8 @@ NOBODY: Final[PersistentMap[Member]] = PersistentMap()
 class Roll:
     """The roll of the first four fields. ``marked``: the members with each mark. ``places``: how many workers
     there are for the next world, whatever its limits and quarantines; while the round is live, the places of
-    its members count. ``came_at``: when the last node came that may be in the next world, if there was one since
-    the round changed."""
+    its members count. ``came_at``: when the last node came that may be in the next world, if there was one
+    since the round changed."""
 
     spec: Spec | None = None
     round: Round | None = None
