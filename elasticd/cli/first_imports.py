@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 
@@ -26,7 +27,8 @@ def first_imports(paths: Sequence[str], is_installed: Callable[[str], bool]) -> 
 
 
 def _read(path: str) -> ast.Module:
-    with open(path, "rb") as file:
+    with open(path, "rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the workers print the warnings
         return ast.parse(file.read())
 
 

@@ -93,7 +93,7 @@ def concerned(state: AgentState) -> tuple[object, ...]:
     crew = state.crew
     its = (crew.round.number, crew.member, crew.workers, crew.order) if crew is not None else ()
     seen = state.seen
-    idle = state.standbys, state.held_back
+    idle = state.standbys, state.takedown.held_back
     return its, idle, state.registration.joined, seen.get("round"), seen.get("spec")
 
 
@@ -124,7 +124,7 @@ def not_at_work(state: AgentState, slot: int, alive: frozenset[int]) -> Kind | N
         return Kind.IDLE if done else Kind.RESTARTING
     if round is None or not state.registration.joined:
         return Kind.RENDEZVOUS
-    if state.standbys.get(slot) is Life.STARTING or slot in state.held_back:
+    if state.standbys.get(slot) is Life.STARTING or slot in state.takedown.held_back:
         return Kind.RESTARTING  # the process is starting, or starts soon, and waits for no other worker yet
     if round.phase is Phase.WAITING:
         return Kind.WAITING

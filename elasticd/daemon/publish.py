@@ -166,7 +166,7 @@ class Publisher:
     # ------------------------------------------------------------ to etcd
 
     def _progress(self, slots: tuple[SlotProgress, ...]) -> Progress | None:
-        crew, held_back = self._driver.state.crew, self._driver.state.held_back
+        crew, held_back = self._driver.state.crew, self._driver.state.takedown.held_back
         told = self._written is not None and self._written.held_back
         if crew is None and not held_back and not told:
             return None

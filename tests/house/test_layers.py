@@ -77,7 +77,16 @@ def test_torch_is_imported_late_where_people_wait_for_an_answer():
     assert not [name(m) for m in MODULES if imports_torch_at_once(m) and not may_wait_for_torch(m)]
 
 
-def test_starting_points_are_plain_torchrun_scripts_but_for_those_that_need_more():
-    """Which is to keep their process, or to save what no worker has the whole of."""
-    for program in (ROOT / "workers").glob("*.py"):
-        assert ("elasticd" in roots(program)) == program.stem.endswith(("_in_place", "_fsdp")), name(program)
+def imported_of_elasticd(program: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(program.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.partition(".")[0] == "elasticd"}
+
+
+def test_starting_points_need_at_most_the_library_for_scripts():
+    found = {program.stem: imported_of_elasticd(program) for program in (ROOT / "workers").glob("*.py")}
+    assert set().union(*found.values()) == {"elasticd.worker"}
+    assert not found["train_gpt"] | found["gpt"] | found["restarting"], "plain torchrun scripts"

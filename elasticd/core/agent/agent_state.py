@@ -183,6 +183,18 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Takedown:
+    """Processes that have ended, and that the kernel takes down.
+
+    ``lingering``: by pid, those that must be gone before a new worker may need what they have. ``held_back``:
+    the slots whose worker starts once a process is gone, and the pid of that process.
+    """
+
+    lingering: Mapping[int, Lingering] = field(default_factory=dict)
+    held_back: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class AgentState:
     """All that an agent knows.
 
@@ -193,8 +205,7 @@ class AgentState:
     states that these processes have. ``setbacks``: for each slot, how often in a row its process failed to
     become ready, and when it is tried again.
 
-    ``lingering``: by pid, the processes that must be gone before a new worker may need what they have.
-    ``held_back``: the slots whose worker starts once a process is gone, and the pid of that process.
+    ``takedown``: what the kernel takes down, and which starts wait for that.
 
     ``linked``: slots whose worker keeps its process from round to round. ``inplace``: some worker of this job
     keeps its process. ``checkpointed``: a worker reported a checkpoint of its own. ``exiting``: how the agent
@@ -213,8 +224,7 @@ class AgentState:
     standbys: Mapping[int, Life] = field(default_factory=dict)
     ages: Mapping[int, Age] = field(default_factory=dict)
     setbacks: Mapping[int, Setback] = field(default_factory=dict)
-    lingering: Mapping[int, Lingering] = field(default_factory=dict)
-    held_back: Mapping[int, int] = field(default_factory=dict)
+    takedown: Takedown = Takedown()
     linked: frozenset[int] = frozenset()
     inplace: bool = False
     checkpointed: bool = False
@@ -335,6 +345,9 @@ class Decisions:
 
     def etcd(self, **changes: object) -> None:
         self.set(etcd=replace(self.state.etcd, **changes))  # type: ignore[arg-type]
+
+    def takedown(self, **changes: object) -> None:
+        self.set(takedown=replace(self.state.takedown, **changes))  # type: ignore[arg-type]
 
     def registration(self, **changes: object) -> None:
         self.set(registration=replace(self.state.registration, **changes))  # type: ignore[arg-type]

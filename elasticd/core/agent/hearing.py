@@ -100,9 +100,10 @@ def absorb(do: Decisions, event: Event) -> None:
         case WorkerCheckpointed():
             _checkpointed(do, event)
         case WorkerLingers(slot, pid):
-            do.set(lingering={**state.lingering, pid: Lingering(slot, do.now)})
+            do.takedown(lingering={**state.takedown.lingering, pid: Lingering(slot, do.now)})
         case WorkerGone(gone):
-            do.set(lingering={pid: one for pid, one in state.lingering.items() if pid != gone})
+            left = {pid: one for pid, one in state.takedown.lingering.items() if pid != gone}
+            do.takedown(lingering=left)
         case PortReserved(port):
             do.set(store_port=port, renewing_store=False)
         case StoreComplained(why, forgot):
@@ -132,7 +133,8 @@ def absorb(do: Decisions, event: Event) -> None:
                 workers = state.crew.workers
                 fenced = {slot: become(workers[slot], Life.FENCED) for slot in state.crew.alive}
                 do.crew(workers={**workers, **fenced})
-            do.set(standbys={}, lingering={})
+            do.set(standbys={})
+            do.takedown(lingering={})
             why = "leaves, as its warden, the parent process of its workers, was killed"
             do.set(exiting=state.exiting or LeaveJob(128 + SIGTERM, why))
         case Tick():

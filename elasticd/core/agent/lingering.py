@@ -19,10 +19,10 @@ PATIENCE_S = 60.0  # a process that takes longer may never be gone: a driver han
 
 def watch_the_lingering(do: Decisions) -> None:
     """Warn of a process that is not gone after ``LATE_S``. Wait for it no longer after ``PATIENCE_S``."""
-    if not do.state.lingering and not do.state.held_back:
+    if not do.state.takedown.lingering and not do.state.takedown.held_back:
         return
-    left = dict(do.state.lingering)
-    for pid, one in do.state.lingering.items():
+    left = dict(do.state.takedown.lingering)
+    for pid, one in do.state.takedown.lingering.items():
         late_at, until = one.since + LATE_S, one.since + PATIENCE_S
         if do.now >= until:
             del left[pid]
@@ -32,7 +32,7 @@ def watch_the_lingering(do: Decisions) -> None:
             left[pid] = replace(one, late=True)
             do.reasons.append(ProcessLingers(one.slot, pid, LATE_S, PATIENCE_S - LATE_S))
         do.wakes.append(until if left[pid].late else late_at)
-    do.set(lingering=left, held_back={})
+    do.takedown(lingering=left, held_back={})
 
 
 def in_the_way(state: AgentState, slot: int | None = None) -> int | None:
@@ -41,16 +41,16 @@ def in_the_way(state: AgentState, slot: int | None = None) -> int | None:
     ``slot``: a worker in no round waits only for the process of its own slot. A worker that starts in a round
     waits for all of the node: ranks may change from round to round, and with them devices.
     """
-    found = (pid for pid, one in state.lingering.items() if slot in (None, one.slot))
+    found = (pid for pid, one in state.takedown.lingering.items() if slot in (None, one.slot))
     return next(found, None)
 
 
 def hold_back(do: Decisions, slots: Iterable[int], pid: int) -> None:
-    do.set(held_back={**do.state.held_back, **dict.fromkeys(slots, pid)})
+    do.takedown(held_back={**do.state.takedown.held_back, **dict.fromkeys(slots, pid)})
 
 
 def tell_of_the_held_back(do: Decisions, before: Iterable[int]) -> None:
     """``before``: the slots that were held back before this step."""
-    newly = {slot: pid for slot, pid in do.state.held_back.items() if slot not in before}
+    newly = {slot: pid for slot, pid in do.state.takedown.held_back.items() if slot not in before}
     if newly:
         do.reasons.append(StartHeldBack(tuple(sorted(newly)), min(newly.values())))

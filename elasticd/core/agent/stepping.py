@@ -41,7 +41,7 @@ def step(state: AgentState, event: Event, now: float) -> AgentStep:
 
 
 def decide(do: Decisions) -> None:
-    held_back = do.state.held_back
+    held_back = do.state.takedown.held_back
     watch_the_lingering(do)
     move_the_fence(do)
     begin_requested_drain(do)
