@@ -14,7 +14,18 @@ PER_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ER
 # What elasticd says beyond torchrun.
 OURS = {
     f"ELASTICD_{name}"
-    for name in ("BEGAN", "FAILURES", "JOB_NAME", "LINK", "PAGE", "ROUND", "SAVER", "SLOT", "WORLD_MAX")
+    for name in (
+        "BEGAN",
+        "FAILURES",
+        "JOB_NAME",
+        "LINK",
+        "PAGE",
+        "ROUND",
+        "SAVER",
+        "SLOT",
+        "UNIT",
+        "WORLD_MAX",
+    )
 }
 
 
