@@ -16,7 +16,7 @@ from elasticd.cli.command_error import CommandError
 from elasticd.cli.option_types import MOST, InvalidValue, Ratio, Seconds, Whole
 from elasticd.cli.options import RunOptions
 from elasticd.core.facts import Policy, Resume
-from elasticd.core.hang import Patience
+from elasticd.core.hang.judging import Patience
 
 T = TypeVar("T")
 Settings = Mapping[str, Any]

@@ -15,7 +15,7 @@ from typing import Final
 
 from elasticd.core.age import Age
 from elasticd.core.checkpoint_names import require_name
-from elasticd.core.hang import Allowance, Look, Verdict
+from elasticd.core.hang.judging import Allowance, Look, Verdict
 from elasticd.core.page_layout import Fatal
 
 

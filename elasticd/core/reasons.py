@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticd.core.facts import Cause, Failure, Outcome
-from elasticd.core.hang import Verdict
+from elasticd.core.hang.judging import Verdict
 from elasticd.core.page_layout import Use
 
 # ---------------------------------------------------------------- why the leader waits

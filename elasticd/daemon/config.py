@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from elasticd.core.facts import Limits, Policy, Resume
-from elasticd.core.hang import Patience
+from elasticd.core.hang.judging import Patience
 from elasticd.core.page_layout import Use
 from elasticd.etcd.access import EtcdAccess
 from elasticd.telemetry.http import Tls

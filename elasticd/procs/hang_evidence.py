@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd.core.hang import ProcessState
+from elasticd.core.hang.judging import ProcessState
 from elasticd.core.hang.standstill import Vitals
 from elasticd.core.thread_activity import ThreadActivity, activity_of
 from elasticd.procs import flight_recorder, stacks

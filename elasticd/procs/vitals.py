@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from elasticd.core.hang import ProcessState
+from elasticd.core.hang.judging import ProcessState
 from elasticd.core.hang.standstill import Vitals
 from elasticd.procs.linux import children, stat_of
 

@@ -10,7 +10,7 @@ from typing import Literal, assert_never
 
 from elasticd.core import reasons as r
 from elasticd.core.facts import Cause, Exit, Failure, Laggard, Limits, Outcome
-from elasticd.core.hang import Look, Verdict, Why
+from elasticd.core.hang.judging import Look, Verdict, Why
 from elasticd.core.ledger import Kind
 from elasticd.core.page_layout import Use
 from elasticd.telemetry.goodput import goodput, wanted

@@ -20,7 +20,7 @@ from elasticd.cli.options import RunOptions, collect
 from elasticd.cli.run_command import run
 from elasticd.cli.run_configuration import Planned, plan
 from elasticd.core.facts import Limits, Policy, Resume
-from elasticd.core.hang import Patience
+from elasticd.core.hang.judging import Patience
 from elasticd.daemon.config import CommandKind, LogOptions
 from elasticd.telemetry.http import Tls
 from tests.etcd.cluster import Authority

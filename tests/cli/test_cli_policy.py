@@ -15,7 +15,7 @@ from elasticd.cli.policy import SETTINGS
 from elasticd.cli.run_command import run
 from elasticd.cli.run_configuration import plan
 from elasticd.core.facts import Policy
-from elasticd.core.hang import Patience
+from elasticd.core.hang.judging import Patience
 from elasticd.daemon.config import RunConfig
 from tests.deploy.commandline import Machine
 

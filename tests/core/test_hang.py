@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.core.facts import Hang
-from elasticd.core.hang import (
+from elasticd.core.hang.judging import (
     FOREVER_S,
+    GUILTY_MAX,
     Doing,
     Look,
     Patience,
@@ -24,7 +25,6 @@ from elasticd.core.hang import (
     judge_first,
     judge_leaving,
 )
-from elasticd.core.hang.judging import GUILTY_MAX
 from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 from elasticd.etcd import records
 

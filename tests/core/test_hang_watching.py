@@ -11,7 +11,7 @@ import pytest
 from elasticd.core import agent
 from elasticd.core.agent.agent_state import Leaving, Stopping
 from elasticd.core.facts import Cause, Hang, Limits, Member, Phase, Report, Round, Spec, Stall
-from elasticd.core.hang import Doing, Look, Patience, ProcessState, Verdict, Why, judge
+from elasticd.core.hang.judging import Doing, Look, Patience, ProcessState, Verdict, Why, judge
 from elasticd.core.hang.hang_messages import (
     Condemn,
     Event,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elasticd.core.facts import BadSlot, Cause, Hang, Laggard, Paces, Phase, SlotPace, Stall, Stragglers
-from elasticd.core.hang import REPEAT_S, Doing, Look, Patience, Why, allowance
+from elasticd.core.hang.judging import REPEAT_S, Doing, Look, Patience, Why, allowance
 from elasticd.core.leader import Plan, View, decide, see
 from elasticd.core.leader.lagging import name_stragglers
 from elasticd.core.persistent_map import PersistentMap

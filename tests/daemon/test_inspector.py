@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from elasticd.core.hang import Doing, Look, ProcessState, Verdict, Why
+from elasticd.core.hang.judging import Doing, Look, ProcessState, Verdict, Why
 from elasticd.core.hang.hang_messages import EvidenceKept, Looked
 from elasticd.daemon.inspector import LocalInspector
 from elasticd.procs.page import LAYOUT, MAGIC, PAGE_BYTES, TIMES, Page

@@ -27,7 +27,7 @@ from elasticd.core.facts import (
     SlotTime,
     Spec,
 )
-from elasticd.core.hang import Doing, Look, Verdict, Why
+from elasticd.core.hang.judging import Doing, Look, Verdict, Why
 from elasticd.core.ledger import Kind, Ledger
 from elasticd.core.lifecycle import Life
 from elasticd.core.measuring import SlotLag

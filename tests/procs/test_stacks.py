@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.core.hang import ProcessState
+from elasticd.core.hang.judging import ProcessState
 from elasticd.procs import hang_evidence, stacks
 from elasticd.procs.hang_evidence import Subject
 from elasticd.procs.vitals import vitals

@@ -11,7 +11,7 @@ from random import Random
 from elasticd.core import agent
 from elasticd.core.agent_messages import LeaveJob, Signalled, Tick
 from elasticd.core.facts import Drained, Leadership, Limits, Node, Phase, Policy, Round, Spec
-from elasticd.core.hang import Patience
+from elasticd.core.hang.judging import Patience
 from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Reason
 from elasticd.daemon.driver import Driver, Happening

@@ -18,7 +18,7 @@ from elasticd.core.facts import (
     Stragglers,
     UnitWithin,
 )
-from elasticd.core.hang import REPEAT_S, Verdict, Why
+from elasticd.core.hang.judging import REPEAT_S, Verdict, Why
 from elasticd.core.hang.watching import LATE_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S
 from elasticd.core.ports import Entry
 from elasticd.core.straggler import PERIODS

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elasticd.core.facts import Limits, Outcome
-from elasticd.core.hang import Allowance, Look, Verdict
+from elasticd.core.hang.judging import Allowance, Look, Verdict
 from elasticd.core.leader import hanging
 from tests.sim.__main__ import replay_command
 from tests.sim.clock import START

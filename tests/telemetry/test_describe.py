@@ -16,7 +16,7 @@ import structlog
 from elasticd.core import reasons as r
 from elasticd.core.facts import Cause, Exit, Failure, Outcome, Round
 from elasticd.core.facts import Phase as RoundPhase
-from elasticd.core.hang import Doing, Look, Verdict, Why
+from elasticd.core.hang.judging import Doing, Look, Verdict, Why
 from elasticd.core.page_layout import Use
 from elasticd.telemetry import describe, log, summary
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 
 from elasticd.core.facts import Hang, Phase
-from elasticd.core.hang import REPEAT_S, Allowance, Doing, Look, judge_round
+from elasticd.core.hang.judging import REPEAT_S, Allowance, Doing, Look, judge_round
 from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.roll import Mark
 from elasticd.core.leader.view import ReceivedStall, View
