@@ -36,19 +36,13 @@ def first_failure(
     ``fatal``: only failures that are to end the job. ``raised``: only failures of workers that raised an
     exception of their own.
     """
-    first: Failure | None = None
-    for report in _of_members(round, reports):
-        exit = _only(report, fatal, raised).first_failure if fatal or raised else report.first_failure
-        if exit is None:
-            continue
-        if first is None or (exit.at, exit.rank) < (first.exit.at, first.exit.rank):
-            first = Failure(report.node, exit)
-    return first
-
-
-def _only(report: Report, fatal: bool, raised: bool) -> Report:
-    exits = (e for e in report.exits if (e.fatal is not None or not fatal) and (e.raised or not raised))
-    return replace(report, exits=tuple(exits))
+    failures = (
+        Failure(report.node, exit)
+        for report in _of_members(round, reports)
+        for exit in report.exits
+        if exit.failed and (exit.raised or not raised) and (exit.fatal is not None or not fatal)
+    )
+    return min(failures, key=lambda one: (one.exit.at, one.exit.rank), default=None)
 
 
 def nonfinite_step(round: Round, reports: Iterable[Report]) -> int | None:

@@ -371,7 +371,7 @@ class Round:
         return member if member is not None and member.incarnation == incarnation else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Report:
     """An agent's latest report of its workers in a round. Key ``reports/<node>``, no lease.
 
@@ -396,12 +396,6 @@ class Report:
     def ends(self) -> int:
         """A number that grows with each worker's end in the report, and with the first steps."""
         return len(self.exits) + self.finished + (self.steps > 0)
-
-    @cached_property
-    def first_failure(self) -> Exit | None:
-        """The earliest failure; later ones are usually its consequences."""
-        failed = (exit for exit in self.exits if exit.failed)
-        return min(failed, key=lambda exit: (exit.at, exit.rank), default=None)
 
 
 @dataclass(frozen=True, slots=True)

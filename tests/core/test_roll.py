@@ -119,10 +119,12 @@ limits_ = st.builds(
 def test_the_size_of_the_next_world_is_that_of_the_world_that_would_be_formed(
     wanted: Spec, live: Round, there: list[Registered], limits: Limits
 ) -> None:
+    wanted = replace(wanted, limits=limits)
     quarantines = [Quarantine("n0", 0, NOW + 5, 1), Quarantine("n2", 1, NOW - 5, 1)]
     nodes = PersistentMap({r.node.name: r for r in there})
-    roll = Roll().follow(replace(wanted, limits=limits), live, nodes, PersistentMap())
-    candidates = roll.candidates(live=live.phase is Phase.LIVE)
+    roll = Roll().follow(wanted, live, nodes, PersistentMap())
+    known = [r.node for r in there]
+    candidates = world.candidates(known, wanted, live, live=live.phase is Phase.LIVE)
     formed = world.form(candidates, live, limits, quarantines, NOW)
     assert world.size(formed) == roll.world_without(quarantines, NOW)
 

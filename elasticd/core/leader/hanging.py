@@ -7,7 +7,7 @@ each agent reports, and the leader judges all reports together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 
 from elasticd.core.facts import Hang, Phase
 from elasticd.core.hang.judging import REPEAT_S, Allowance, Doing, Look, judge_round
@@ -68,18 +68,12 @@ def _looks(received: Sequence[ReceivedStall], now: float) -> list[Look]:
 
 
 def _most_patient(allowances: Sequence[Allowance]) -> Allowance:
-    return Allowance(
-        stopped_s=max(a.stopped_s for a in allowances),
-        asleep_s=max(a.asleep_s for a in allowances),
-        waiting_s=max(a.waiting_s for a in allowances),
-        busy_s=max(a.busy_s for a in allowances),
-        unasked_s=max(a.unasked_s for a in allowances),
-        first_s=max(a.first_s for a in allowances),
-        settled_s=max(a.settled_s for a in allowances),
-    )
+    """Return the greatest of each limit."""
+    return Allowance(*(max(getattr(a, limit.name) for a in allowances) for limit in fields(Allowance)))
 
 
 def _limits(looks: Sequence[Look], allowed: Allowance, now: float) -> Iterator[float]:
     """Yield the times at which the workers' standstills reach their limits."""
-    left = (limit - look.still_s for look in looks for limit in astuple(allowed))
+    limits = astuple(allowed)
+    left = (limit - look.still_s for look in looks for limit in limits)
     return (now + max(s, LATER_S) for s in left if s > 0)

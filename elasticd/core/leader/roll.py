@@ -107,11 +107,11 @@ class Roll:
         reports = self.reports.to_dict()
         return [reports[name] for name in self[mark]]
 
-    def candidates(self, *, live: bool = False) -> list[Node]:
+    def candidates(self) -> list[Node]:
         """Return ``world.candidates`` of all nodes, in order of arrival."""
         assert self.spec is not None
         known = sorted(self.nodes.to_dict().values(), key=attrgetter("created"))
-        return world.candidates([r.node for r in known], self.spec, self.round, live=live)
+        return world.candidates([r.node for r in known], self.spec, self.round)
 
     def world_without(self, quarantines: Sequence[Quarantine], now: float) -> int:
         """Return the size of the largest world without the slots in quarantine."""
@@ -223,25 +223,18 @@ def in_rank_order(members: Iterable[Member]) -> tuple[str, ...]:
 
 
 def _told(report: Report) -> list[Mark]:
-    marks: list[Mark] = []
-    if report.finished:
-        marks.append(Mark.FINISHED)
-    if report.returned:
-        marks.append(Mark.RETURNED)
-    if report.checkpointed:
-        marks.append(Mark.CHECKPOINTED)
-    if report.broken:
-        marks.append(Mark.BROKEN)
-    if report.first_failure is not None:
-        marks.append(Mark.FAILED)
-    for exit in report.exits:
-        if exit.failed and exit.fatal is not None:
-            marks.append(Mark.FATAL)
-        if exit.failed and exit.raised:
-            marks.append(Mark.RAISED)
-        if exit.astray is not None:
-            marks.append(Mark.ASTRAY)
-    return marks
+    failed = [exit for exit in report.exits if exit.failed]
+    told = {
+        Mark.FINISHED: report.finished,
+        Mark.RETURNED: report.returned,
+        Mark.CHECKPOINTED: report.checkpointed,
+        Mark.BROKEN: report.broken,
+        Mark.FAILED: bool(failed),
+        Mark.FATAL: any(exit.fatal is not None for exit in failed),
+        Mark.RAISED: any(exit.raised for exit in failed),
+        Mark.ASTRAY: any(exit.astray is not None for exit in report.exits),
+    }
+    return [mark for mark, holds in told.items() if holds]
 
 
 def _ends(node: Node, report: Report | None) -> int:
