@@ -249,6 +249,13 @@ class AgentState:
         return fact if isinstance(fact, Round) else None
 
     @property
+    def round_of_crew(self) -> Round | None:
+        """The round of the crew, as etcd last had it; None if etcd has another round."""
+        crew, round = self.crew, self.round
+        same = crew is not None and round is not None and round.number == crew.round.number
+        return round if same else None
+
+    @property
     def over(self) -> bool:
         """Whether the job has ended, perhaps before this agent came: see ``ended_before_joining``."""
         return self.round is not None and self.round.phase is Phase.ENDED
@@ -263,12 +270,16 @@ class AgentState:
         return self.over and self.seen["round"].revision <= self.registration.history
 
     @property
+    def reaches_etcd(self) -> bool:
+        """Whether this node is registered, and etcd answers."""
+        return self.registered and self.etcd.silent is None
+
+    @property
     def guard(self) -> StillThere | None:
         """The guard of this node's other writes: its record still exists. None while the node cannot
         write."""
         own = self.registration.own
-        writes = own is not None and own.fact is not None and self.etcd.silent is None
-        return StillThere(self.me.key, own.created) if own is not None and writes else None
+        return StillThere(self.me.key, own.created) if own is not None and self.reaches_etcd else None
 
     @property
     def leads(self) -> Entry | None:

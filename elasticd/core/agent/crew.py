@@ -118,7 +118,7 @@ def leave(do: Decisions, planned: bool, signal: int, grace_s: float) -> None:
         return
     before = crew.order
     planned = planned and (before is None or before.planned)
-    hurried = _going(do) or (not planned and _outlived(do.state, crew))
+    hurried = _going(do) or (not planned and _outlived(do.state))
     begins = before is None or (before.planned and not planned)
     if before is not None and not begins and (before.hurried or not hurried):
         return
@@ -137,10 +137,9 @@ def _told(crew: Crew, order: Life) -> dict[int, Life]:
     }
 
 
-def _outlived(state: AgentState, crew: Crew) -> bool:
+def _outlived(state: AgentState) -> bool:
     """Whether other workers, here or on another node, already hold the state."""
-    round = state.round
-    return state.outlived or (round is not None and round.number == crew.round.number and round.outlived)
+    return state.outlived or (state.round_of_crew is not None and state.round_of_crew.outlived)
 
 
 def _going(do: Decisions) -> bool:
@@ -164,10 +163,10 @@ def _cause(do: Decisions, crew: Crew) -> Cause:
 
 def continue_after_checkpoint(do: Decisions) -> None:
     """Let workers go on after their checkpoint, unless the round is to be resized there."""
-    state, crew, round = do.state, do.state.crew, do.state.round
+    state, crew, round = do.state, do.state.crew, do.state.round_of_crew
     if crew is None or not crew.report.checkpointed or crew.order is not None:
         return
-    to_be_resized = round is not None and round.number == crew.round.number and round.resizes_by > 0
+    to_be_resized = round is not None and round.resizes_by > 0
     if crew.held and to_be_resized and state.etcd.silent is None and do.now < crew.held_until:
         do.wakes.append(crew.held_until)
         return
@@ -181,8 +180,8 @@ def release(do: Decisions) -> None:
     state, crew = do.state, do.state.crew
     if crew is None or crew.alive:
         return
-    round = state.round
-    still_live = round is not None and round.number == crew.round.number and round.phase is Phase.LIVE
+    round = state.round_of_crew
+    still_live = round is not None and round.phase is Phase.LIVE
     if still_live and not (crew.fenced or crew.order is not None or crew.round.handover):
         return  # the crew's workers finished or failed, and the leader has not closed the round yet
     told = state.report.ends if state.report is not None and state.report.round == crew.round.number else 0

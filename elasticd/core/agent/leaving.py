@@ -59,7 +59,7 @@ def depart(do: Decisions) -> None:
     until = state.stays_until
     if state.crew is not None:
         unanswered = state.crew.order is None
-        if unanswered and (do.now >= until or not state.registered or state.etcd.silent):
+        if unanswered and (do.now >= until or not state.reaches_etcd):
             stop(do, departure.workers_signal, state.policy_source.policy.shutdown_s)
         elif unanswered:
             do.wakes.append(until)
@@ -76,12 +76,7 @@ def depart(do: Decisions) -> None:
 def hands_over(do: Decisions) -> bool:
     """Whether this leaving node waits for others to take over its workers' state."""
     state = do.state
-    if (
-        state.departure is None
-        or state.round is None
-        or not state.registered
-        or state.etcd.silent is not None
-    ):
+    if state.departure is None or state.round is None or not state.reaches_etcd:
         return False
     return bool(state.waiting) and state.me.node in state.round.leaving and do.now < state.stays_until
 
@@ -90,12 +85,7 @@ def _finish_not_reported_yet(do: Decisions) -> bool:
     """Whether etcd has yet to take the report that this node's workers finished. Without the report, the job
     would repeat their work."""
     state, departure = do.state, do.state.departure
-    if (
-        state.report is None
-        or not state.report.finished
-        or not state.registered
-        or state.etcd.silent is not None
-    ):
+    if state.report is None or not state.report.finished or not state.reaches_etcd:
         return False
     at_once = departure is not None and departure.at_once
     return not at_once and (bool(unreported(state)) or Tag.REPORT in state.etcd.busy)

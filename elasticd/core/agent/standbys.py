@@ -56,8 +56,7 @@ def _wanted_at_all(state: AgentState) -> bool:
     return (
         state.inplace
         and state.registration.joined
-        and state.registered
-        and state.etcd.silent is None
+        and state.reaches_etcd
         and state.round is not None
         and not state.round.handover  # after a handover round, all workers wait
         and not state.over

@@ -422,8 +422,8 @@ class _Decisions:
     def are_awaited(self, crew: Crew) -> bool:
         """Whether other workers have left the round with the whole state, and wait for the next. If workers
         leave as planned, only the leader can know (``Round.outlived``)."""
-        round = self.state.round
-        told = round is not None and round.number == crew.round.number and round.outlived
+        round = self.state.round_of_crew
+        told = round is not None and round.outlived
         planned = isinstance(crew.order, Leaving) and crew.order.planned
         return told or (self.state.outlived and not planned)
 
