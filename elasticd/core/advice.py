@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from elasticd.core.agent.agent_state import Crew
-from elasticd.core.page_layout import PageContents, Use
+from elasticd.core.page_layout import NOTHING, PageContents, Use
 from elasticd.core.reasons import BatchesChanged, OptionWithoutEffect, Reason, TrainingBeganAgain
 
 SEEN_AFTER = 5  # steps after which a script has used every part of the library that it will use
 FAR = 20  # a warning needs at least this many repeated steps
-_NOTHING: Final = Use(0)
 _KEEPS_ITS_PLACE = Use.DATA | Use.CHECKPOINTED  # with one of these, a resize keeps the place in the data
 
 
@@ -28,7 +27,7 @@ class Advice:
     """
 
     asked: tuple[tuple[str, Use], ...] = ()
-    uses: Use = _NOTHING
+    uses: Use = NOTHING
     trained: tuple[int, int] = (0, 0)
     resized: bool = False
     again: bool = False

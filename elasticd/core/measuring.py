@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.core.agent.agent_state import AgentState, Crew
+from elasticd.core.agent.agent_state import AgentState
 from elasticd.core.facts import BadSlot, Paces, SlotPace, Stragglers
 from elasticd.core.page_layout import PageContents
-from elasticd.core.straggler import PERIODS, Strides, own_times
+from elasticd.core.straggler import PERIODS, own_times
 
 PERIOD_S_MIN = 0.5
 FIRST_STEPS = 5  # a worker's first steps of a round are not measured: they connect, allocate and compile
@@ -17,15 +17,15 @@ FIRST_STEPS = 5  # a worker's first steps of a round are not measured: they conn
 @dataclass(frozen=True, slots=True)
 class Measuring:
     """The measurement of this node's workers. ``due``: when the present period may end. ``number``: the
-    number of the last report. ``first``: the workers' steps when they entered ``round``. ``before``: their
-    steps when the period began; empty until each worker has made its first steps. ``throttled_s``: the delay
+    number of the last report. ``first``: the workers' pages when they entered ``round``. ``before``: their
+    pages when the period began; empty until each worker has made its first steps. ``throttled_s``: the delay
     by a quota before the period. ``own``: the workers' own times in the last period, by slot."""
 
     due: float = 0.0
     number: int = 0
     round: int = 0
-    first: Mapping[int, Strides] = field(default_factory=dict)
-    before: Mapping[int, Strides] = field(default_factory=dict)
+    first: Mapping[int, PageContents] = field(default_factory=dict)
+    before: Mapping[int, PageContents] = field(default_factory=dict)
     throttled_s: float = 0.0
     own: Mapping[int, float] = field(default_factory=dict)
 
@@ -61,10 +61,10 @@ def measure(
         known = Measuring(known.due, known.number, crew.round.number if crew is not None else 0)
         if crew is None or not crew.alive or crew.order or crew.fenced:
             return known, None
-    here = {slot: t for slot, t in pages.items() if slot in crew.alive}
-    strides = {s: Strides(t.steps, t.stepped_at, t.wait_s, t.waits, t.delay_s) for s, t in here.items()}
-    known, fresh = _period(known, strides, throttled_s)
-    paces = tuple(_pace(crew, s, own) for s, own in sorted(known.own.items())) if fresh else ()
+    here = {slot: page for slot, page in pages.items() if slot in crew.alive}
+    known, fresh = _period(known, here, throttled_s)
+    own = sorted(known.own.items()) if fresh else ()
+    paces = tuple(SlotPace(s, crew.member.rank_of(s), own_s) for s, own_s in own)
     ill = tuple(BadSlot(s, crew.member.rank_of(s), why) for s, why in bad.items() if s in crew.member.slots)
     if not paces and not ill:
         return known, None
@@ -84,18 +84,16 @@ def lags(known: Measuring, found: Stragglers | None, node: str) -> dict[int, Slo
     }
 
 
-def _period(known: Measuring, strides: Mapping[int, Strides], throttled_s: float) -> tuple[Measuring, bool]:
-    """Return the measurement after these steps, and whether they end a period."""
-    if strides.keys() != known.first.keys():
-        return replace(known, first=strides, before={}), False
+def _period(
+    known: Measuring, pages: Mapping[int, PageContents], throttled_s: float
+) -> tuple[Measuring, bool]:
+    """Return the measurement after these pages were read, and whether they end a period."""
+    if pages.keys() != known.first.keys():
+        return replace(known, first=pages, before={}), False
     if not known.before:
-        begun = all(strides[s].steps >= known.first[s].steps + FIRST_STEPS for s in strides)
-        return (replace(known, before=strides, throttled_s=throttled_s) if begun else known), False
-    if any(strides[slot].steps <= known.before[slot].steps for slot in strides):
+        begun = all(pages[s].steps >= known.first[s].steps + FIRST_STEPS for s in pages)
+        return (replace(known, before=pages, throttled_s=throttled_s) if begun else known), False
+    if any(pages[slot].steps <= known.before[slot].steps for slot in pages):
         return known, False
-    own = own_times(known.before, strides, throttled_s - known.throttled_s)
-    return replace(known, own=own, before=strides, throttled_s=throttled_s), True
-
-
-def _pace(crew: Crew, slot: int, own_s: float) -> SlotPace:
-    return SlotPace(slot, crew.member.rank_of(slot), own_s)
+    own = own_times(known.before, pages, throttled_s - known.throttled_s)
+    return replace(known, own=own, before=pages, throttled_s=throttled_s), True

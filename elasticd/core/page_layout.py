@@ -83,9 +83,9 @@ class PageContents:
     base: int | None = None  # the job's step at which this process counted 0 steps
     loss: float | None = None
     stepped_at: float = 0.0  # seconds of CLOCK_MONOTONIC
-    wait_s: float = 0.0
+    wait_s: float = 0.0  # the sum of all measured waits for other ranks
     waits: int = 0
-    delay_s: float = 0.0
+    delay_s: float = 0.0  # how long the worker was ready to run but had no CPU, outside its waits
     fatal: Fatal | None = None
     astray: int | None = None
     commits: int = 0

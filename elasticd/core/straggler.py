@@ -21,38 +21,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from elasticd.core.page_layout import PageContents
+
 PERIODS = 12  # periods in a window
 MOST = 0.75  # the share of periods in which a straggler must have been slower
 MAD_TO_SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 SURE = 3.0  # how many standard errors of the median a straggler's ratio must lie above 1
 
 
-@dataclass(frozen=True, slots=True)
-class Strides:
-    """A worker's steps so far.
-
-    ``at``: the time of the last step. ``wait_s``: the total measured wait for other ranks, in ``waits``
-    waits. ``delay_s``: how long it was ready to run but had no CPU, outside its waits.
-    """
-
-    steps: int
-    at: float
-    wait_s: float
-    waits: int
-    delay_s: float = 0.0
-
-
 def own_times(
-    before: Mapping[int, Strides], after: Mapping[int, Strides], throttled_s: float
+    before: Mapping[int, PageContents], after: Mapping[int, PageContents], throttled_s: float
 ) -> dict[int, float]:
-    """Return the own time for a step of each worker of one node, where it is known, by slot. ``throttled_s``:
-    how long a quota has delayed any process on this node meanwhile."""
+    """Return the own time for a step of each worker of one node, where it is known, by slot. ``before``,
+    ``after``: the workers' pages. ``throttled_s``: how long a quota has delayed any process on this node
+    meanwhile."""
     charged_s = min([throttled_s, *(after[slot].delay_s - before[slot].delay_s for slot in after)])
     known = {slot: own_s(before[slot], after[slot], charged_s) for slot in after}
     return {slot: s for slot, s in known.items() if s is not None}
 
 
-def own_s(before: Strides, after: Strides, charged_s: float = 0.0) -> float | None:
+def own_s(before: PageContents, after: PageContents, charged_s: float = 0.0) -> float | None:
     """Return the worker's own time for one step between the two.
 
     Return None if there was no step, or no measured wait: the time may then include waits for other ranks.
@@ -61,7 +49,7 @@ def own_s(before: Strides, after: Strides, charged_s: float = 0.0) -> float | No
     steps = after.steps - before.steps
     if steps < 1 or after.waits <= before.waits:
         return None
-    took_s, waited_s = after.at - before.at, after.wait_s - before.wait_s
+    took_s, waited_s = after.stepped_at - before.stepped_at, after.wait_s - before.wait_s
     return max(0.0, took_s - waited_s - (after.delay_s - before.delay_s) + charged_s) / steps
 
 

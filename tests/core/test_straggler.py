@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core.straggler import PERIODS, Period, Strides, Watch, own_s, own_times
+from elasticd.core.page_layout import PageContents
+from elasticd.core.straggler import PERIODS, Period, Watch, own_s, own_times
 
 # Own times of each step of three ranks that do the same, in units of 10 microseconds, on a machine
 # with six processes for each of its cores.
@@ -142,14 +143,18 @@ def test_a_fifth_is_seen_through_the_noise_of_a_real_run(rank: int) -> None:
 # ---------------------------------------------------------------- own times
 
 
+def page(steps: int, at: float, wait_s: float, waits: int, delay_s: float = 0.0) -> PageContents:
+    return PageContents(steps=steps, stepped_at=at, wait_s=wait_s, waits=waits, delay_s=delay_s)
+
+
 def test_the_time_spent_waiting_is_not_its_own() -> None:
-    assert own_s(Strides(10, 100.0, 3.0, 10), Strides(20, 110.0, 7.0, 20)) == pytest.approx(0.6)
+    assert own_s(page(10, 100.0, 3.0, 10), page(20, 110.0, 7.0, 20)) == pytest.approx(0.6)
 
 
 def test_without_a_step_or_a_measured_wait_its_own_time_is_not_known() -> None:
-    begun = Strides(10, 100.0, 3.0, 10)
-    assert own_s(begun, Strides(10, 100.0, 3.0, 11)) is None
-    assert own_s(begun, Strides(20, 110.0, 3.0, 10)) is None
+    begun = page(10, 100.0, 3.0, 10)
+    assert own_s(begun, page(10, 100.0, 3.0, 11)) is None
+    assert own_s(begun, page(20, 110.0, 3.0, 10)) is None
 
 
 # Ten steps of 1 s each. For how long each slot waited for others and was delayed in all, how long a
@@ -169,9 +174,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_time_without_a_processor_is_not_its_own_but_for_a_quota_s(case: str) -> None:
     slots, throttled_s, own = CASES[case]
-    before = {slot: Strides(10, 100.0, 3.0, 10, 2.0) for slot in slots}
+    before = {slot: page(10, 100.0, 3.0, 10, 2.0) for slot in slots}
     after = {
-        slot: Strides(20, 110.0, 3.0 + (waited_s or 0.0), 10 if waited_s is None else 20, 2.0 + delay_s)
+        slot: page(20, 110.0, 3.0 + (waited_s or 0.0), 10 if waited_s is None else 20, 2.0 + delay_s)
         for slot, (waited_s, delay_s) in slots.items()
     }
     assert own_times(before, after, throttled_s) == pytest.approx(own)
