@@ -20,9 +20,8 @@ import os
 import signal
 import threading
 from collections import deque
-from pathlib import Path
 
-from elasticd.procs.linux import is_exiting, stat_of
+from elasticd.procs.linux import is_exiting, stat_of, status_of
 
 _FUTEX_WAITV = 449  # the number of the system call, on all machines
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(os.uname().machine)  # as in elasticd_mutex
@@ -234,10 +233,6 @@ def _all_exit(pid: int, status: bytes) -> bool:
 
 
 def _is_killed(pid: int, task: int) -> bool:
-    """Whether SIGKILL is pending for a thread."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/task/{task}/status").read_bytes().splitlines():
-            name, _, value = line.partition(b":")
-            if name == b"SigPnd":
-                return bool(int(value, 16) & _SIGKILL_PENDING)
-    return True  # it is gone
+    """Whether SIGKILL is pending for a thread, or the thread is gone."""
+    pending = status_of(pid, task).get(b"SigPnd")
+    return pending is None or bool(int(pending, 16) & _SIGKILL_PENDING)

@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -92,6 +92,15 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def descendants(pid: int) -> Iterator[int]:
+    """Yield the children of a process, their children, and so on."""
+    todo = children(pid)
+    while todo:
+        child = todo.pop()
+        yield child
+        todo += children(child)
+
+
 def _children_by_scan(parent: int) -> list[int]:
     found = []
     for entry in os.listdir("/proc"):
@@ -109,6 +118,16 @@ def stat_of(pid: int) -> list[bytes]:
         return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
         return []
+
+
+def status_of(pid: int, task: int | None = None) -> dict[bytes, bytes]:
+    """Return the fields of /proc/pid/status of a process's main thread, or of another thread; empty if the
+    thread is gone."""
+    try:
+        lines = _read(f"/proc/{pid}/task/{task or pid}/status").split(b"\n")
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(b":") for line in lines)}
 
 
 def is_exiting(stat: Sequence[bytes]) -> bool:

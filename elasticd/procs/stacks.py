@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticd.core.thread_activity import Frame
+from elasticd.procs.linux import status_of
 from elasticd.procs.page import Page
 
 SIGNAL = 47  # a real-time signal that neither glibc nor any known program uses
@@ -91,13 +92,9 @@ def _has(pid: int, fd: int, page: Page) -> bool:
 def _catches(pid: int) -> bool:
     """Return whether the process has a handler for the signal, and does not block the signal. psutil does not
     report signal masks."""
-    masks = {}
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
-        for line in status:
-            name, _, value = line.partition(":")
-            if name in ("SigBlk", "SigCgt"):
-                masks[name] = int(value, 16) >> (SIGNAL - 1) & 1
-    return masks == {"SigBlk": 0, "SigCgt": 1}
+    status = status_of(pid)
+    blocks, catches = (int(status.get(name, b"0"), 16) >> (SIGNAL - 1) & 1 for name in (b"SigBlk", b"SigCgt"))
+    return bool(catches and not blocks)
 
 
 def parse(text: str) -> list[tuple[Frame, ...]]:

@@ -1,7 +1,7 @@
 """Memory and processor time of a process and its descendants, and the time lost to processor quotas.
 
-``linux.children`` finds the descendants. psutil's ``children(recursive=True)`` reads the files of all
-processes of the machine: with 170 processes it takes 3 ms for each worker, ``linux.children`` 0.03 ms.
+``linux.descendants`` finds the descendants. psutil's ``children(recursive=True)`` reads the files of all
+processes of the machine: with 170 processes it takes 3 ms for each worker, ``linux.descendants`` 0.03 ms.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from elasticd.procs.linux import children
+from elasticd.procs.linux import descendants
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,8 @@ def usage(pid: int) -> Usage | None:
     own = _own(pid)
     if own is None:
         return None
-    total, todo = own, children(pid)
-    while todo:
-        child = todo.pop()
-        if (its := _own(child)) is not None:
-            total = Usage(total.resident_bytes + its.resident_bytes, total.cpu_s + its.cpu_s)
-            todo += children(child)
-    return total
+    found = [own, *filter(None, map(_own, descendants(pid)))]
+    return Usage(sum(one.resident_bytes for one in found), sum(one.cpu_s for one in found))
 
 
 def own_usage() -> Usage:

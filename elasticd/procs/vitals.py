@@ -6,11 +6,11 @@ Read from /proc: psutil reports neither how often each thread has waited nor whe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from itertools import islice
 
 from elasticd.core.hang.judging import ProcessState
 from elasticd.core.hang.standstill import Vitals
-from elasticd.procs.linux import children, stat_of
+from elasticd.procs.linux import descendants, stat_of, status_of
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _DESCENDANTS_MAX = 256
@@ -20,19 +20,9 @@ def vitals(pid: int) -> Vitals:
     fields = stat_of(pid)
     if not fields:
         return Vitals(ProcessState.GONE, 0.0)
-    cpu_s = _cpu_s(fields) + sum(_cpu_s(stat_of(p)) for p in _below(pid))
-    wakes = {task: _wakes(f"/proc/{pid}/task/{task}/status") for task in _tasks(pid)}
+    cpu_s = _cpu_s(fields) + sum(_cpu_s(stat_of(p)) for p in islice(descendants(pid), _DESCENDANTS_MAX))
+    wakes = {task: int(status_of(pid, task).get(b"voluntary_ctxt_switches", 0)) for task in _tasks(pid)}
     return Vitals(_state(fields[0]), cpu_s, wakes.get(pid, 0), sum(wakes.values()))
-
-
-def _below(pid: int) -> Iterable[int]:
-    seen = 0
-    todo = children(pid)
-    while todo and seen < _DESCENDANTS_MAX:
-        child = todo.pop()
-        seen += 1
-        yield child
-        todo += children(child)
 
 
 def _cpu_s(fields: list[bytes]) -> float:
@@ -51,7 +41,7 @@ def thread_report(pid: int) -> str:
     lines = []
     for task in _tasks(pid):
         base = f"/proc/{pid}/task/{task}"
-        state = " ".join(_line(f"{base}/status", "State").split()) or "gone"
+        state = status_of(pid, task).get(b"State", b"gone").decode()
         lines.append(f"{task} {_read(f'{base}/comm')}: {state}, waits in {_read(f'{base}/wchan') or '?'}")
     return "\n".join(lines) + "\n"
 
@@ -61,14 +51,6 @@ def _tasks(pid: int) -> list[int]:
         return sorted(map(int, os.listdir(f"/proc/{pid}/task")))
     except OSError:
         return []
-
-
-def _wakes(status: str) -> int:
-    return int(_line(status, "voluntary_ctxt_switches") or 0)
-
-
-def _line(path: str, name: str) -> str:
-    return next((v for k, _, v in (ln.partition(":") for ln in _read(path).splitlines()) if k == name), "")
 
 
 def _read(path: str) -> str:
