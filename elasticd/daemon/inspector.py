@@ -12,9 +12,9 @@ from elasticd.core.hang.hang_messages import EvidenceKept, Looked
 from elasticd.core.hang.judging import Verdict
 from elasticd.core.hang.standstill import Beat, Inspected, Vitals
 from elasticd.procs import hang_evidence
-from elasticd.procs.hang_evidence import Evidence, Subject
+from elasticd.procs.hang_evidence import Evidence
 from elasticd.procs.vitals import vitals
-from elasticd.procs.workers import LocalProcs
+from elasticd.procs.workers import LocalProcs, Watched
 from elasticd.telemetry import describe
 
 
@@ -46,15 +46,14 @@ class LocalInspector:
 
     def look(self, number: int, slots: tuple[int, ...]) -> None:
         watched = [w for w in self._procs.watched() if w.slot in slots]
-        subjects = [Subject(w.slot, w.rank, w.pid, w.page.path) for w in watched]
-        self._in_a_thread(lambda: self._look(number, subjects))
+        self._in_a_thread(lambda: self._look(number, watched))
 
-    def _look(self, number: int, subjects: Sequence[Subject]) -> None:
+    def _look(self, number: int, workers: Sequence[Watched]) -> None:
         evidence: tuple[Evidence, ...] = ()
         with contextlib.suppress(OSError):
-            evidence = hang_evidence.look(subjects)
+            evidence = hang_evidence.look(workers)
         self._found = (number, evidence)
-        inspected = (Inspected(s.subject.slot, s.subject.rank, s.vitals, s.where) for s in evidence)
+        inspected = (Inspected(one.worker.slot, one.worker.rank, one.vitals, one.where) for one in evidence)
         self._news(Looked(number, tuple(inspected)))
 
     def keep(self, number: int, round: int, verdict: Verdict, look: int) -> None:

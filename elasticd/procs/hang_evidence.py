@@ -12,16 +12,7 @@ from elasticd.core.hang.standstill import Vitals
 from elasticd.core.thread_activity import ThreadActivity, activity_of
 from elasticd.procs import flight_recorder, stacks
 from elasticd.procs.vitals import thread_report, vitals
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A worker to look at. ``page``: the path of its page."""
-
-    slot: int
-    rank: int
-    pid: int
-    page: Path
+from elasticd.procs.workers import Watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +20,7 @@ class Evidence:
     """The evidence about one worker. ``stacks``: the stacks of all threads as text, or why there are none.
     ``threads``: one line per thread, from the kernel. ``recorded``: see ``flight_recorder.ask``."""
 
-    subject: Subject
+    worker: Watched
     vitals: Vitals
     where: ThreadActivity | None
     stacks: str
@@ -37,25 +28,25 @@ class Evidence:
     recorded: bytes = b""
 
 
-def look(subjects: Sequence[Subject]) -> tuple[Evidence, ...]:
+def look(workers: Sequence[Watched]) -> tuple[Evidence, ...]:
     """Look at all workers in parallel. Takes tens of milliseconds, or some seconds if a worker does not
     answer."""
-    if not subjects:
+    if not workers:
         return ()
-    with ThreadPoolExecutor(min(32, len(subjects)), "elasticd-look") as pool:
-        return tuple(pool.map(_look, subjects))
+    with ThreadPoolExecutor(min(32, len(workers)), "elasticd-look") as pool:
+        return tuple(pool.map(_look, workers))
 
 
-def _look(subject: Subject) -> Evidence:
-    seen = vitals(subject.pid)
+def _look(worker: Watched) -> Evidence:
+    seen = vitals(worker.pid)
     answers = seen.state not in (ProcessState.STOPPED, ProcessState.GONE)
-    text = stacks.ask(subject.page) if answers else ""
-    recorded = flight_recorder.ask(subject.page) if answers else b""
+    text = stacks.ask(worker.page.path) if answers else ""
+    recorded = flight_recorder.ask(worker.page.path) if answers else b""
     where = activity_of(stacks.main_thread(text))
     if not text:
-        text = stacks.py_spy_dump(subject.pid)
-        where = activity_of(stacks.py_spy_main_thread(text, subject.pid))
-    return Evidence(subject, seen, where, text, thread_report(subject.pid), recorded)
+        text = stacks.py_spy_dump(worker.pid)
+        where = activity_of(stacks.py_spy_main_thread(text, worker.pid))
+    return Evidence(worker, seen, where, text, thread_report(worker.pid), recorded)
 
 
 def write(folder: Path, conclusion: str, evidence: Sequence[Evidence]) -> None:
@@ -64,7 +55,7 @@ def write(folder: Path, conclusion: str, evidence: Sequence[Evidence]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conclusion.txt").write_text(conclusion + "\n", encoding="utf-8")
     for one in evidence:
-        of, calls = one.subject, flight_recorder.last_calls(one.recorded)
+        of, calls = one.worker, flight_recorder.last_calls(one.recorded)
         text = "\n".join(
             [
                 f"rank {of.rank}, slot {of.slot}, pid {of.pid}: {_in_words(one)}",

@@ -125,7 +125,7 @@ class Output:
 
         ``terminal``: open a pseudo-terminal if the console is a terminal.
         """
-        source, target = _open_pipe_or_terminal(stream if terminal and self._is_terminal(stream) else None)
+        source, target = _open_pipe_or_terminal(stream if terminal and self._console.is_terminal(stream) else None)
         return target, Feed(stream, source, WorkerStream(prefix), list(copies))
 
     def carry(self, feeds: Sequence[Feed]) -> None:
@@ -170,9 +170,6 @@ class Output:
         os.eventfd_write(self._wake, 1)
         if thread is not None:
             thread.join(timeout_s)
-
-    def _is_terminal(self, stream: int) -> bool:
-        return self._console.is_terminal(stream)
 
     # ------------------------------------------------------------ the thread
 

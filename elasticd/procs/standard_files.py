@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
+from elasticd.channel.framing import close_all
 from elasticd.core.ports import Assignment
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, Reify, trouble_with
 from elasticd.procs.output import Feed, Filtered, Output
@@ -67,7 +68,7 @@ class StandardFiles:
         feeds: list[Feed] = []
         with contextlib.ExitStack() as undo:
             fds = [_duplicate_stdin()]
-            undo.callback(_close_all, fds)
+            undo.callback(close_all, fds)
             for stream in (STDOUT, STDERR):
                 fd, feed = self._plug(worker, stream)
                 fds.append(fd)
@@ -137,11 +138,6 @@ class StandardFiles:
 
 def _open_for_writing(path: str, flags: int) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _duplicate_stdin() -> int:

@@ -358,9 +358,9 @@ class LocalProcs:
             if not worker.alive:
                 return
             worker.protocol.receive(message)
-            slot, came_out = worker.assignment.slot, False
+            slot, has_left = worker.assignment.slot, False
             if isinstance(message, wire.Waiting):
-                came_out = self._comes_to_wait(worker, message)
+                has_left = self._handle_waiting(worker, message)
             if isinstance(message, wire.Broken) and message.fails and worker.life.in_round:
                 worker.become(Life.FAILING)
             if isinstance(message, wire.Checkpointed) and not worker.protocol.linked:
@@ -371,7 +371,7 @@ class LocalProcs:
         match message:
             case wire.Hello():
                 self._news(WorkerLinked(slot))
-            case wire.Waiting(age=age) if came_out:
+            case wire.Waiting(age=age) if has_left:
                 self._news(WorkerWaiting(slot, number, steps, age))
             case wire.Entered(number, step, group_s, state_s, batch, rates, source):
                 took = {"group_s": round(group_s, 6), "state_s": round(state_s, 6)}
@@ -387,7 +387,7 @@ class LocalProcs:
                 self._say("worker.done", slot=slot, round=number)
                 self._news(WorkerReturned(slot, number))
 
-    def _comes_to_wait(self, worker: Worker, message: wire.Waiting) -> bool:
+    def _handle_waiting(self, worker: Worker, message: wire.Waiting) -> bool:
         """Handle a worker's message that it waits. Return whether the worker has left its round."""
         if worker.life is Life.STOPPING:
             return False  # the worker ends soon

@@ -13,7 +13,6 @@ import pytest
 
 from elasticd.core.hang.judging import ProcessState
 from elasticd.procs import hang_evidence, stacks
-from elasticd.procs.hang_evidence import Subject
 from elasticd.procs.vitals import vitals
 from elasticd.procs.workers import LocalProcs, Watched
 from tests.procs.conftest import Bench
@@ -55,19 +54,18 @@ inner(sys.argv[1])
 """
 
 
-def _started(bench: Bench, tmp_path: Path, how: str) -> Subject:
+def _started(bench: Bench, tmp_path: Path, how: str) -> Watched:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
     procs = bench.procs([sys.executable, "-u", str(script), how])
     bench.start(procs)
     bench.console.wait_for(b"here")
-    watched = the_one_watched(procs)
-    return Subject(watched.slot, watched.rank, watched.pid, watched.page.path)
+    return the_one_watched(procs)
 
 
-def _wait_until(subject: Subject, state: ProcessState) -> None:
+def _wait_until(worker: Watched, state: ProcessState) -> None:
     """The kernel tells it to nobody but the parent."""
-    while (now := vitals(subject.pid).state) is not state:
+    while (now := vitals(worker.pid).state) is not state:
         assert now is not ProcessState.GONE
         time.sleep(0.01)
 
@@ -84,39 +82,39 @@ def the_one_watched(procs: LocalProcs) -> Watched:
 def test_a_worker_says_where_all_its_threads_are_whatever_it_does(
     bench: Bench, tmp_path: Path, how: str
 ) -> None:
-    subject = _started(bench, tmp_path, how)
+    worker = _started(bench, tmp_path, how)
     for _ in range(2):  # the second answer does not hold the first
-        text = stacks.ask(subject.page)
+        text = stacks.ask(worker.page.path)
         assert len(stacks.parse(text)) == 2, text
         frames = stacks.main_thread(text)
         assert [Path(f.file).name for f in frames][-2:] == ["script.py"] * 2
         assert frames[-2].function == "inner" and frames[-1].function == "<module>"
-    os.kill(subject.pid, signal.SIGKILL)
+    os.kill(worker.pid, signal.SIGKILL)
     bench.wait()
 
 
 @pytest.mark.parametrize("how", ["blocked", "closed", "default"])
 def test_one_that_cannot_answer_is_not_harmed_by_the_question(bench: Bench, tmp_path: Path, how: str) -> None:
-    subject = _started(bench, tmp_path, how)
-    assert stacks.ask(subject.page) == ""
-    _wait_until(subject, ProcessState.SLEEPING)
+    worker = _started(bench, tmp_path, how)
+    assert stacks.ask(worker.page.path) == ""
+    _wait_until(worker, ProcessState.SLEEPING)
     if how == "closed":
         assert Path("victim").read_bytes() == b""
-    os.kill(subject.pid, signal.SIGKILL)
+    os.kill(worker.pid, signal.SIGKILL)
     bench.wait()
 
 
 def test_a_stopped_worker_is_seen_to_be_stopped_and_the_folder_says_so(bench: Bench, tmp_path: Path) -> None:
-    subject = _started(bench, tmp_path, "sleep")
-    os.kill(subject.pid, signal.SIGSTOP)
-    _wait_until(subject, ProcessState.STOPPED)
-    (seen,) = hang_evidence.look([subject])
+    worker = _started(bench, tmp_path, "sleep")
+    os.kill(worker.pid, signal.SIGSTOP)
+    _wait_until(worker, ProcessState.STOPPED)
+    (seen,) = hang_evidence.look([worker])
     assert seen.vitals.state is ProcessState.STOPPED
     hang_evidence.write(tmp_path / "hang", "rank 0 is stopped", [seen])
     text = (tmp_path / "hang" / "rank-0.txt").read_text()
     assert "process state T" in text and "T (stopped)" in text
     assert (tmp_path / "hang" / "conclusion.txt").read_text() == "rank 0 is stopped\n"
-    os.kill(subject.pid, signal.SIGKILL)
+    os.kill(worker.pid, signal.SIGKILL)
     bench.wait()
 
 
@@ -126,11 +124,11 @@ def test_py_spy_sees_where_a_stopped_worker_is(
     files = metadata.distribution("py-spy").files or ()
     (program,) = (file.locate() for file in files if file.name == "py-spy")
     monkeypatch.setenv("PATH", str(Path(str(program)).resolve().parent), prepend=os.pathsep)
-    subject = _started(bench, tmp_path, "sleep")
-    os.kill(subject.pid, signal.SIGSTOP)
-    _wait_until(subject, ProcessState.STOPPED)
-    (seen,) = hang_evidence.look([subject])
-    os.kill(subject.pid, signal.SIGKILL)
+    worker = _started(bench, tmp_path, "sleep")
+    os.kill(worker.pid, signal.SIGSTOP)
+    _wait_until(worker, ProcessState.STOPPED)
+    (seen,) = hang_evidence.look([worker])
+    os.kill(worker.pid, signal.SIGKILL)
     bench.wait()
     if "could not look" in seen.stacks:
         pytest.skip(f"nobody may look here: {seen.stacks}")
