@@ -1,9 +1,9 @@
 """The layout of the page of memory that a worker shares with its agent: words of 8 bytes. Only the worker
 writes, each word with one instruction.
 
-The heartbeat (elasticd/worker/boot, which imports nothing of elasticd) writes the first eight words, and the
-times of the last steps into the second half of the page. elasticd/procs/page.py has the layout of these two
-parts. The words between them hold the reports of ``elasticd.worker`` and the measured waits. All counts begin
+The heartbeat (elasticd/worker/boot, which imports nothing of elasticd) writes the first eight words, of which
+the first two are a magic number and a version, and the times of the last steps into the second half of the
+page. The words between them hold the reports of ``elasticd.worker`` and the measured waits. All counts begin
 at 0 with the process. A word that is described as 1 + n is 0 while n is unknown.
 """
 
@@ -15,7 +15,9 @@ from typing import Final
 
 PID: Final = 2
 STEPS: Final = 3
-LAST_NS: Final = 4
+LAST_NS: Final = 4  # the time of the last step, in ns of CLOCK_MONOTONIC
+STACKS: Final = 6  # 1 + the worker's descriptor for its stacks
+ENDED_WELL: Final = 7  # 1 if the script and its exit handlers have ended well
 SAMPLES: Final = 8  # samples trained on
 COMMITTED: Final = 9  # 1 + the last committed step
 NONFINITE: Final = 10  # steps with a value that was NaN or infinite
@@ -91,4 +93,6 @@ class PageContents:
     commits: int = 0
     uses: Use = NOTHING
     made: int | None = None  # the optimizer's steps before this process, by the optimizer's own count
+    stacks_fd: int = -1  # the worker's descriptor for its stacks
+    ended_well: bool = False  # only Python's own finalisation, with status 0, was left
     values: tuple[tuple[str, float], ...] = ()

@@ -6,9 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.core import page_layout as at
@@ -20,26 +18,11 @@ STACKS_BYTES_MAX = 1 << 22
 _ALL_USES = sum(Use)
 MAGIC = b"ELASTICD"
 VERSION = 1
-# Magic, version, pid, steps, CLOCK_MONOTONIC ns of the last step, an unused word, 1 + the descriptor for
-# stacks, and 1 if the script ended well: native order, 8 bytes each. The second half of the page has the ns
-# of the last 256 steps.
-LAYOUT = struct.Struct("=8s4Q8x2Q")
+HEAD = struct.Struct("=8s4Q")  # magic, version, pid, steps, and the time of the last step
+# At the end of the page: the times of the last 256 steps, in ns of CLOCK_MONOTONIC.
 TIMES = struct.Struct("=256Q")
 VARIABLE = "ELASTICD_PAGE"
 BOOT_DIR = str(Path(__file__).parents[1] / "worker" / "boot")
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The heartbeat in a worker's page. ``at``: the time of its last step, in seconds since the epoch; 0 for
-    none. ``stacks_fd``: the worker's descriptor for its stacks; -1 if it has none. ``ended_well``: the script
-    and all exit handlers finished, and only Python's own finalisation, with status 0, was left."""
-
-    pid: int
-    steps: int
-    at: float
-    stacks_fd: int = -1
-    ended_well: bool = False
 
 
 def recorder_of(page: Path) -> Path:
@@ -77,20 +60,12 @@ class Page:
         self._fd = os.open(path, flags if again else flags | os.O_CREAT | os.O_EXCL, 0o600)
         if self._owned:
             os.ftruncate(self._fd, PAGE_BYTES)
-            os.pwrite(self._fd, LAYOUT.pack(MAGIC, VERSION, 0, 0, 0, 0, 0), 0)
-
-    def read(self) -> Heartbeat:
-        data = os.pread(self._fd, LAYOUT.size, 0)
-        if len(data) < LAYOUT.size:
-            return Heartbeat(0, 0, 0.0)
-        _, _, pid, steps, last_ns, stacks, ended_well = LAYOUT.unpack(data)
-        when = time.time() - (time.monotonic_ns() - last_ns) / 1e9 if last_ns else 0.0
-        return Heartbeat(pid, steps, when, stacks - 1, ended_well == 1)
+            os.pwrite(self._fd, HEAD.pack(MAGIC, VERSION, 0, 0, 0), 0)
 
     def step_times(self, after: int) -> tuple[int, tuple[float, ...]]:
         """Return the number of steps, and the times of the steps after ``after``, oldest first, in seconds of
         CLOCK_MONOTONIC. At most the last 250 steps are returned."""
-        steps = self.read().steps
+        steps = self.contents().steps
         data = os.pread(self._fd, TIMES.size, PAGE_BYTES - TIMES.size)
         if len(data) < TIMES.size:
             return after, ()
@@ -99,7 +74,7 @@ class Page:
         return steps, tuple(times[n & 255] / 1e9 for n in range(first, steps + 1))
 
     def contents(self) -> PageContents:
-        """Return the worker's report of its training, including the times measured in the worker."""
+        """Return the heartbeat and the worker's report of its training."""
         data = os.pread(self._fd, at.WORDS * 8, 0)
         if len(data) < at.WORDS * 8:
             return PageContents()
@@ -124,6 +99,8 @@ class Page:
                 commits=words[at.COMMITS],
                 uses=Use(words[at.USES] & _ALL_USES),
                 made=words[at.MADE] - 1 if words[at.MADE] else None,
+                stacks_fd=words[at.STACKS] - 1,
+                ended_well=words[at.ENDED_WELL] == 1,
                 values=tuple(_values(data, doubles)),
             )
 

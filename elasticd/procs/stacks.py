@@ -47,17 +47,17 @@ def ask(path: Path) -> str:
 
 
 def _ask(page: Page) -> str:
-    beat = page.read()
-    if beat.stacks_fd < 0:
+    told = page.contents()
+    if told.stacks_fd < 0:
         return ""
     try:
-        pidfd = os.pidfd_open(beat.pid)
+        pidfd = os.pidfd_open(told.pid)
     except OSError:
         return ""
     try:
         # The signal would end a program that has no handler for it. If the program has closed the page, the
         # descriptor may be another file by now.
-        if not (_catches(beat.pid) and _has(beat.pid, beat.stacks_fd, page)):
+        if not (_catches(told.pid) and _has(told.pid, told.stacks_fd, page)):
             return ""
         page.forget_stacks()
         signal.pidfd_send_signal(pidfd, SIGNAL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,11 +19,10 @@ from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
 from elasticd.procs.link_protocol import LinkProtocol
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, trouble_with
 from elasticd.procs.output import Feed
-from elasticd.procs.page import Heartbeat, Page
+from elasticd.procs.page import Page
 from elasticd.procs.worker_links import WorkerLink
 
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)  # signals of a crash
-_NOTHING = Heartbeat(0, 0, 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +61,6 @@ class Worker:
         """Send a message. Return whether it was sent."""
         return self.link is not None and self.link.tell(message)
 
-    def heartbeat(self) -> Heartbeat:
-        return self.page.read() if self.page is not None else _NOTHING
-
     @property
     def error_file(self) -> str:
         """The path of torch's error file; empty if there is none."""
@@ -80,29 +77,30 @@ class Worker:
     @property
     def steps(self) -> int:
         """The steps made in the round; if the script uses ``elasticd.worker``, the committed steps."""
+        page = self.page_contents()
         if self.protocol.linked:
-            return max(0, self.page_contents().commits - self.commits_before)
-        return max(0, self.heartbeat().steps - self.steps_before)
+            return max(0, page.commits - self.commits_before)
+        return max(0, page.steps - self.steps_before)
 
     def progress(self) -> SlotProgress:
-        beat, told = self.heartbeat(), self.page_contents()
-        steps = max(0, beat.steps - self.steps_before)
-        pid = self.pid if self.alive else beat.pid
-        at = beat.at if steps else 0.0
-        began_after = told.base if told.base is not None else told.made
+        page = self.page_contents()
+        steps = max(0, page.steps - self.steps_before)
+        pid = self.pid if self.alive else page.pid
+        at = time.time() - (time.monotonic() - page.stepped_at) if steps else 0.0
+        began_after = page.base if page.base is not None else page.made
         base = began_after + self.steps_before if began_after is not None else None
         a = self.assignment
-        return SlotProgress(a.slot, a.rank, pid, steps, at, base, told.held_s, told.committed)
+        return SlotProgress(a.slot, a.rank, pid, steps, at, base, page.held_s, page.committed)
 
     def page_contents(self) -> PageContents:
-        """Return the worker's report of its training."""
+        """Return the contents of the worker's page."""
         return self.page.contents() if self.page is not None else PageContents()
 
     def finished(self, end: Ended) -> bool:
         """Return whether the script had ended well, even if Python crashed afterwards: finalisation may
         crash, mostly because of threads of torch. No work is lost then."""
-        beat = self.heartbeat()
-        return -end.code in (0, *_CRASHES) and beat.pid == end.pid and beat.ended_well and not end.fenced
+        page = self.page_contents()
+        return -end.code in (0, *_CRASHES) and page.pid == end.pid and page.ended_well and not end.fenced
 
     def ended(self, end: Ended) -> Exit:
         """Note the end of the process. Return how the worker ended, and why as far as known."""

@@ -331,7 +331,8 @@ class LocalProcs:
         worker.assignment, worker.round = assignment, round_number
         if worker.life is not Life.STOPPING:  # a stopping worker exits soon; the exit counts for this round
             worker.become(Life.TRAINING)
-        worker.steps_before, worker.commits_before = worker.heartbeat().steps, worker.page_contents().commits
+        page = worker.page_contents()
+        worker.steps_before, worker.commits_before = page.steps, page.commits
         self._standard_files.relabel(worker)
         if worker.protocol.last is wire.Waiting:
             self._let_enter(worker)

@@ -16,7 +16,7 @@ import pytest
 from elasticd.core.hang.judging import Doing, Look, ProcessState, Verdict, Why
 from elasticd.core.hang.hang_messages import EvidenceKept, Looked
 from elasticd.daemon.inspector import LocalInspector
-from elasticd.procs.page import LAYOUT, MAGIC, PAGE_BYTES, TIMES, Page
+from elasticd.procs.page import HEAD, MAGIC, PAGE_BYTES, TIMES, Page
 from elasticd.procs.workers import Watched
 
 ANSWER_S = 30.0
@@ -31,7 +31,7 @@ class Setup:
         self.page = Page(folder / "slot0")
         self.times = [time.monotonic() - 3 + n for n in range(3)]
         ring = [0, *(int(at * 1e9) for at in self.times)] + [0] * 252
-        head = LAYOUT.pack(MAGIC, 1, self.process.pid, 3, ring[3], 0, 0)
+        head = HEAD.pack(MAGIC, 1, self.process.pid, 3, ring[3])
         self.page.path.write_bytes(head.ljust(PAGE_BYTES - TIMES.size, b"\0") + TIMES.pack(*ring))
         self.condemned: list[tuple[int, int, str]] = []
         procs = SimpleNamespace(

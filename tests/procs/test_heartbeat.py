@@ -11,8 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from elasticd.procs import page as agent_side
-from elasticd.procs.page import BOOT_DIR, LAYOUT, Page, shared_memory_dir
+from elasticd.procs.page import BOOT_DIR, MAGIC, Page, shared_memory_dir
 from tests.procs.agents import PATIENCE_S, PROGRAMS
 from tests.procs.conftest import Bench
 
@@ -107,7 +106,7 @@ def test_a_worker_that_has_not_stepped_is_seen(bench: Bench) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert procs.progress()[0].at == 0.0
-    assert procs.progress()[0].pid == page.read().pid != 0
+    assert procs.progress()[0].pid == page.contents().pid != 0
 
 
 @pytest.mark.parametrize("given", [None, "/x", f"/x{os.pathsep}/y"])
@@ -209,10 +208,10 @@ def test_both_sides_agree_on_the_layout(monkeypatch: pytest.MonkeyPatch) -> None
         hook = worker_side._make_hook(fields, str(page.path))
         for _ in range(3):
             hook(page, (), {})
-        beat = page.read()
-        assert (beat.pid, beat.steps) == (os.getpid(), 3)
-        assert abs(beat.at - time.time()) < 60
-        assert LAYOUT.unpack(page.path.read_bytes()[: LAYOUT.size])[0] == agent_side.MAGIC
+        told = page.contents()
+        assert (told.pid, told.steps) == (os.getpid(), 3)
+        assert abs(told.stepped_at - time.monotonic()) < 60
+        assert page.path.read_bytes().startswith(MAGIC)
     finally:
         page.close()
         folder.rmdir()

@@ -44,12 +44,12 @@ def test_nothing_was_said_where_nothing_was_said(page: Page) -> None:
 
 
 def test_the_heartbeat_beside_it_is_left_alone(page: Page) -> None:
-    before = page.read()
+    before = page.path.read_bytes()[:64]
     for n in range(VALUES_MAX):
         worker.report(**{f"value_{n}": n})
     agentpage.begins_after(7)
     agentpage.committed(8)
-    assert page.read() == before and page.step_times(0) == (0, ())
+    assert page.path.read_bytes()[:64] == before and page.step_times(0) == (0, ())
     assert [v for _, v in page.contents().values] == list(range(VALUES_MAX))
     assert (page.contents().base, page.contents().committed, page.contents().commits) == (7, 8, 1)
 
