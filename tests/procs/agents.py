@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_removed(paths: Iterable[str]) -> None:
+def wait_until(holds: Callable[[], object], what: str) -> None:
+    """Poll for what nobody tells."""
     deadline = time.monotonic() + PATIENCE_S
-    for path in paths:
-        while os.path.exists(path):
-            assert time.monotonic() < deadline, f"{path} is still there"
-            time.sleep(0.01)
+    while not holds():
+        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S:g} s"
+        time.sleep(0.01)
 
 
 class Agent:

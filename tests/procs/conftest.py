@@ -8,7 +8,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from elasticd.procs.linux import children
 from elasticd.procs.output import Output
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
-from tests.procs.agents import PATIENCE_S
+from tests.procs.agents import PATIENCE_S, wait_until
 
 
 class Recorded:
@@ -44,8 +43,42 @@ class Recorded:
         with self._changed:
             assert self._changed.wait_for(lambda: text in self.written[stream], PATIENCE_S), self.written
 
+    def wait_for_lines(self, count: int, start: bytes = b"") -> list[bytes]:
+        """Wait for so many lines of stdout that start so, and return them."""
+
+        def found() -> list[bytes]:
+            return [line for line in self.lines() if line.startswith(start)]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(found()) >= count, PATIENCE_S), self.written
+            return found()
+
     def lines(self, stream: int = 1) -> list[bytes]:
         return self.written[stream].splitlines()
+
+    def clear(self) -> None:
+        with self._changed:
+            self.written = {1: b"", 2: b""}
+
+
+class News:
+    """Keeps the events that ``say`` and ``warn`` get."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self._told = threading.Condition()
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        with self._told:
+            self.events.append((event, fields))
+            self._told.notify_all()
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [fields for name, fields in self.events if name == event]
+
+    def wait_for(self, event: str, times: int = 1) -> None:
+        with self._told:
+            assert self._told.wait_for(lambda: len(self.of(event)) >= times, PATIENCE_S), self.events
 
 
 class Bench:
@@ -65,8 +98,10 @@ class Bench:
         return self._made[-1]
 
     def start(self, procs: LocalProcs, workers: int = 1, **env: str) -> None:
+        """Start workers for the next round. What was printed and told before is forgotten."""
         self._round += 1
         self.exits.clear()
+        self.console.clear()
         procs.start(
             self._round,
             tuple(Assignment(10 + i, i, i, {"RANK": str(i), **env}) for i in range(workers)),
@@ -77,6 +112,11 @@ class Bench:
         with self._told:
             assert self._told.wait_for(lambda: len(self.exits) >= count, PATIENCE_S), self.console.written
         return sorted(self.exits, key=lambda exit: exit.slot)
+
+    def kill(self, procs: LocalProcs, workers: int = 1) -> None:
+        """Kill the workers, and wait for their exits."""
+        procs.stop(signal.SIGKILL, 0.0)
+        self.wait(workers)
 
     @contextlib.contextmanager
     def room(self, descriptors: int) -> Iterator[None]:
@@ -130,11 +170,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 def wait_until_ready(procs: LocalProcs) -> None:
     """Wait until workers are forked from now on, the next one ahead."""
-    assert procs._preload is not None
-    deadline = time.monotonic() + PATIENCE_S
-    while not (procs._preload.ready and named(procs._warden, "elasticd-embryo")):  # told to nobody
-        assert time.monotonic() < deadline, "the zygote did not come up"
-        time.sleep(0.02)
+    preload = procs._preload
+    assert preload is not None
+    wait_until(lambda: preload.ready and named(procs._warden, "elasticd-embryo"), "the zygote comes up")
 
 
 def named(warden: Warden, name: str) -> list[int]:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticd.core.facts import Exit
-from elasticd.procs.output import Output
 from elasticd.procs.workers import LocalProcs
-from tests.procs.conftest import Bench, Recorded, wait_until_ready
+from tests.procs.conftest import Bench, wait_until_ready
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,6 @@ def both(
 
 
 def run(bench: Bench, procs: LocalProcs, workers: int = 1) -> Ran:
-    bench.console = console = Recorded()
-    procs._standard_files._output = Output(console)
     bench.start(procs, workers)
     exits = bench.wait(workers)
-    return Ran(exits, console.written[1], console.written[2])
+    return Ran(exits, bench.console.written[1], bench.console.written[2])

@@ -10,28 +10,17 @@ from typing import Any
 import pytest
 
 from tests.procs.agents import PROGRAMS
-from tests.procs.conftest import Bench
+from tests.procs.conftest import Bench, News
 from tests.procs.forked import both
 
 CRASH = str(PROGRAMS / "dumped" / "crash_at_exit.py")
 
 
-class News:
-    def __init__(self) -> None:
-        self.said: list[tuple[str, dict[str, Any]]] = []
-
-    def say(self, event: str, **fields: Any) -> None:
-        self.said.append((event, fields))
-
-    def crashes(self) -> list[dict[str, Any]]:
-        return [fields for event, fields in self.said if event == "worker.crashed_at_exit"]
-
-
 def run(bench: Bench, *argv: str) -> tuple[int, list[dict[str, Any]]]:
     news = News()
-    bench.start(bench.procs([sys.executable, *argv], warn=news.say))
+    bench.start(bench.procs([sys.executable, *argv], warn=news))
     (exit,) = bench.wait()
-    return exit.code, news.crashes()
+    return exit.code, news.of("worker.crashed_at_exit")
 
 
 @pytest.mark.parametrize("number", ["SIGABRT", "SIGSEGV", "SIGBUS"])
@@ -46,9 +35,9 @@ def test_a_script_that_ran_to_its_end_has_finished_whatever_python_comes_to(
 
 def test_so_has_one_that_was_forked(bench: Bench) -> None:
     news = News()
-    ran = both(bench, [CRASH, "end", "SIGABRT"], warn=news.say)
+    ran = both(bench, [CRASH, "end", "SIGABRT"], warn=news)
     assert [r.exits[0].code for r in ran] == [0, 0], ran
-    assert len(news.crashes()) == 2
+    assert len(news.of("worker.crashed_at_exit")) == 2
 
 
 @pytest.mark.parametrize(

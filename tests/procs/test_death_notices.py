@@ -203,24 +203,11 @@ def test_a_large_worker_is_reported_while_the_kernel_takes_it_down(bench: Bench)
     there = []
     while True not in there:  # a machine may be too busy to look in time
         assert len(there) < 5, "a worker is reported only once it is gone"
-        bench.console.written[1] = b""
-        bench.start(procs)
-        bench.console.wait_for(b"\n")
-        pid = int(bench.console.written[1])
+        pid = _start(bench, procs)
         os.kill(pid, signal.SIGKILL)
         (exit,) = bench.wait()
         there.append(os.path.exists(f"/proc/{pid}"))
         assert exit.code == -signal.SIGKILL
-
-
-def _kill_a_large_one(bench: Bench, procs: LocalProcs) -> int:
-    """Start a worker, kill it, and wait until its end is reported. Return its pid."""
-    bench.start(procs)
-    bench.console.wait_for(b"\n")
-    pid = int(bench.console.written[1])
-    os.kill(pid, signal.SIGKILL)
-    bench.wait()
-    return pid
 
 
 def test_a_process_that_the_kernel_takes_down_is_reported_twice_ended_and_gone(bench: Bench) -> None:
@@ -238,7 +225,6 @@ def test_a_process_that_the_kernel_takes_down_is_reported_twice_ended_and_gone(b
 
 def _start(bench: Bench, procs: LocalProcs) -> int:
     """Start a worker that prints its pid. Return the pid."""
-    bench.console.written[1] = b""
     bench.start(procs)
     bench.console.wait_for(b"\n")
     return int(bench.console.written[1])

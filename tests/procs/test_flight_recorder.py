@@ -41,8 +41,7 @@ def test_a_worker_with_a_process_group_gives_all_it_has_as_often_as_it_is_asked(
     page = the_one_watched(procs).page.path
     for _ in range(2):
         assert flight_recorder.ask(page) == b"all there is" * 100_000
-    procs.stop(signal.SIGKILL, 0.0)
-    bench.wait()
+    bench.kill(procs)
     procs.close()
     assert not recorder_of(page).exists()
 
@@ -52,8 +51,6 @@ def test_one_without_a_process_group_has_no_thread_for_it(bench: Bench) -> None:
     bench.start(procs)
     bench.console.wait_for(b"0 False")
     assert flight_recorder.ask(the_one_watched(procs).page.path) == b""
-    procs.stop(signal.SIGKILL, 0.0)
-    bench.wait()
 
 
 def test_the_newest_calls_are_told_in_their_order_whatever_the_ring_began_with() -> None:

@@ -89,8 +89,6 @@ def test_a_worker_says_where_all_its_threads_are_whatever_it_does(
         frames = stacks.main_thread(text)
         assert [Path(f.file).name for f in frames][-2:] == ["script.py"] * 2
         assert frames[-2].function == "inner" and frames[-1].function == "<module>"
-    os.kill(worker.pid, signal.SIGKILL)
-    bench.wait()
 
 
 @pytest.mark.parametrize("how", ["blocked", "closed", "default"])
@@ -100,8 +98,6 @@ def test_one_that_cannot_answer_is_not_harmed_by_the_question(bench: Bench, tmp_
     _wait_until(worker, ProcessState.SLEEPING)
     if how == "closed":
         assert Path("victim").read_bytes() == b""
-    os.kill(worker.pid, signal.SIGKILL)
-    bench.wait()
 
 
 def test_a_stopped_worker_is_seen_to_be_stopped_and_the_folder_says_so(bench: Bench, tmp_path: Path) -> None:
@@ -114,8 +110,6 @@ def test_a_stopped_worker_is_seen_to_be_stopped_and_the_folder_says_so(bench: Be
     text = (tmp_path / "hang" / "rank-0.txt").read_text()
     assert "process state T" in text and "T (stopped)" in text
     assert (tmp_path / "hang" / "conclusion.txt").read_text() == "rank 0 is stopped\n"
-    os.kill(worker.pid, signal.SIGKILL)
-    bench.wait()
 
 
 def test_py_spy_sees_where_a_stopped_worker_is(
@@ -128,8 +122,6 @@ def test_py_spy_sees_where_a_stopped_worker_is(
     os.kill(worker.pid, signal.SIGSTOP)
     _wait_until(worker, ProcessState.STOPPED)
     (seen,) = hang_evidence.look([worker])
-    os.kill(worker.pid, signal.SIGKILL)
-    bench.wait()
     if "could not look" in seen.stacks:
         pytest.skip(f"nobody may look here: {seen.stacks}")
     assert seen.where is not None and seen.where.place.startswith("script.py:")
@@ -154,8 +146,6 @@ child.wait()
     before = vitals(watched.pid).cpu_s
     while vitals(watched.pid).cpu_s < before + 0.2:
         pass
-    procs.stop(signal.SIGKILL, 0.0)
-    bench.wait()
 
 
 def test_a_process_that_only_waits_in_pieces_is_seen_to_go_on(bench: Bench) -> None:
@@ -168,8 +158,6 @@ def test_a_process_that_only_waits_in_pieces_is_seen_to_go_on(bench: Bench) -> N
     while (now := vitals(watched.pid)).wakes < before.wakes + 10:
         time.sleep(0.01)
     assert now.all_wakes >= now.wakes
-    procs.stop(signal.SIGKILL, 0.0)
-    bench.wait()
 
 
 def test_a_condemned_worker_ends_as_one_that_hung_with_the_reason(bench: Bench) -> None:

@@ -22,8 +22,8 @@ from tests.procs.agents import (
     PROGRAMS,
     Agent,
     is_running,
+    wait_until,
     wait_until_gone,
-    wait_until_removed,
 )
 
 FAMILY = [sys.executable, str(PROGRAMS / "family.py")]
@@ -59,7 +59,7 @@ def test_a_killed_agent_leaves_no_worker_descendant_service_or_file(start: Start
     assert all(map(os.path.exists, ready["paths"]))
     agent.signal(signal.SIGKILL)
     wait_until_gone(pids)
-    wait_until_removed(ready["paths"])
+    wait_until(lambda: not any(map(os.path.exists, ready["paths"])), "its files are gone")
 
 
 def test_a_process_forked_from_the_agent_does_not_hide_its_death(start: Start) -> None:

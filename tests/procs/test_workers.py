@@ -21,16 +21,14 @@ from elasticd.procs.linux import children
 from elasticd.procs.logdest import LogDest
 from elasticd.procs.warden_client import WardenError
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
-from tests.procs.conftest import Bench
+from tests.procs.conftest import Bench, News
 
 FAMILY = [sys.executable, str(PROGRAMS / "family.py")]
 
 
 def _families(bench: Bench, count: int) -> list[dict[str, Any]]:
-    while len(lines := [line for line in bench.console.lines() if line.startswith(b"family ")]) < count:
-        with bench.console._changed:
-            assert bench.console._changed.wait(60.0)
-    return [json.loads(line.removeprefix(b"family ")) for line in lines]
+    start = b"family "
+    return [json.loads(line.removeprefix(start)) for line in bench.console.wait_for_lines(count, start)]
 
 
 # ---------------------------------------------------------------- what it is given
@@ -112,24 +110,18 @@ def test_a_warden_without_files_to_start_a_worker_says_so_and_lives_on(bench: Be
     assert exit.code == 0
 
 
-class Warned:
-    """What the log is told."""
-
-    def __init__(self) -> None:
-        self.why: list[str] = []
-
-    def __call__(self, event: str, **fields: object) -> None:
-        assert event == "log.not_kept"
-        self.why.append(str(fields["why"]))
+def _not_kept(news: News) -> list[str]:
+    """Why logs were not kept."""
+    return [str(fields["why"]) for fields in news.of("log.not_kept")]
 
 
 @pytest.mark.parametrize("how", ["stdouts", "tee_stdouts", "capture_dirs"])
 def test_a_worker_whose_log_cannot_be_written_runs_and_prints_to_the_console(bench: Bench, how: str) -> None:
     dest = LogDest(**{how: {0: "/proc/no/such/folder"}})
-    (exit,) = bench.run("print('hello')", reify=lambda _n, _e: dest, warn=(warned := Warned()))
+    (exit,) = bench.run("print('hello')", reify=lambda _n, _e: dest, warn=(news := News()))
     assert (exit.code, exit.log) == (0, "")
     assert bench.console.lines()[-1].endswith(b"hello")
-    (why,) = warned.why
+    (why,) = _not_kept(news)
     assert why.startswith("/proc/no") and "cannot be written: No such file" in why
 
 
@@ -137,9 +129,9 @@ def test_where_no_log_folder_can_be_made_every_worker_runs_and_it_is_said_once(b
     def reify(number: int, envs: dict[int, dict[str, str]]) -> LogDest:
         raise PermissionError(13, "Permission denied", "/logs")
 
-    exits = bench.run("print('hello')", 2, reify=reify, warn=(warned := Warned()))
+    exits = bench.run("print('hello')", 2, reify=reify, warn=(news := News()))
     assert [exit.code for exit in exits] == [0, 0]
-    assert warned.why == ["/logs cannot be written: Permission denied"]
+    assert _not_kept(news) == ["/logs cannot be written: Permission denied"]
 
 
 def test_a_worker_whose_log_disk_is_full_from_the_start_prints_to_the_console(
@@ -148,9 +140,9 @@ def test_a_worker_whose_log_disk_is_full_from_the_start_prints_to_the_console(
     full = tmp_path / "stdout.log"
     full.symlink_to("/dev/full")
     dest = LogDest(stdouts={0: str(full)}, stderrs={0: str(tmp_path / "stderr.log")})
-    (exit,) = bench.run("print('hello')", reify=lambda _n, _e: dest, warn=(warned := Warned()))
+    (exit,) = bench.run("print('hello')", reify=lambda _n, _e: dest, warn=(news := News()))
     assert exit.code == 0 and b"hello" in bench.console.lines()
-    assert warned.why == [f"{full} cannot be written: No space left on device"]
+    assert _not_kept(news) == [f"{full} cannot be written: No space left on device"]
 
 
 def test_a_worker_that_fails_as_its_log_disk_is_full_fails_by_its_nodes_fault(
@@ -234,9 +226,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 # ---------------------------------------------------------------- what it leaves behind
 
 
-@pytest.mark.parametrize("kind", ["child", "setsid", "daemon", "forgetful"])
-def test_what_the_last_worker_leaves_behind_is_killed(bench: Bench, kind: str) -> None:
-    bench.start(bench.procs([*FAMILY, kind]), THEN="exit")
+def test_what_the_last_worker_leaves_behind_is_killed(bench: Bench) -> None:
+    bench.start(bench.procs(FAMILY), THEN="exit")
     (family,) = _families(bench, 1)
     (exit,) = bench.wait()
     assert exit.code == 3

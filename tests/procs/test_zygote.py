@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -20,8 +19,8 @@ from elasticd.procs.linux import children, steady_now
 from elasticd.procs.workers import LocalProcs
 from elasticd.procs.zygote import ZygoteProcess
 from tests.channel.starved import descriptors
-from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
-from tests.procs.conftest import Bench, named, wait_until_ready
+from tests.procs.agents import PROGRAMS, is_running, wait_until, wait_until_gone
+from tests.procs.conftest import Bench, News, named, wait_until_ready
 from tests.procs.forked import run
 
 PREAMBLE = (
@@ -43,41 +42,13 @@ def _zygote(bench: Bench) -> int:
     return pid
 
 
-def _lines(bench: Bench, count: int) -> list[bytes]:
-    with bench.console._changed:
-        assert bench.console._changed.wait_for(lambda: len(bench.console.lines()) >= count, PATIENCE_S)
-    return bench.console.lines()
-
-
-class News:
-    """What is said of the zygote."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, dict[str, object]]] = []
-        self._told = threading.Condition()
-
-    def say(self, event: str, **fields: object) -> None:
-        with self._told:
-            self.events.append((event, fields))
-            self._told.notify_all()
-
-    def of(self, event: str) -> list[dict[str, object]]:
-        return [fields for name, fields in self.events if name == event]
-
-    def wait_for(self, event: str, times: int = 1) -> None:
-        with self._told:
-            assert self._told.wait_for(lambda: len(self.of(event)) >= times, PATIENCE_S), self.events
-
-
 @pytest.fixture
 def staying(bench: Bench, tmp_path: Path) -> tuple[LocalProcs, int]:
     """Workers that stay until they are stopped, and the zygote of those to come."""
     procs = _procs(bench, tmp_path, STAY)
     bench.start(procs, 2)
     wait_until_ready(procs)
-    procs.stop(signal.SIGKILL, 0.0)
-    bench.wait(2)
-    bench.console.written[1] = b""
+    bench.kill(procs, 2)
     return procs, _zygote(bench)
 
 
@@ -123,7 +94,6 @@ def test_a_worker_of_another_environment_is_started_afresh(bench: Bench, tmp_pat
     procs = _procs(bench, tmp_path, SHOW + "print(os.environ.get('OMP_NUM_THREADS'))")
     run(bench, procs)
     wait_until_ready(procs)
-    bench.console.written[1] = b""
     bench.start(procs, OMP_NUM_THREADS="3")
     bench.wait()
     assert bench.console.lines() == [b"False", b"3"]
@@ -148,7 +118,7 @@ def test_where_something_else_starts_with_python_workers_are_started_afresh(
     env = {**os.environ, "PYTHONUSERBASE": str(tmp_path / "user")}
     python = [sys._base_executable, "-u"]  # type: ignore[attr-defined]  # in a venv there is no user site
     (tmp_path / "job.py").write_text(SHOW)
-    procs = bench.procs([*python, str(tmp_path / "job.py")], zygote=True, base_env=env, say=news.say)
+    procs = bench.procs([*python, str(tmp_path / "job.py")], zygote=True, base_env=env, say=news)
     assert run(bench, procs).out == b"False\n"
     news.wait_for("zygote.given_up")
     assert run(bench, procs).out == b"False\n"
@@ -191,7 +161,7 @@ def test_a_module_that_a_fork_does_not_suit_is_left_out_alone(
     script += "from package import fine, user\nstep_once()\n"
     script += "print(forked, *('package.' + m in there for m in ('fine', 'offender', 'user')))\nos._exit(0)"
     env = {**os.environ, "PYTHONPATH": str(site), "PLACE": str(tmp_path / "once"), "ONCE": str(tmp_path)}
-    procs = _procs(bench, tmp_path, script, base_env=env, say=news.say)
+    procs = _procs(bench, tmp_path, script, base_env=env, say=news)
     assert run(bench, procs).out == b"False False False False\n"
     wait_until_ready(procs)
     assert run(bench, procs, 2).out == b"True True False False\n" * 2
@@ -213,7 +183,7 @@ def test_what_suits_is_imported_ahead_once_however_much_does_not(bench: Bench, t
         offender = "import os; RANK = os.environ.get('RANK')" if n % 2 else f"import unsuited{n + 1}"
         (site / f"{name}.py").write_text(offender)
     script = PREAMBLE + f"import heavy, {', '.join(unsuited)}\nstep_once()\nprint(forked)\n"
-    procs = _procs(bench, tmp_path, script, base_env={**os.environ, "PYTHONPATH": str(site)}, say=news.say)
+    procs = _procs(bench, tmp_path, script, base_env={**os.environ, "PYTHONPATH": str(site)}, say=news)
     assert run(bench, procs).out == b"False\n"
     wait_until_ready(procs)
     assert (tmp_path / "imported").read_text() == "once once ", "by the first worker, and ahead"
@@ -248,7 +218,7 @@ def test_threads_that_know_of_forks_do_not_count(bench: Bench, tmp_path: Path) -
         PREAMBLE
         + "there = 'allocator' in sys.modules\nimport allocator\nstep_once()\nprint(there)\nos._exit(0)"
     )
-    procs = _procs(bench, tmp_path, script, base_env={**os.environ, "PYTHONPATH": str(site)}, say=news.say)
+    procs = _procs(bench, tmp_path, script, base_env={**os.environ, "PYTHONPATH": str(site)}, say=news)
     assert run(bench, procs).out == b"False\n"
     wait_until_ready(procs)
     assert not news.of("zygote.left_out")
@@ -263,7 +233,7 @@ def test_what_only_a_later_worker_imports_is_imported_before_the_next(bench: Ben
         "step_once()\nprint(*there)\n"
     )
     news = News()
-    procs = _procs(bench, tmp_path, script, say=news.say)
+    procs = _procs(bench, tmp_path, script, say=news)
     assert run(bench, procs).out == b"False False\n"
     wait_until_ready(procs)
     assert run(bench, procs).out == b"False True\n", "wherever elasticd itself is installed"
@@ -284,13 +254,8 @@ def importing(bench: Bench, tmp_path: Path) -> tuple[LocalProcs, Path]:
     script = STAY.replace("step_once()", "import slow; step_once()", 1)
     procs = _procs(bench, tmp_path, script, base_env={**os.environ, "PYTHONPATH": str(site)})
     bench.start(procs)
-    deadline = time.monotonic() + PATIENCE_S
-    while not named(bench.warden, "elasticd-zygote"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    procs.stop(signal.SIGKILL, 0.0)
-    bench.wait()
-    bench.console.written[1] = b""
+    wait_until(lambda: named(bench.warden, "elasticd-zygote"), "a zygote comes")
+    bench.kill(procs)
     return procs, until
 
 
@@ -300,7 +265,7 @@ def test_workers_asked_of_a_zygote_that_still_imports_wait_for_it(
     procs, until = importing
     bench.start(procs, 2)
     until.write_text("go on")  # waits for it to be read
-    assert [line.split()[0] for line in _lines(bench, 2)] == [b"True"] * 2
+    assert [line.split()[0] for line in bench.console.wait_for_lines(2)] == [b"True"] * 2
 
 
 def test_workers_do_not_wait_for_a_zygote_for_longer_than_they_take_without(
@@ -309,16 +274,14 @@ def test_workers_do_not_wait_for_a_zygote_for_longer_than_they_take_without(
     procs, until = importing
     for _ in range(2):
         bench.start(procs, 2)
-        assert [line.split()[0] for line in _lines(bench, 2)] == [b"False"] * 2
-        procs.stop(signal.SIGKILL, 0.0)
-        bench.wait(2)
-        bench.console.written[1] = b""
+        assert [line.split()[0] for line in bench.console.wait_for_lines(2)] == [b"False"] * 2
+        bench.kill(procs, 2)
     root = named(bench.warden, "elasticd-root")
     until.write_text("go on")
     wait_until_ready(procs)
     assert root == named(bench.warden, "elasticd-root"), "it was let import to the end"
     bench.start(procs)
-    assert _lines(bench, 1)[0].startswith(b"True")
+    assert bench.console.wait_for_lines(1)[0].startswith(b"True")
 
 
 @pytest.mark.parametrize(
@@ -352,7 +315,7 @@ def test_one_worker_is_forked_before_it_is_asked_for(bench: Bench, staying: tupl
     procs, _ = staying
     (embryo,) = named(bench.warden, "elasticd-embryo")
     bench.start(procs, 3)
-    said = [line.split() for line in _lines(bench, 3)]
+    said = [line.split() for line in bench.console.wait_for_lines(3)]
     assert {(forked, int(parent)) for forked, _, parent in said} == {(b"True", bench.warden.pid)}
     assert embryo in {int(pid) for _, pid, _ in said}
     wait_until_ready(procs)  # the next
@@ -367,7 +330,7 @@ def test_the_death_of_what_is_forked_ahead_costs_nothing(
     os.kill(embryos[0], signal.SIGKILL)
     wait_until_gone(embryos)
     bench.start(procs)
-    assert _lines(bench, 1)[0].startswith(b"True")
+    assert bench.console.wait_for_lines(1)[0].startswith(b"True")
 
 
 def test_what_is_forked_ahead_ends_with_the_zygote(bench: Bench, staying: tuple[LocalProcs, int]) -> None:
@@ -385,27 +348,24 @@ def test_forked_workers_are_the_wardens_children_and_die_with_it(
 ) -> None:
     procs, zygote = staying
     bench.start(procs, 2)
-    said = [line.split() for line in _lines(bench, 2)]
+    said = [line.split() for line in bench.console.wait_for_lines(2)]
     assert {(forked, int(parent)) for forked, _, parent in said} == {(b"True", bench.warden.pid)}
     os.kill(bench.warden.pid, signal.SIGKILL)
     bench.wait(2)
     wait_until_gone([zygote, *(int(pid) for _, pid, _ in said)])
 
 
-@pytest.mark.parametrize("kind", ["child", "setsid", "daemon"])
 def test_what_a_forked_worker_leaves_behind_is_killed_while_others_and_theirs_live_on(
-    bench: Bench, tmp_path: Path, kind: str
+    bench: Bench, tmp_path: Path
 ) -> None:
     family = (PROGRAMS / "family.py").read_text().replace("signal.pause()", "step_once(); signal.pause()")
-    procs = _procs(bench, tmp_path, PREAMBLE.replace("\n", ";", 2) + family, kind)
+    procs = _procs(bench, tmp_path, PREAMBLE.replace("\n", ";", 2) + family, "child,setsid,daemon")
     bench.start(procs, 2)
-    _lines(bench, 2)
+    bench.console.wait_for_lines(2)
     wait_until_ready(procs)
-    procs.stop(signal.SIGKILL, 0.0)
-    bench.wait(2)
-    bench.console.written[1] = b""
+    bench.kill(procs, 2)
     bench.start(procs, 2)
-    dead, living = (json.loads(line.removeprefix(b"family ")) for line in _lines(bench, 2))
+    dead, living = (json.loads(line.removeprefix(b"family ")) for line in bench.console.wait_for_lines(2))
     os.kill(dead["worker"], signal.SIGKILL)
     wait_until_gone(dead.values())
     assert all(map(is_running, living.values()))
@@ -433,11 +393,9 @@ time.sleep(1000)
     procs = _procs(bench, tmp_path, script)
     bench.start(procs, 2)
     wait_until_ready(procs)
-    procs.stop(signal.SIGKILL, 0.0)
-    bench.wait(2)
-    bench.console.written[1] = b""
+    bench.kill(procs, 2)
     bench.start(procs, 2)
-    dead, living = ([int(pid) for pid in line.split()[1:]] for line in _lines(bench, 2))
+    dead, living = ([int(pid) for pid in line.split()[1:]] for line in bench.console.wait_for_lines(2))
     os.kill(dead[0], signal.SIGKILL)
     wait_until_gone(dead)
     assert all(map(is_running, living))
@@ -451,21 +409,16 @@ def test_the_death_of_the_zygote_leaves_its_workers_alone_and_another_one_comes(
 ) -> None:
     procs, zygote = staying
     bench.start(procs, 2)
-    pids = [int(line.split()[1]) for line in _lines(bench, 2)]
+    pids = [int(line.split()[1]) for line in bench.console.wait_for_lines(2)]
     os.kill(zygote, signal.SIGKILL)
     wait_until_gone([zygote])
-    deadline = time.monotonic() + PATIENCE_S
-    while not set(named(bench.warden, "elasticd-zygote")) - {zygote}:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: set(named(bench.warden, "elasticd-zygote")) - {zygote}, "another one comes")
     wait_until_ready(procs)
     assert all(map(is_running, pids))
     assert not bench.exits
-    procs.stop(signal.SIGKILL, 0.0)
-    bench.wait(2)
-    bench.console.written[1] = b""
+    bench.kill(procs, 2)
     bench.start(procs)
-    assert _lines(bench, 1)[0].startswith(b"True")
+    assert bench.console.wait_for_lines(1)[0].startswith(b"True")
 
 
 def test_workers_asked_of_a_zygote_that_hangs_are_started_afresh(
@@ -474,7 +427,7 @@ def test_workers_asked_of_a_zygote_that_hangs_are_started_afresh(
     procs, zygote = staying
     os.kill(zygote, signal.SIGSTOP)
     bench.start(procs, 2)
-    assert [line.split()[0] for line in _lines(bench, 2)] == [b"False"] * 2
+    assert [line.split()[0] for line in bench.console.wait_for_lines(2)] == [b"False"] * 2
     wait_until_gone([zygote])
 
 
@@ -485,7 +438,7 @@ def test_workers_asked_of_a_zygote_that_dies_are_started_afresh(
     os.kill(zygote, signal.SIGSTOP)
     bench.start(procs, 2)
     os.kill(zygote, signal.SIGKILL)
-    assert [line.split()[0] for line in _lines(bench, 2)] == [b"False"] * 2
+    assert [line.split()[0] for line in bench.console.wait_for_lines(2)] == [b"False"] * 2
 
 
 @pytest.mark.parametrize("room", [3, 5, 7])  # the worker's three files, its link, and copies of the files
@@ -499,12 +452,10 @@ def test_a_warden_without_descriptors_for_a_fork_says_so_and_lives_on(
             (exit,) = bench.wait()
             assert (exit.code, exit.message) == (127, "cannot fork: Too many open files")
         else:  # enough for a start without the zygote
-            assert [line.split()[0] for line in _lines(bench, 1)] == [b"False"]
-            procs.stop(signal.SIGKILL, 0.0)
-            bench.wait()
-    bench.console.written[1] = b""
+            assert [line.split()[0] for line in bench.console.wait_for_lines(1)] == [b"False"]
+            bench.kill(procs)
     bench.start(procs)
-    assert [line.split()[0] for line in _lines(bench, 1)] == [b"True"]
+    assert [line.split()[0] for line in bench.console.wait_for_lines(1)] == [b"True"]
     assert _zygote(bench) == zygote
 
 
@@ -540,7 +491,7 @@ def test_workers_that_are_stopped_before_they_are_forked_never_run(
     assert [(exit.code, exit.fenced) for exit in bench.wait(2)] == [(-signal.SIGTERM, False)] * 2
     os.kill(zygote, signal.SIGCONT)
     bench.start(procs)
-    (line,) = _lines(bench, 1)
+    (line,) = bench.console.wait_for_lines(1)
     forked, pid, _ = line.split()
     assert forked == b"True"
     worker = Path(f"/proc/{int(pid)}/comm").read_text().strip()
@@ -558,7 +509,7 @@ def test_the_fence_holds_for_workers_that_are_still_to_be_forked(
     os.kill(zygote, signal.SIGCONT)
     procs.fence(None)
     bench.start(procs)
-    assert _lines(bench, 1)[0].split()[0] == b"True"
+    assert bench.console.wait_for_lines(1)[0].split()[0] == b"True"
 
 
 def test_a_folder_that_is_gone_is_an_exit_of_127_with_the_reason(bench: Bench, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.procs.linux import children
-from tests.procs.conftest import Bench
-from tests.procs.test_zygote import News
+from tests.procs.conftest import Bench, News
 
 LIBRARIES = {
     "torch": "import torch",
@@ -55,7 +54,7 @@ def test_what_a_library_imports_is_imported_ahead_for_little_more_than_one_impor
         "torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()\n"
         "print(gc.get_freeze_count() > 0, time.monotonic() - began)\n"
     )
-    procs = bench.procs([sys.executable, "-u", str(tmp_path / "job.py")], zygote=True, say=news.say)
+    procs = bench.procs([sys.executable, "-u", str(tmp_path / "job.py")], zygote=True, say=news)
     bench.start(procs)
     bench.wait()
     began = time.monotonic()
