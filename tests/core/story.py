@@ -22,20 +22,14 @@ from elasticd.core.agent_messages import StoreComplained, StoreFilled, WardenLos
 from elasticd.core.facts import Limits, Policy
 from elasticd.core.page_layout import Fatal
 from elasticd.core.reasons import (
-    AwaitingCheckpoint,
-    AwaitingHeirs,
-    AwaitingRelease,
-    AwaitingReturn,
-    BelowMinimum,
-    CoolingDown,
     FailureCharged,
     JobEnded,
     RoundClosing,
     RoundFormed,
-    Settling,
     SlotBad,
     SlotDrained,
     SlotQuarantined,
+    Wait,
     WorkerKeepsUp,
     WorkerStraggling,
 )
@@ -47,19 +41,11 @@ from tests.sim.procs import Job, World
 
 MOST_S = 7200.0  # how long a story waits for what it says will happen
 DELAY_S = 0.001  # each way between an agent and etcd
-LEADERS = (
-    *(
-        AwaitingCheckpoint,
-        AwaitingHeirs,
-        AwaitingRelease,
-        AwaitingReturn,
-        BelowMinimum,
-        CoolingDown,
-        Settling,
-    ),
-    *(FailureCharged, JobEnded, RoundClosing, RoundFormed, SlotDrained, SlotQuarantined),
-    *(SlotBad, WorkerKeepsUp, WorkerStraggling),
-)  # the reasons that an agent gives as the leader
+# The reasons that an agent gives as the leader.
+Leaders = (
+    (Wait | FailureCharged | JobEnded | RoundClosing | RoundFormed | SlotDrained | SlotQuarantined)
+    | (SlotBad | WorkerKeepsUp | WorkerStraggling)
+)
 T = TypeVar("T")
 
 
@@ -87,7 +73,7 @@ class StoryClock(Clock):
     def note(self, who: str, what: object) -> None:
         if who == "round" or " fails by itself" in f"{what}":  # which the leader and the agent say better
             return
-        if isinstance(what, LEADERS):
+        if isinstance(what, Leaders):
             who = f"leader {who}"
         said = what if isinstance(what, str) else describe.sentence(what, self.now())  # type: ignore[arg-type]
         self.lines.append(f"{self.now() - START:10.1f}  {who:<10} {said}".rstrip())

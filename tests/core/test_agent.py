@@ -215,33 +215,6 @@ def test_no_name_is_called_taken_while_the_store_is_silent() -> None:
 # ---------------------------------------------------------------- starting
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param(round(1, {"b": 2}), id="without it"),
-        pytest.param(replace(ROUND, members=(Member("a", life("a", 0), (0,), 0),)), id="of its predecessor"),
-        pytest.param(closing(ROUND), id="closing"),
-        pytest.param(round(0, {}, Phase.WAITING), id="waiting"),
-    ],
-)
-def test_no_workers_are_started_for_a_round(other: Round) -> None:
-    one = Agent.registered()
-    one.sees("round", other)
-    assert not one.all_of(StartWorkers)
-
-
-def test_no_workers_are_started_before_the_node_is_registered() -> None:
-    one = Agent()
-    one.sees("spec", spec())
-    one.sees("nodes/a", None)
-    one.sees("leader", OTHER_LEADER)
-    one.sees("round", ROUND)
-    assert not one.did
-    one.holds_lease()
-    one.answered(Tag.NODE)
-    one.one(StartWorkers)
-
-
 def test_a_round_that_closed_before_it_was_begun_is_released() -> None:
     """The leader waits for that, and nothing will ever run in it here."""
     one = Agent.registered()
@@ -492,15 +465,6 @@ def test_a_drain_of_an_earlier_incarnation_does_not_concern_this_one() -> None:
     one = Agent.registered()
     one.sees("spec", replace(spec(), drain=(Drained("a", life("a", 0)),)))
     assert one.state.departure is None and one.state.exiting is None
-
-
-def test_no_agent_leaves_before_its_workers_have() -> None:
-    one = Agent.working(SECOND)
-    one.sees("round", ended(SECOND, Outcome.FAILED))
-    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.broken_s) and not one.all_of(LeaveJob)
-    one.exits(1, exit(0, 2, code=-15))
-    one.exits(1, Exit(1, 3, -9, NOW))
-    assert one.one(LeaveJob).code == 1
 
 
 def test_an_agent_that_has_left_does_nothing_any_more() -> None:

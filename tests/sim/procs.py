@@ -272,6 +272,7 @@ class Training:
         return world
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SimWorker:
     """One process. ``round``: the one it acts in, or did last; 0 for a standby.
 
@@ -281,44 +282,40 @@ class SimWorker:
     meanwhile it hears once it is well. ``own_s``, ``delayed_s``: how long it computes, and has no processor,
     in its present step; ``wait_s``, ``delay_s``: its waits and delays so far."""
 
-    __slots__ = (
-        "_busy_until", "_kill", "_kill_at", "_next", "_there", "_unheard", "acts", "agreed", "alive",
-        "committed", "computes_until", "delay_s", "delayed_s", "doomed", "exited", "failing", "finishing",
-        "ill", "leaving", "made", "own_s", "pid", "procs", "rank", "round", "slot", "steps_before",
-        "stopping", "stuck", "times", "wait_s", "well_since", "whole", "world",
-    )  # fmt: skip
-
-    def __init__(self, procs: SimProcs, slot: int, rank: int, exited: Callable[[int, Exit], None]) -> None:
-        self.procs = procs
-        self.slot = slot
-        self.rank = rank
-        self.pid = procs.training.next_pid()
-        self.times: list[float] = []
-        self.steps_before = 0
-        self.ill: Ill | None = None
-        self.well_since = self.computes_until = 0.0
-        self.own_s = self.delayed_s = self.wait_s = self.delay_s = 0.0
-        self._unheard: list[Callable[[], None]] = []
-        self.exited = exited
-        self.world: World | None = None
-        self.round = 0
-        self.made = 0
-        self.acts = False
-        self.alive = True
-        self.doomed = False
-        self.finishing = False
-        self.stopping = False
-        self.stuck = False
-        self.leaving = False
-        self.failing = False
-        self.committed: int | None = None
-        self.whole = False
-        self.agreed = 0
-        self._there = False  # it has come to its run function
-        self._busy_until = 0.0  # in code of its own, and hears nothing
-        self._next: Timer | None = None
-        self._kill: Timer | None = None
-        self._kill_at = 0.0
+    procs: SimProcs
+    slot: int
+    rank: int
+    exited: Callable[[int, Exit], None]
+    pid: int
+    times: list[float] = field(default_factory=list)
+    steps_before: int = 0
+    ill: Ill | None = None
+    well_since: float = 0.0
+    computes_until: float = 0.0
+    own_s: float = 0.0
+    delayed_s: float = 0.0
+    wait_s: float = 0.0
+    delay_s: float = 0.0
+    world: World | None = None
+    round: int = 0
+    made: int = 0
+    acts: bool = False
+    alive: bool = True
+    doomed: bool = False
+    finishing: bool = False
+    stopping: bool = False
+    stuck: bool = False
+    leaving: bool = False
+    failing: bool = False
+    committed: int | None = None
+    whole: bool = False
+    agreed: int = 0
+    _unheard: list[Callable[[], None]] = field(default_factory=list)
+    _there: bool = False  # it has come to its run function
+    _busy_until: float = 0.0  # in code of its own, and hears nothing
+    _next: Timer | None = None
+    _kill: Timer | None = None
+    _kill_at: float = 0.0
 
     def begin(self) -> None:
         training = self.procs.training
@@ -629,7 +626,9 @@ class SimProcs:
         self._put_up_fence()
 
     def _add(self, a: Assignment, exited: Callable[[int, Exit], None]) -> SimWorker:
-        worker = self.workers[a.slot] = SimWorker(self, a.slot, a.rank, exited)
+        worker = self.workers[a.slot] = SimWorker(
+            self, a.slot, a.rank, exited, self.training.next_pid()
+        )
         worker.begin()
         return worker
 

@@ -58,10 +58,14 @@ def _on_node(act: Callable[[Cluster, SimAgent, Fault], None]) -> Callable[[Clust
     return inject
 
 
-def _crash(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
-    agent.crash()
+def _restart_later(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
     if fault.for_s:
         cluster.clock.after(fault.for_s, lambda: cluster.restart(agent.name))
+
+
+def _crash(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    agent.crash()
+    _restart_later(cluster, agent, fault)
 
 
 def _cut(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
@@ -83,11 +87,7 @@ def _pause(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
 def _slow(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
     cluster.clock.note(agent.name, f"is slow: {fault.much * 0.2:.3f} s for everything")
     agent.host.slow_s = fault.much * 0.2
-
-    def mend() -> None:
-        agent.host.slow_s = 0.0
-
-    cluster.clock.after(fault.for_s, mend)
+    cluster.clock.after(fault.for_s, lambda: setattr(agent.host, "slow_s", 0.0))
 
 
 def _user_failure(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
@@ -107,11 +107,7 @@ def _blind(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
     """Looks at its workers take long, or never come to an end."""
     cluster.clock.note(agent.name, f"is blind ({fault.much:.2f})")
     agent.inspector.blind = fault.much
-
-    def mend() -> None:
-        agent.inspector.blind = 0.0
-
-    cluster.clock.after(fault.for_s, mend)
+    cluster.clock.after(fault.for_s, lambda: setattr(agent.inspector, "blind", 0.0))
 
 
 def _slow_slot(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
@@ -133,11 +129,7 @@ def _crowd(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
     """Its workers share fewer processors than they want."""
     cluster.clock.note(agent.name, f"is crowded ({fault.much:.2f})")
     agent.host.crowded = fault.much
-
-    def mend() -> None:
-        agent.host.crowded = 0.0
-
-    cluster.clock.after(fault.for_s, mend)
+    cluster.clock.after(fault.for_s, lambda: setattr(agent.host, "crowded", 0.0))
 
 
 def _reset(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
@@ -155,14 +147,12 @@ def _bad_slot(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
 
 def _sigterm(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
     agent.signal(signal.SIGTERM)
-    if fault.for_s:
-        cluster.clock.after(fault.for_s, lambda: cluster.restart(agent.name))
+    _restart_later(cluster, agent, fault)
 
 
 def _drain(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
     cluster.drain(agent.name)
-    if fault.for_s:
-        cluster.clock.after(fault.for_s, lambda: cluster.restart(agent.name))
+    _restart_later(cluster, agent, fault)
 
 
 def _etcd_kill(cluster: Cluster, fault: Fault) -> None:

@@ -9,16 +9,8 @@ from elasticd.core.facts import Cause, Limits, Outcome, Policy
 from tests.sim.clock import START
 from tests.sim.cluster import Setup
 from tests.sim.procs import Job
-from tests.sim.schedule import Fault, Run, Schedule, draw, run
-
-SIZES_OF_A_LOSS = [4, 3, 4]
-
-
-def _run(*faults: Fault, setup: Setup) -> Run:
-    result = run("directed", Schedule(setup, faults))
-    assert not result.broken, "\n".join([*result.cluster.clock.told().splitlines()[-40:], result.broken])
-    return result
-
+from tests.sim.schedule import Fault, Run, draw, run
+from tests.sim.test_schedules import directed
 
 def _job(**changes: object) -> Job:
     return Job(**{"total_steps": 200, "step_s": 0.1, "inplace": True, "save_every": 1000, **changes})  # type: ignore[arg-type]
@@ -28,51 +20,10 @@ def _sizes(result: Run) -> list[int]:
     return [round.world_size for round in result.invariants.live.values()]
 
 
-def test_survivors_go_on_at_once_and_the_replacement_joins_them() -> None:
-    fault = Fault(10.0, "user_failure", "n0", much=0.5)
-    result = _run(fault, setup=Setup((4,), Limits(2, 4), job=_job(start_s=(2.0, 3.0))))
-    assert _sizes(result) == SIZES_OF_A_LOSS
-    second, third = list(result.invariants.live.values())[1:]
-    assert second.since - START < 10.5 and third.since - second.since > 1.5
-
-
-def test_a_spare_takes_part_at_once() -> None:
-    fault = Fault(10.0, "user_failure", "n0", much=0.5)
-    result = _run(fault, setup=Setup((5,), Limits(2, 4), job=_job(spares=1, start_s=(2.0, 3.0))))
-    assert _sizes(result) == [4, 4]
-
-
 def test_no_step_is_made_twice_though_nothing_was_ever_saved() -> None:
     faults = tuple(Fault(5.0 + i, "user_failure", f"n{i % 2}", much=0.3 * (i % 3)) for i in range(8))
-    result = _run(*faults, setup=Setup((2, 2), Limits(1, 4), job=_job()))
+    result = directed(*faults, setup=Setup((2, 2), Limits(1, 4), job=_job()))
     assert result.invariants.steps == 200
-
-
-def test_a_drained_node_costs_the_others_nothing() -> None:
-    fault = Fault(10.0, "sigterm", "n1")
-    result = _run(fault, setup=Setup((2, 2), Limits(1, 4), job=_job()))
-    assert _sizes(result) == [4, 2] and result.invariants.steps == 200
-    assert result.invariants.ends[-1].restarts == 0
-
-
-def test_a_node_that_comes_has_its_workers_ready_before_the_world_is_disturbed() -> None:
-    fault = Fault(8.0, "join", "n1", much=0.4)
-    result = _run(fault, setup=Setup((2,), Limits(1, 4), job=_job(start_s=(3.0, 3.0))))
-    first, second = result.invariants.live.values()
-    assert (first.world_size, second.world_size) == (2, 4)
-    assert second.since - START > 8.0 + 3.0 and result.invariants.steps == 200
-
-
-def test_whoever_does_not_leave_the_round_is_killed_and_the_others_go_on() -> None:
-    fault = Fault(10.0, "user_failure", "n0", much=0.0)
-    result = _run(fault, setup=Setup((2, 2), Limits(1, 4), job=_job(stuck=0.5)))
-    assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
-
-
-def test_too_few_survivors_wait_for_the_replacement_and_hand_it_the_state() -> None:
-    fault = Fault(10.0, "user_failure", "n0", much=0.9)
-    result = _run(fault, setup=Setup((2,), Limits(2, 2), job=_job(start_s=(2.0, 2.0))))
-    assert _sizes(result) == [2, 2] and result.invariants.steps == 200
 
 
 def test_forming_worlds_of_newcomers_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,41 +48,34 @@ def test_survivors_that_hear_of_a_loss_late_keep_their_state_though_all_of_them_
     """They are all in code of their own for longer than one may be that keeps the others waiting."""
     fault = Fault(10.0, "user_failure", "n0", much=0.0)
     job = _job(dwells=1.0, dwell_s=(8.0, 8.5))
-    result = _run(fault, setup=Setup((2, 2), Limits(1, 4), job=job))
+    result = directed(fault, setup=Setup((2, 2), Limits(1, 4), job=job))
     assert result.invariants.steps == 200 and len(_sizes(result)) < 4
 
 
 def test_whoever_keeps_others_waiting_for_long_who_hold_the_state_is_killed_wherever_they_are() -> None:
     fault = Fault(10.0, "user_failure", "n0", much=0.0)
     for slots in ((2, 1), (3,)):
-        result = _run(fault, setup=Setup(slots, Limits(1, 3), job=_job(dwells=0.5, dwell_s=(60.0, 60.0))))
+        result = directed(fault, setup=Setup(slots, Limits(1, 3), job=_job(dwells=0.5, dwell_s=(60.0, 60.0))))
         first, second, *_ = result.invariants.live.values()
         assert second.since - first.since < 30.0 and result.invariants.steps == 200
 
 
 def test_growing_waits_for_a_step_however_long_it_takes() -> None:
     job = _job(total_steps=12, step_s=10.0)
-    result = _run(Fault(15.0, "join", "n1", much=0.4), setup=Setup((2,), Limits(1, 4), job=job))
+    result = directed(Fault(15.0, "join", "n1", much=0.4), setup=Setup((2,), Limits(1, 4), job=job))
     assert _sizes(result) == [2, 4] and result.invariants.steps == 12
-
-
-def test_workers_that_lose_each_other_find_each_other_again_at_no_charge() -> None:
-    result = _run(Fault(10.0, "reset", "n0"), setup=Setup((2, 2), Limits(1, 4), job=_job()))
-    assert _sizes(result) == [4, 4] and result.invariants.steps == 200
-    assert result.invariants.ends[-1].restarts == 0
-    assert list(result.invariants.live.values())[1].cause is Cause.WORLD_BROKEN
 
 
 def test_a_worker_that_dies_while_etcd_is_away_for_long_costs_the_others_no_step() -> None:
     faults = (Fault(10.0, "etcd_kill", for_s=20.0), Fault(11.0, "user_failure", "n1", much=0.0))
-    result = _run(*faults, setup=Setup((2, 2), Limits(1, 4), job=_job()))
+    result = directed(*faults, setup=Setup((2, 2), Limits(1, 4), job=_job()))
     assert result.invariants.steps == 200 and result.invariants.ends[-1].restarts == 1
 
 
 def test_a_failure_is_charged_though_its_process_takes_long_to_end() -> None:
     fault = Fault(10.0, "user_failure", "n1", much=0.0)
     job = _job(lingers=1.0, dwell_s=(40.0, 60.0))
-    result = _run(fault, setup=Setup((2, 2), Limits(1, 4), job=job))
+    result = directed(fault, setup=Setup((2, 2), Limits(1, 4), job=job))
     assert result.invariants.charged == {1} and result.invariants.steps == 200
     first, second, *_ = result.invariants.live.values()
     assert second.since - first.since < 20.0, "the others did not wait for that"
@@ -141,33 +85,17 @@ def _handed_over(result: Run) -> list[bool]:
     return [round.handover for round in result.invariants.live.values()]
 
 
-def test_a_world_that_leaves_as_a_whole_hands_its_state_to_those_who_come_after_it() -> None:
-    """The newcomer's workers are not even started when the drain is asked for."""
-    faults = (Fault(3.0, "join", "n1", much=0.4), Fault(10.0, "sigterm", "n0"))
-    result = _run(*faults, setup=Setup((2,), Limits(1, 2), job=_job(start_s=(1.0, 2.0))))
-    assert _sizes(result)[0] == 2 and True in _handed_over(result)
-    assert result.invariants.steps == 200 and result.invariants.ends[-1].restarts == 0
-    assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
-
-
-def test_a_world_of_one_moves_to_another_node_without_losing_a_step() -> None:
-    faults = (Fault(3.0, "join", "n1", much=0.1), Fault(10.0, "sigterm", "n0"))
-    result = _run(*faults, setup=Setup((1,), Limits(1, 1), job=_job(start_s=(1.0, 2.0))))
-    assert _sizes(result) == [1, 2, 1] and _handed_over(result) == [False, True, False]
-    assert result.invariants.steps == 200
-
-
 def test_a_script_that_has_left_its_run_function_comes_to_its_end_whoever_joins_or_leaves() -> None:
     """Its last evaluation takes longer than workers get to leave a round."""
     job = _job(total_steps=50, end_s=(10.0, 12.0))
     faults = (Fault(8.0, "join", "n2"), Fault(9.0, "scale", "n0"), Fault(10.0, "sigterm", "n1"))
     policy = Policy(part_s=3.0, shutdown_s=30.0)
-    result = _run(*faults, setup=Setup((2, 2), Limits(1, 8), policy, job=job))
+    result = directed(*faults, setup=Setup((2, 2), Limits(1, 8), policy, job=job))
     assert _sizes(result) == [4] and result.invariants.steps == 50
     assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
 
 
 def test_a_node_whose_heirs_do_not_get_ready_leaves_in_time_all_the_same() -> None:
     faults = (Fault(3.0, "join", "n1", much=0.1), Fault(10.0, "sigterm", "n0"))
-    result = _run(*faults, setup=Setup((1,), Limits(1, 1), job=_job(total_steps=300, start_s=(25.0, 25.0))))
+    result = directed(*faults, setup=Setup((1,), Limits(1, 1), job=_job(total_steps=300, start_s=(25.0, 25.0))))
     assert _handed_over(result) == [False, False], "it left before"

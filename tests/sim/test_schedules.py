@@ -41,68 +41,10 @@ def test_a_seed_replays_event_by_event() -> None:
     assert first.cluster.clock.events > 100
 
 
-def _run(*faults: Fault, setup: Setup) -> Run:
+def directed(*faults: Fault, setup: Setup) -> Run:
     result = run("directed", Schedule(setup, faults))
     _hold(result, "this test")
     return result
-
-
-def test_a_job_without_faults_is_one_round() -> None:
-    result = _run(setup=Setup((2, 2, 2), Limits(2, 6)))
-    (end,) = result.invariants.ends
-    assert (end.number, end.outcome, end.world_size, end.restarts) == (1, Outcome.SUCCEEDED, 6, 0)
-
-
-def test_a_lost_node_costs_no_budget_and_is_replaced() -> None:
-    faults = (Fault(10.0, "crash", "n1", 8.0), Fault(40.0, "crash", "leader", 8.0))
-    job = Job(total_steps=400, step_s=0.25)
-    result = _run(*faults, setup=Setup((2, 2, 2), Limits(2, 6), job=job))
-    (end,) = result.invariants.ends
-    assert (end.outcome, end.world_size, end.restarts) == (Outcome.SUCCEEDED, 6, 0)
-    assert end.number >= 4  # two losses, and growing again
-
-
-def test_each_failure_of_user_code_is_charged_once() -> None:
-    faults = tuple(Fault(10.0 + 15.0 * i, "user_failure", "n1", much=0.5) for i in range(3))
-    job = Job(total_steps=400, step_s=0.25)
-    result = _run(*faults, setup=Setup((2, 2), Limits(2, 4), job=job))
-    assert result.invariants.charged == result.invariants.broken_by_user
-    assert result.invariants.ends[-1].restarts == 3
-
-
-def test_a_bug_that_always_strikes_ends_the_job_with_code_1() -> None:
-    job = Job(total_steps=100, step_s=0.1, save_every=10, bug_at=20)
-    result = _run(setup=Setup((2, 2), Limits(2, 4), job=job))
-    (end,) = result.invariants.ends
-    assert end.outcome is Outcome.FAILED
-    assert end.failure is not None and "a bug at step 20" in end.failure.exit.message
-    assert [a.left.code for a in result.cluster.all if a.left] == [1, 1]
-
-
-def test_a_bad_slot_is_left_out_and_taken_back() -> None:
-    faults = (Fault(5.0, "bad_slot", "n0", 30.0, 0.5), Fault(6.0, "user_failure", "n0", much=0.5))
-    job = Job(total_steps=800, step_s=0.1)
-    sizes = []
-    result = _run(*faults, setup=Setup((2, 2), Limits(2, 4), job=job))
-    sizes = [round.world_size for round in result.invariants.live.values()]
-    assert 3 in sizes and sizes[-1] == 4, sizes
-    assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
-
-
-def test_a_stopped_job_leaves_with_143_everywhere() -> None:
-    setup = Setup((1, 1, 1), Limits(1, 3), job=Job(total_steps=10_000))
-    result = _run(Fault(10.0, "stop"), setup=setup)
-    assert [a.left.code for a in result.cluster.all if a.left] == [143, 143, 143]
-
-
-def test_too_few_workers_end_the_job_with_code_3() -> None:
-    cluster = Cluster("short", Setup((1, 1), Limits(3, 4)))
-    invariants = Invariants(cluster)
-    cluster.start_all(within_s=1.0)
-    cluster.clock.run(until=START + POLICY.join_timeout_s + 60.0)
-    assert [end.outcome for end in invariants.ends] == [Outcome.SHORT]
-    assert [a.left.code for a in cluster.all if a.left] == [3, 3]
-    assert not invariants.live
 
 
 @pytest.mark.parametrize(("fault", "misjudged"), [("kill", 0.0), ("hang", 0.0), ("hang", 0.4)])
@@ -123,21 +65,10 @@ def test_etcd_away_for_a_minute_does_not_stop_training(fault: str, misjudged: fl
     assert len(invariants.live) == 1, "nobody restarts when etcd is back"
 
 
-def test_etcd_away_beyond_its_grace_ends_the_agents_with_code_4() -> None:
-    cluster = Cluster("grace", Setup((1, 1), Limits(1, 2), etcd_grace_s=30.0, job=Job(total_steps=100_000)))
-    Invariants(cluster)
-    cluster.start_all(within_s=1.0)
-    cluster.clock.run(until=START + 20.0)
-    cluster.etcd.kill()
-    cluster.clock.run(until=START + 80.0)
-    assert [a.left.code for a in cluster.all if a.left] == [4, 4]
-    assert not any(a.procs.workers for a in cluster.all)
-
-
 def test_an_agent_stopped_while_etcd_is_away_does_not_train_beside_the_new_world() -> None:
     faults = (Fault(20.0, "etcd_kill", for_s=3.0), Fault(22.5, "pause", "leader", 25.0))
     job = Job(total_steps=400, step_s=0.25)
-    result = _run(*faults, setup=Setup((1, 1), Limits(1, 1), job=job))
+    result = directed(*faults, setup=Setup((1, 1), Limits(1, 1), job=job))
     assert len(result.invariants.live) == 2
 
 
@@ -148,7 +79,7 @@ def test_an_agent_that_is_stopped_loses_its_workers_only_where_others_could_repl
 ) -> None:
     fault = Fault(20.0, "pause", "leader", 25.0)
     job = Job(total_steps=400, step_s=0.25, inplace=inplace)
-    result = _run(fault, setup=Setup((2,), Limits(2, 2), alone=alone, job=job))
+    result = directed(fault, setup=Setup((2,), Limits(2, 2), alone=alone, job=job))
     assert len(result.invariants.live) == worlds and result.invariants.ends[-1].restarts == 0
 
 
@@ -161,7 +92,7 @@ def test_a_new_leader_that_saw_no_outage_does_not_replace_who_is_only_late() -> 
 @pytest.mark.parametrize("kind", ["stopped", "asleep", "apart", "polling"])
 def test_one_that_hangs_is_replaced_and_charged_once(kind: str, inplace: bool) -> None:
     job = Job(total_steps=200, step_s=0.25, inplace=inplace)
-    result = _run(Fault(20.0, kind, "n1"), setup=Setup((1, 1, 1), Limits(3, 3), job=job))
+    result = directed(Fault(20.0, kind, "n1"), setup=Setup((1, 1, 1), Limits(3, 3), job=job))
     ((worker, _),) = result.invariants.condemned
     assert worker.procs.host.name == "n1" and worker.ill is not None
     assert [end.restarts for end in result.invariants.ends] == [1]
@@ -178,7 +109,7 @@ def test_the_reports_of_many_nodes_are_judged_together(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(hanging, "judge_round", count)
     setup = Setup((1,) * 20, Limits(20, 20), job=Job(total_steps=60, step_s=0.25))
-    result = _run(Fault(10.0, "asleep", "n1"), setup=setup)
+    result = directed(Fault(10.0, "asleep", "n1"), setup=setup)
     assert len(result.invariants.condemned) == 1
     assert 0 < judged < 20
 
@@ -186,7 +117,7 @@ def test_the_reports_of_many_nodes_are_judged_together(monkeypatch: pytest.Monke
 def test_one_that_is_busy_for_a_while_is_left_alone_though_looks_come_late() -> None:
     faults = (Fault(10.0, "blind", "n0", 50.0, 0.9), Fault(20.0, "busy", "n0", 25.0))
     job = Job(total_steps=200, step_s=0.25)
-    result = _run(*faults, setup=Setup((2, 1), Limits(3, 3), job=job))
+    result = directed(*faults, setup=Setup((2, 1), Limits(3, 3), job=job))
     assert not result.invariants.condemned and result.invariants.ends[-1].restarts == 0
 
 
@@ -199,7 +130,7 @@ def test_a_slow_worker_is_named_and_not_taken_for_one_that_hangs() -> None:
     job = Job(total_steps=400, step_s=0.25)
     watched = replace(POLICY, straggler_window_s=12.0)
     faults = (Fault(10.0, "slow_slot", "n1", much=0.6), Fault(15.0, "crowded", "n2", 60.0, 1.0))
-    result = _run(*faults, setup=Setup((1, 2, 1), Limits(4, 4), watched, job=job))
+    result = directed(*faults, setup=Setup((1, 2, 1), Limits(4, 4), watched, job=job))
     assert result.invariants.named == {("n1", 1)} and not result.invariants.condemned
     assert result.invariants.ends[-1].restarts == 0
 
