@@ -152,12 +152,7 @@ class StartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRound:
-    """Have the workers leave the round.
-
-    Linked workers are told to leave: at a commit that all agree on if ``planned``, else at once. Linked
-    workers are killed after ``leave_s``, unless it is None. Other workers get the signal, and are killed
-    after ``grace_s``. ``going``: none of these workers will be in the next round.
-    """
+    """Have the workers leave the round: see ``ports.Procs.leave``."""
 
     planned: bool
     signal: int

@@ -59,7 +59,7 @@ _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_i
 
 
 def activity_of(stack: Stack) -> ThreadActivity | None:
-    """Return what the thread is doing; None for a thread without Python frames."""
+    """Return the activity of a thread; None if the thread has no Python frames."""
     waits = bool(stack) and (_name(stack[0].file), stack[0].function) == _AROUND_WAIT
     stack = tuple(f for f in stack if _name(f.file) not in _OURS)
     if not stack:

@@ -83,11 +83,9 @@ class DeathNotices:
     def watch(self, id: int, pid: int, page: str) -> None:
         """Watch the worker that has this page. ``id`` names it; unlike its pid, no later worker has the same.
         Without descriptors, memory or threads the worker is not watched."""
-        if (why := _unsupported()) or (why := self._try_to_watch(id, pid, page)):
+        if why := _unsupported():
             self.complain(why)
-
-    def _try_to_watch(self, id: int, pid: int, page: str) -> str:
-        """Return why the worker is not watched; empty if it is."""
+            return
         wait = next((wait for wait in self._waits if wait.has_room), None)
         if wait is None:
             wait = _Wait(self)
@@ -95,8 +93,7 @@ class DeathNotices:
         try:
             wait.add(id, _Mutex(pid, page, self._offset))
         except (OSError, ValueError, RuntimeError) as error:
-            return str(error)
-        return ""
+            self.complain(str(error))
 
     def forget(self, id: int) -> None:
         """Watch a process no longer, since it was reaped."""
@@ -192,7 +189,7 @@ class _Wait:
                 return
 
     def _look(self) -> list[_Waiter]:
-        """Report the deaths that the mutexes show. Return what to wait for."""
+        """Report the deaths that the mutexes show. Return a waiter for each other mutex."""
         waiters = []
         with self._lock:
             for id, mutex in list(self._mutexes.items()):

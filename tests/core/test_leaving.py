@@ -82,13 +82,6 @@ def test_the_leader_says_after_a_while_that_some_have_left_with_the_state() -> N
 # ---------------------------------------------------------------- who has lost the others
 
 
-def test_a_worker_that_has_lost_the_others_is_told_of() -> None:
-    one = working()
-    one.told(WorkerBroke(0, 1, fails=False))
-    told = put(one.wrote(Tag.REPORT).writes[0])
-    assert told == Report("a", life("a"), 1, broken=True)
-
-
 @pytest.mark.parametrize("stray", [WorkerBroke(0, 2, fails=False), WorkerBroke(3, 1, fails=False)])
 def test_one_that_acts_in_no_round_or_another_has_lost_nobody(stray: WorkerBroke) -> None:
     one = working()

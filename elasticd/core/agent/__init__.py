@@ -5,21 +5,16 @@ of the next wake-up. The agent is level-triggered: an event only changes the sta
 from the whole state. So answers that are lost, late or repeated do no harm.
 """
 
-from elasticd.core.agent.agent_state import AgentConfig, AgentState, AgentStep, Crew, Departure, Identity
+from elasticd.core.agent.agent_state import AgentConfig, AgentState, AgentStep, Crew, Identity
 from elasticd.core.agent.hearing import RETRY_S
-from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
-from elasticd.core.agent.membership import CONNECT_PATIENCE_S
 from elasticd.core.agent.stepping import step, watched
 
 __all__ = [
-    "CONNECT_PATIENCE_S",
-    "DRAIN_PATIENCE_S",
     "RETRY_S",
     "AgentConfig",
     "AgentState",
     "AgentStep",
     "Crew",
-    "Departure",
     "Identity",
     "step",
     "watched",
