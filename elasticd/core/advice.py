@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final
 
 from elasticd.core.agent.agent_state import Crew
 from elasticd.core.page_layout import NOTHING, PageContents, Use

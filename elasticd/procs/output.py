@@ -125,7 +125,9 @@ class Output:
 
         ``terminal``: open a pseudo-terminal if the console is a terminal.
         """
-        source, target = _open_pipe_or_terminal(stream if terminal and self._console.is_terminal(stream) else None)
+        source, target = _open_pipe_or_terminal(
+            stream if terminal and self._console.is_terminal(stream) else None
+        )
         return target, Feed(stream, source, WorkerStream(prefix), list(copies))
 
     def carry(self, feeds: Sequence[Feed]) -> None:

@@ -42,9 +42,8 @@ from tests.sim.procs import Job, World
 MOST_S = 7200.0  # how long a story waits for what it says will happen
 DELAY_S = 0.001  # each way between an agent and etcd
 # The reasons that an agent gives as the leader.
-Leaders = (
-    (Wait | FailureCharged | JobEnded | RoundClosing | RoundFormed | SlotDrained | SlotQuarantined)
-    | (SlotBad | WorkerKeepsUp | WorkerStraggling)
+Leaders = (Wait | FailureCharged | JobEnded | RoundClosing | RoundFormed | SlotDrained | SlotQuarantined) | (
+    SlotBad | WorkerKeepsUp | WorkerStraggling
 )
 T = TypeVar("T")
 

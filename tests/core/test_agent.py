@@ -31,7 +31,6 @@ from elasticd.core.facts import (
     Drained,
     Exit,
     Leadership,
-    Member,
     Node,
     Outcome,
     Phase,
@@ -59,7 +58,7 @@ from elasticd.core.reasons import (
     StoreBack,
 )
 from tests.core.build import NOW, exit, life, node, report, round, spec
-from tests.core.by_hand import OTHER_LEADER, PORT, Agent, put
+from tests.core.by_hand import PORT, Agent, put
 
 SIGINT, SIGKILL, SIGUSR1, SIGTERM = 2, 9, 10, 15
 POLICY = Policy()

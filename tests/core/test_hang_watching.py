@@ -11,7 +11,6 @@ import pytest
 from elasticd.core import agent
 from elasticd.core.agent.agent_state import Leaving, Stopping
 from elasticd.core.facts import Cause, Hang, Limits, Member, Phase, Report, Round, Spec, Stall
-from elasticd.core.hang.judging import Doing, Look, Patience, ProcessState, Verdict, Why, judge
 from elasticd.core.hang.hang_messages import (
     Condemn,
     Event,
@@ -29,6 +28,7 @@ from elasticd.core.hang.hang_messages import (
     WithdrawStall,
     Woke,
 )
+from elasticd.core.hang.judging import Doing, Look, Patience, ProcessState, Verdict, Why, judge
 from elasticd.core.hang.standstill import Beat, Inspected, Vitals
 from elasticd.core.hang.watching import ANSWERS_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S, leaving_s, start, step
 from elasticd.core.lifecycle import Life

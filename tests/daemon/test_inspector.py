@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from elasticd.core.hang.judging import Doing, Look, ProcessState, Verdict, Why
 from elasticd.core.hang.hang_messages import EvidenceKept, Looked
+from elasticd.core.hang.judging import Doing, Look, ProcessState, Verdict, Why
 from elasticd.daemon.inspector import LocalInspector
 from elasticd.procs.page import HEAD, MAGIC, PAGE_BYTES, TIMES, Page
 from elasticd.procs.workers import Watched

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from elasticd.core import agent
 from elasticd.core.facts import Hang, Limits, Phase, SlotProgress, Spec
-from elasticd.core.hang.judging import Doing, Look, Patience, Verdict, Why
 from elasticd.core.hang.hang_messages import HangChanged
+from elasticd.core.hang.judging import Doing, Look, Patience, Verdict, Why
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Entry
 from elasticd.daemon.hangs import Hangs

@@ -1,5 +1,4 @@
-"""What a worker wrote about its failure is read with distrust. What ended the worker is found in the output of
-real programs, and what they printed last is not taken for it."""
+"""Why a worker failed is read with distrust, from its error file and from the end of what it printed."""
 
 from __future__ import annotations
 

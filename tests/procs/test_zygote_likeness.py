@@ -86,22 +86,35 @@ def _plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[bytes]:
     )
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "end", "exit 7", "exit text", "exit in a function at exit", "raise", "interrupt", "a real interrupt",
-        "_exit", "kill", "terminate", "abort", "excepthook", "a thread raises", "closed stdout",
-    ],
-)  # fmt: skip
-def test_a_script_ends_the_same(bench: Bench, tmp_path: Path, how: str) -> None:
-    argv = [str(PROGRAMS / "dumped" / "ending.py"), how]
-    first, second = both(bench, argv)
-    python = _plainly(argv, tmp_path)
-    assert [ran.exits[0].code for ran in (first, second)] == [python.returncode] * 2, (first, second)
-    for ran in (first, second):
-        assert _without_addresses(ran.out) == _without_addresses(python.stdout)
-        assert _without_addresses(ran.err) == _without_addresses(python.stderr)
-    assert second.exits[0].message == first.exits[0].message
+ENDINGS = [
+    "end", "exit 7", "exit text", "exit in a function at exit", "raise", "interrupt", "a real interrupt",
+    "_exit", "kill", "terminate", "abort", "excepthook", "a thread raises", "closed stdout",
+]  # fmt: skip
+
+
+def test_a_script_ends_the_same(bench: Bench, tmp_path: Path) -> None:
+    """In each of these ways: one worker for each, all afresh and then all forked."""
+    script = str(PROGRAMS / "dumped" / "ending.py")
+
+    def files(number: int, stream: str) -> dict[int, str]:
+        return {rank: str(tmp_path / f"{stream}-{number}-{rank}") for rank in range(len(ENDINGS))}
+
+    procs = bench.procs(
+        lambda a: [sys.executable, "-u", script, ENDINGS[a.rank]],
+        zygote=True,
+        reify=lambda number, _: LogDest(stdouts=files(number, "out"), stderrs=files(number, "err")),
+    )
+    fresh = run(bench, procs, len(ENDINGS)).exits
+    wait_until_ready(procs)
+    forked = run(bench, procs, len(ENDINGS)).exits
+    for rank, how in enumerate(ENDINGS):
+        python = _plainly([script, how], tmp_path)
+        assert fresh[rank].code == forked[rank].code == python.returncode, how
+        assert fresh[rank].message == forked[rank].message, how
+        for number in (1, 2):
+            for stream, said in (("out", python.stdout), ("err", python.stderr)):
+                written = Path(files(number, stream)[rank]).read_bytes()
+                assert _without_addresses(written) == _without_addresses(said), (how, number)
 
 
 def _without_addresses(text: bytes) -> bytes:

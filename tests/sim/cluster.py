@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from random import Random
 
 from elasticd.core import agent
 from elasticd.core.agent_messages import LeaveJob, Signalled, Tick
@@ -353,6 +352,3 @@ class Cluster:
     def next_pid(self) -> int:
         self._pids += 1
         return self._pids
-
-    def random(self, purpose: str) -> Random:
-        return self.clock.random(purpose)

@@ -626,9 +626,7 @@ class SimProcs:
         self._put_up_fence()
 
     def _add(self, a: Assignment, exited: Callable[[int, Exit], None]) -> SimWorker:
-        worker = self.workers[a.slot] = SimWorker(
-            self, a.slot, a.rank, exited, self.training.next_pid()
-        )
+        worker = self.workers[a.slot] = SimWorker(self, a.slot, a.rank, exited, self.training.next_pid())
         worker.begin()
         return worker
 

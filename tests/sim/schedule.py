@@ -184,7 +184,7 @@ def _all_crash(cluster: Cluster, fault: Fault) -> None:
     for agent in cluster.running():
         agent.crash()
         cluster.clock.after(
-            fault.for_s * (0.5 + cluster.random("restart").random()),
+            fault.for_s * (0.5 + cluster.clock.random("restart").random()),
             partial(cluster.restart, agent.name),
         )
 

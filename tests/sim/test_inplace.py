@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from elasticd.core import handover, world
-from elasticd.core.facts import Cause, Limits, Outcome, Policy
-from tests.sim.clock import START
+from elasticd.core.facts import Limits, Outcome, Policy
 from tests.sim.cluster import Setup
 from tests.sim.procs import Job
 from tests.sim.schedule import Fault, Run, draw, run
 from tests.sim.test_schedules import directed
+
 
 def _job(**changes: object) -> Job:
     return Job(**{"total_steps": 200, "step_s": 0.1, "inplace": True, "save_every": 1000, **changes})  # type: ignore[arg-type]
@@ -97,5 +97,7 @@ def test_a_script_that_has_left_its_run_function_comes_to_its_end_whoever_joins_
 
 def test_a_node_whose_heirs_do_not_get_ready_leaves_in_time_all_the_same() -> None:
     faults = (Fault(3.0, "join", "n1", much=0.1), Fault(10.0, "sigterm", "n0"))
-    result = directed(*faults, setup=Setup((1,), Limits(1, 1), job=_job(total_steps=300, start_s=(25.0, 25.0))))
+    result = directed(
+        *faults, setup=Setup((1,), Limits(1, 1), job=_job(total_steps=300, start_s=(25.0, 25.0)))
+    )
     assert _handed_over(result) == [False, False], "it left before"
