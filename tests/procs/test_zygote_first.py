@@ -121,17 +121,17 @@ def test_a_path_that_the_script_adds_is_searched_first(
     assert run(bench, expected(text + FORKED)).out == b"vendored\nforked True\n"
 
 
-@pytest.mark.parametrize("name", ["reads_rank", "dies"])  # all others: test_zygote
+@pytest.mark.parametrize("why", ["it reads RANK", "it ends the process"])  # others: test_zygote
 def test_a_module_that_a_fork_does_not_suit_is_imported_by_each_worker_and_so_is_what_follows(
-    bench: Bench, expected: Expected, site: Path, tmp_path: Path, name: str
+    bench: Bench, expected: Expected, site: Path, tmp_path: Path, why: str
 ) -> None:
-    (site / "offender.py").write_text(OFFENDERS[name])
+    (site / "offender.py").write_text(OFFENDERS[why])
     news = News()
     text = "import heavy, os\nimport offender, later\nprint(getattr(offender, 'RANK', ''))\n" + FORKED
     procs = expected(text + "os._exit(0)", news=news)
     ran = run(bench, procs, 2)
     assert ran.out.count(b"forked True") == 2, ran.err
-    if name == "reads_rank":
+    if why == "it reads RANK":
         assert sorted(line for line in ran.out.splitlines() if line.isdigit()) == [b"0", b"1"]
     assert _imported(tmp_path).count("later") == 2, "by each worker, though it would suit"
     assert "offender" in {fields["module"] for fields in news.of("zygote.left_out")}
