@@ -1,13 +1,12 @@
-"""Every sample of a global batch is some worker's, once, in any world; how they are put together is not
-the world's affair."""
+"""Every sample of an epoch is in one batch, and every sample of a batch is one worker's, in a world of any
+size."""
 
-from fractions import Fraction
+from itertools import cycle
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.data.dealing import Portion, cut, deal, parts_of
+from elasticd.data.dealing import Portion, cut, deal, next_batch, parts_of
 
 counts = st.integers(1, 40)
 
@@ -18,6 +17,20 @@ def test_pieces_follow_each_other_and_differ_by_at_most_one(count, parts):
     assert [i for piece in pieces for i in piece] == list(range(count))
     assert len(pieces) == parts
     assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+@given(st.integers(1, 60), st.lists(st.integers(1, 20), min_size=1, max_size=5))
+def test_batches_use_each_sample_of_an_epoch_once_also_when_their_size_changes(length, sizes):
+    epoch = position = 0
+    used = []
+    for size in cycle(sizes):
+        batch = next_batch(epoch, position, length=length, size=size)
+        if batch.epoch == 2:
+            break
+        assert batch.samples == min(size, length - batch.first)
+        used += [(batch.epoch, i) for i in range(batch.first, batch.end)]
+        epoch, position = batch.epoch, batch.end
+    assert used == [(epoch, i) for epoch in range(2) for i in range(length)]
 
 
 def test_virtual_ranks_are_dealt_by_rank_in_blocks():
@@ -43,8 +56,7 @@ def test_any_world_computes_the_same_parts_of_a_batch(virtual_ranks, world, samp
     assert seen(parts) == seen(computed(1))
     assert [i for part in parts for i in part.samples] == list(range(samples))
     assert all(part.samples for part in parts)
-    assert sum(Fraction(len(p.samples), samples) for p in parts) == 1
-    assert sum(p.weight for p in parts) == pytest.approx(1)
+    assert all(p.weight == len(p.samples) / samples for p in parts), "each sample weighs the same"
 
 
 @given(counts, counts, st.integers(1, 60), st.integers(1, 4))
