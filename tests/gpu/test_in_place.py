@@ -32,7 +32,6 @@ def test_who_is_left_alone_in_a_sum_on_the_gpu_goes_on_at_once_and_takes_in_who_
     gate = Gate(tmp_path / "gate")
     stays = crew.start(work, str(tmp_path), "0", waits_at=6)
     goes = crew.start(work, str(tmp_path), "1", dies_at=3)
-    crew.all_waiting(stays, goes)
     crew.form(stays, goes)
     crew.until(lambda: len(crew.settled) == 2)
     assert goes.status == -9 and crew.settled[1] == (2, 1)
@@ -54,7 +53,6 @@ def test_a_communicator_of_one_is_made_anew_as_often_as_need_be(crew: Crew, tmp_
     expected = outcome_of(alone, tmp_path / "alone")
     gate = Gate(tmp_path / "gate")
     hand = crew.start(work, str(tmp_path), "0", waits_at=2)
-    crew.all_waiting(hand)
     crew.form(hand)
     gate.until_somebody_waits()
     crew.close()  # as for a failure: what is under way is aborted
@@ -70,7 +68,6 @@ def test_consistent_mode_comes_to_the_same_on_a_gpu_with_one_rank_and_with_two(
 ) -> None:
     expected = outcome_of(alone_consistently, tmp_path / "alone")
     pair = [crew.start(work_consistently, str(tmp_path), str(n)) for n in range(2)]
-    crew.all_waiting(*pair)
     crew.form(*pair)
     for n, hand in enumerate(pair):
         has_ended_well(crew, tmp_path, str(n), hand)

@@ -1,10 +1,10 @@
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.worker.crew import Crew
-from tests.worker.jobs import lone, reads
+from tests.checkpoint.faults import Helper
+from tests.worker.crew import Crew, outcome_alone
+from tests.worker.jobs import work
 
 
 @pytest.fixture
@@ -15,12 +15,23 @@ def crew() -> Iterator[Crew]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What the job comes to when nothing happens, in a process of its own that has no agent."""
-    folder: Path = tmp_path_factory.mktemp("undisturbed")
-    with Crew() as crew:
-        crew.start(lone, str(folder))
-        crew.all_ended()
-        [hand] = crew.hands
-        assert hand.status == 0, (folder / "alone.err").read_text()
-    [outcome] = reads(folder, "alone", "outcome")
-    return outcome
+    """The outcome of the job when nothing happens."""
+    return outcome_alone(work, tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="module")
+def savers() -> Iterator[Helper]:
+    with Helper("forker.py") as helper:
+        yield helper
+
+
+@pytest.fixture
+def new_saver(savers: Helper) -> Callable[[], str]:
+    """A function that starts a saver, and returns its name. The saver stays, as an agent's does. It has
+    nothing in memory, as the saver of another node, or of this node after a restart."""
+    return lambda: savers.saver(linger_s=None)[0]
+
+
+@pytest.fixture
+def saver(new_saver: Callable[[], str]) -> str:
+    return new_saver()

@@ -1,5 +1,5 @@
-"""An agent as far as its workers can see: it starts them, speaks the link with them, hosts a store
-for each round, and ends the round when a worker does.
+"""An agent as its workers see it: it starts them, exchanges messages with them, hosts a store for each round,
+and ends the round when a worker ends.
 
 Workers are forked from a process that has imported what they need.
 """
@@ -13,7 +13,9 @@ import selectors
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -35,15 +37,28 @@ from elasticd.channel.worker_messages import (
     WorkerToAgent,
 )
 from elasticd.procs.linux import kill_tree
+from tests.worker.jobs import Accident, reads, work
 
 PATIENCE_S = float(os.environ.get("CREW_PATIENCE_S", "60"))
 _addresses = itertools.count()
 AgentEnd = Channel[AgentToWorker, WorkerToAgent]
+PRELOADED = [
+    "pytest",
+    "elasticd.worker.checkpoints",
+    *(f"tests.worker.{module}" for module in ("guarding", "many", "forking", "chaosjob")),
+]
+
+
+def forkserver() -> ForkServerContext:
+    """The context that forks workers from a process which has imported what their scripts import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 @dataclass
 class Hand:
-    """One worker. ``round``: the one it acts in, 0 while it waits."""
+    """One worker. ``round``: the round that it is in; 0 while it waits."""
 
     process: BaseProcess
     channel: AgentEnd | None = None
@@ -51,7 +66,7 @@ class Hand:
     round: int = 0
     waiting: Waiting | None = None
     done: bool = False
-    shunned: bool = False  # taken for dead: gets no round any more
+    shunned: bool = False  # counts as dead, and gets no further round
 
     @property
     def status(self) -> int | None:
@@ -67,13 +82,10 @@ class Hand:
 
 
 class Crew:
-    """``hands``: every worker there ever was, in the order of their start."""
-
-    preload = ("tests.worker.jobs",)  # what workers are forked from has imported these
+    """``hands``: all workers so far, in the order of their start."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*self.preload])
+        self._context = forkserver()
         self.address = f"elasticd-test-{os.getpid()}-{next(_addresses)}"
         self._listener = listen(self.address)
         self._selector = selectors.DefaultSelector()
@@ -84,8 +96,8 @@ class Crew:
         self.closing = self.aborting = False
         self.stores: list[dist.TCPStore] = []
         self.least = 1
-        self.knows = True  # whether a death ends the round by itself
-        self.led: Callable[[int], int] = lambda port: port  # where workers reach a store of that port
+        self.knows = True  # whether the death of a worker ends the round
+        self.led: Callable[[int], int] = lambda port: port  # the port at which workers reach a store
         self.settled: list[tuple[int, int]] = []  # each round's number and size
 
     def __enter__(self) -> Crew:
@@ -94,7 +106,7 @@ class Crew:
     def __exit__(self, *_: object) -> None:
         for hand in self.hands:
             if hand.process.is_alive() and hand.process.pid is not None:
-                kill_tree(hand.process.pid)  # with those that load its data
+                kill_tree(hand.process.pid)  # with the processes that load its data
             hand.process.join()
             if hand.channel is not None:
                 hand.channel.close()
@@ -104,7 +116,7 @@ class Crew:
     # ------------------------------------------------------------ what tests do
 
     def start(self, job: Callable[..., None], *args: Any, **options: Any) -> Hand:
-        """One more worker, outside any round."""
+        """Start one more worker, in no round."""
         process = self._context.Process(target=job, args=(self.address, *args), kwargs=options)
         process.start()
         hand = Hand(process)
@@ -112,14 +124,29 @@ class Crew:
         self._selector.register(process.sentinel, selectors.EVENT_READ, lambda: self._exited(hand))
         return hand
 
+    def begin(
+        self,
+        folder: Path,
+        *accidents: Accident,
+        job: Callable[..., None] = work,
+        first: int = 0,
+        **options: Any,
+    ) -> list[Hand]:
+        """Start a worker for each accident, named from ``first`` on, and form a round of them."""
+        names = map(str, itertools.count(first))
+        hands = [self.start(job, str(folder), next(names), accident, **options) for accident in accidents]
+        self.form(*hands)
+        return hands
+
     def form(self, *hands: Hand, handover: bool = False) -> None:
-        """The next round, of these. All must be waiting."""
+        """Form the next round of these workers, by default of all, once they wait."""
+        hands = hands or (*self.hands,)
+        self.all_waiting(*hands)
         self.round += 1
-        self.closing = self.aborting = handover  # from a handover they come by themselves
+        self.closing = self.aborting = handover  # workers leave a handover by themselves
         self.members = list(hands)
         self.stores = [*self.stores[-1:], self._host()]
         for rank, hand in enumerate(hands):
-            assert hand.waiting is not None
             hand.waiting, hand.round = None, self.round
             self._tell(
                 hand, Enter(self.round, self._environment(rank) | ({HANDOVER: "1"} if handover else {}))
@@ -127,14 +154,14 @@ class Crew:
         self.settled.append((self.round, len(hands)))
 
     def close(self, planned: bool = False, going: tuple[Hand, ...] = ()) -> None:
-        """End the round; the next forms of itself, of all who wait then. ``going``: not of these."""
+        """End the round. The next one is formed of all workers that then wait, except ``going``."""
         self.closing = True
         self.aborting = not planned
         for hand in self.members:
             self._tell(hand, Leave(self.round, planned, hand in going))
 
     def until(self, condition: Callable[[], Any]) -> None:
-        """See to the workers until it holds."""
+        """Answer the workers until the condition holds."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             left = deadline - time.monotonic()
@@ -144,18 +171,20 @@ class Crew:
             self._go_on()
 
     def hand_over(self, *newcomers: Hand) -> None:
-        """Have them go on alone from the next commit."""
+        """Have these workers replace all others at the next commit."""
         self.all_waiting(*newcomers)
         going = tuple(self.members)
-        for hand in going:
-            hand.shunned = True
+        self.least = len(self.hands) + 1  # no round before all have left, as they save meanwhile
         self.close(planned=True, going=going)
         self.until(lambda: all(hand.waiting is not None for hand in going))
         for hand in going:
+            hand.shunned = True
             hand.process.kill()
+        self.least = 1
+        self.form(*newcomers)
 
     def grow(self, *newcomers: Hand) -> None:
-        """Take them in at the next commit."""
+        """Take these workers in at the next commit."""
         self.all_waiting(*newcomers)
         self.close(planned=True)
 
@@ -174,7 +203,7 @@ class Crew:
     # ------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """What the leader would decide: survivors go on at once, whoever has come joins them."""
+        """Do what the leader would decide: survivors go on at once, with the workers that wait."""
         alive = [h for h in self.members if h.status is None]
         if not self.round or not self.members:
             return
@@ -230,3 +259,16 @@ class Crew:
         self._selector.unregister(hand.process.sentinel)
         hand.process.join()
         hand.waiting = None
+
+
+def outcome_alone(job: Callable[..., None], folder: Path, what: str = "outcome") -> Any:
+    """Run the job in one process, without an agent. Return the last entry ``what`` of its journal."""
+    with Crew() as crew:
+        hand = crew.start(_alone, job, str(folder))
+        crew.all_ended()
+    assert hand.status == 0, (folder / "alone.err").read_text()
+    return reads(folder, "alone", what)[-1]
+
+
+def _alone(_address: str, job: Callable[..., None], folder: str) -> None:
+    job("", folder, "alone")

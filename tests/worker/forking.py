@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from elasticd import worker
-from tests.worker.jobs import Accident, Journal, commit
+from tests.worker.jobs import Accident, Journal, commit, work
 
 held: list[Any] = []
 known: list[weakref.ref[Any]] = []
@@ -83,8 +83,6 @@ def train_with_data(state: worker.State, journal: Journal, accident: Accident, s
 
 
 def work_with_a_stream(address: str, folder: str, name: str, accident: Accident, **options: Any) -> None:
-    from tests.worker.jobs import work
-
     data = worker.Data(
         Streamed(), global_batch=8, virtual_ranks=4, num_workers=2, multiprocessing_context="fork"
     )

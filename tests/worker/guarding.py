@@ -1,11 +1,12 @@
-"""Jobs whose steps are out of the ordinary: several modules, several optimizers, closures, parameters that
-the script changes itself."""
+"""Scripts with unusual steps: several modules, several optimizers, closures, parameters that the script
+changes itself."""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from elasticd import worker
-from tests.worker.jobs import Accident, Journal, begin, commit, hear_of_leaving
+from tests.worker.jobs import NOTHING, Accident, begin, commit, hear_of_leaving
+
+SGD = partial(torch.optim.SGD, lr=0.05)
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=0.05)
+SOFT_ADAM = partial(torch.optim.Adam, lr=0.05, eps=1e-3)  # small gradients make small steps
 
 
 def batch_of(step: int) -> torch.Tensor:
@@ -26,17 +32,40 @@ def linear(seed: int, wide: int = 6, out: int = 6) -> nn.Linear:
     return nn.Linear(wide, out)
 
 
+def state_of(
+    optimizer: Callable[..., Any] = ADAM, model: nn.Module | None = None, **more: Any
+) -> worker.State:
+    """A State of a model, by default a linear one."""
+    model = model or linear(1)
+    return worker.State(model=model, optimizer=optimizer(model.parameters()), **more)
+
+
+def own(state: worker.State, name: str = "model") -> list[nn.Parameter]:
+    """The parameters of a module, which need not be wrapped for that."""
+    return list(state._contents.modules[name].parameters())
+
+
+def follow(state: worker.State, name: str) -> None:
+    """Move a module's parameters towards the model's."""
+    for mine, other in zip(own(state, name), own(state), strict=True):
+        mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+
+
 class Script:
-    """``make``: what the State is given; ``step``: one step, which calls ``accident`` at its points."""
+    """``make`` returns the State. ``step`` makes one step, and calls ``at`` at its points."""
 
     def make(self) -> worker.State:
-        raise NotImplementedError
+        return state_of()
 
     def step(self, state: worker.State, batch: Any, at: Callable[[str], None]) -> None:
-        raise NotImplementedError
+        state.optimizer.zero_grad()
+        loss = self.loss(state, batch)
+        at("forward")
+        loss.backward()
+        state.optimizer.step()
 
-    def after(self, state: worker.State) -> None:
-        """The commit."""
+    def loss(self, state: worker.State, batch: torch.Tensor) -> torch.Tensor:
+        return state.model(batch).square().mean()
 
 
 class TwoModules(Script):
@@ -44,37 +73,28 @@ class TwoModules(Script):
 
     def make(self) -> worker.State:
         model, head = linear(1), linear(2, 6, 1)
-        optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=0.05)
-        return worker.State(model=model, head=head, optimizer=optimizer)
+        return worker.State(model=model, head=head, optimizer=ADAM([*model.parameters(), *head.parameters()]))
 
-    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        state.optimizer.zero_grad()
-        loss = state.head(state.model(batch + worker.rank()).tanh()).square().mean()
-        at("forward")
-        loss.backward()
-        state.optimizer.step()
+    def loss(self, state: worker.State, batch: torch.Tensor) -> torch.Tensor:
+        return self.head(state)(state.model(batch + worker.rank()).tanh()).square().mean()
+
+    def head(self, state: worker.State) -> nn.Module:
+        return state.head
 
 
 class Apart(TwoModules):
-    """Calls its own head, which nobody wraps."""
+    """Calls its own head, which is not wrapped."""
 
-    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        state.optimizer.zero_grad()
-        state._contents.modules["head"](state.model(batch + worker.rank()).tanh()).square().mean().backward()
-        state.optimizer.step()
+    def head(self, state: worker.State) -> nn.Module:
+        return state._contents.modules["head"]
 
 
 class Adversaries(Script):
     """A GAN: one optimizer steps before the other one's sums."""
 
     def make(self) -> worker.State:
-        model, critic = linear(1), linear(2, 6, 1)
-        return worker.State(
-            model=model,
-            critic=critic,
-            optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
-            second=torch.optim.Adam(critic.parameters(), lr=0.05),
-        )
+        critic = linear(2, 6, 1)
+        return state_of(critic=critic, second=ADAM(critic.parameters()))
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
         state.second.zero_grad()
@@ -87,16 +107,12 @@ class Adversaries(Script):
 
 
 class Closure(Script):
-    """All of the step is in a closure, as with Lightning's automatic optimization."""
-
-    def make(self) -> worker.State:
-        model = linear(1)
-        return worker.State(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05))
+    """The whole step is in a closure, as with Lightning's automatic optimization."""
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
         def closure() -> torch.Tensor:
             state.optimizer.zero_grad()
-            loss: torch.Tensor = state.model(batch).square().mean()
+            loss = self.loss(state, batch)
             at("forward")
             loss.backward()
             return loss
@@ -105,12 +121,10 @@ class Closure(Script):
 
 
 class Lbfgs(Closure):
-    """The closure is called again and again, and dies in its second call."""
+    """The optimizer calls the closure several times; the accident is in the second call."""
 
     def make(self) -> worker.State:
-        model = linear(1)
-        self.optimizer = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=3)
-        return worker.State(model=model, optimizer=self.optimizer)
+        return state_of(partial(torch.optim.LBFGS, lr=0.05, max_iter=3))
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
         calls = 0
@@ -125,59 +139,45 @@ class Lbfgs(Closure):
 
 
 class Momentum(Script):
-    """MoCo: a second encoder follows the first in each forward pass."""
+    """MoCo: a second encoder follows the first before each forward pass."""
 
     def make(self) -> worker.State:
-        model = linear(1)
-        keys = copy.deepcopy(model).requires_grad_(False)
-        return worker.State(model=model, keys=keys, optimizer=torch.optim.SGD(model.parameters(), lr=0.05))
+        return state_of(SGD, keys=linear(1).requires_grad_(False))
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        with torch.no_grad():
-            for mine, other in zip(
-                state.keys.parameters(), state._contents.modules["model"].parameters(), strict=True
-            ):
-                mine.data.mul_(0.9).add_(other.data, alpha=0.1)
-        state.optimizer.zero_grad()
-        loss = (state.model(batch) - state.keys(batch)).square().mean() + state.model(batch).square().mean()
-        at("forward")
-        loss.backward()
-        state.optimizer.step()
+        follow(state, "keys")
+        super().step(state, batch, at)
+
+    def loss(self, state: worker.State, batch: torch.Tensor) -> torch.Tensor:
+        return (state.model(batch) - state.keys(batch)).square().mean() + super().loss(state, batch)
 
 
 class Swapped(Closure):
-    """Evaluated with other weights, between commits, in which somebody dies."""
-
-    undo: bool | None = True
+    """Evaluated with other weights between commits; the accident is in the evaluation."""
 
     def make(self) -> worker.State:
-        model = linear(1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        return worker.State(model=model, optimizer=optimizer, undo=self.undo)
+        return state_of(undo=True)
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        own = [p.data for p in state._contents.modules["model"].parameters()]
-        for p in state._contents.modules["model"].parameters():
+        weights = [p.data for p in own(state)]
+        for p in own(state):
             p.data = p.data * 0.5
         at("forward")
         dist.all_reduce(torch.zeros(1))
-        for p, data in zip(state._contents.modules["model"].parameters(), own, strict=True):
+        for p, data in zip(own(state), weights, strict=True):
             p.data = data
         super().step(state, batch, lambda _: None)
 
 
 class Averages(Closure):
-    """Evaluated with exponential averages in place of the weights, after each other step, in which somebody
-    dies. The weights lie in a copy meanwhile."""
+    """Evaluated with exponential averages in place of the weights, in each other step; the accident is in the
+    evaluation. The weights are in a copy meanwhile."""
 
     def make(self) -> worker.State:
-        model = linear(1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        averages = copy.deepcopy(model).requires_grad_(False)
-        return worker.State(model=model, averages=averages, optimizer=optimizer)
+        return state_of(MOMENTUM, averages=linear(1).requires_grad_(False))
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        mine, averages = (list(state._contents.modules[name].parameters()) for name in ("model", "averages"))
+        mine, averages = own(state), own(state, "averages")
         if state.step % 2:
             copies = [p.data.clone() for p in mine]
             self.swap_in(mine, averages)
@@ -196,44 +196,38 @@ class Averages(Closure):
 
 
 class Sharp(Script):
-    """Sharpness-aware: the gradient is of where the loss is largest nearby, and the weights are there when
-    somebody dies."""
+    """Sharpness-aware: the gradient is taken where the loss is largest nearby. The weights are there when the
+    accident happens."""
 
     def make(self) -> worker.State:
-        model = linear(1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        return worker.State(model=model, optimizer=optimizer)
+        return state_of(MOMENTUM)
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        parameters = list(state._contents.modules["model"].parameters())
-        state.model(batch).square().mean().backward()
-        away = [0.05 * p.grad / p.grad.norm() for p in parameters]
+        self.loss(state, batch).backward()
+        away = [0.05 * p.grad / p.grad.norm() for p in own(state)]
         with torch.no_grad():
-            torch._foreach_add_(parameters, away)
+            torch._foreach_add_(own(state), away)
         state.optimizer.zero_grad()
-        loss = state.model(batch).square().mean()
+        loss = self.loss(state, batch)
         at("forward")
         loss.backward()
         with torch.no_grad():
-            torch._foreach_sub_(parameters, away)
+            torch._foreach_sub_(own(state), away)
         state.optimizer.step()
         state.optimizer.zero_grad()
 
 
 class Scaled(Script):
-    """Gradients are unscaled, and clipped by a norm that all workers find together; there somebody dies."""
+    """Gradients are unscaled, and clipped by a norm that all workers find together; the accident is there."""
 
     def make(self) -> worker.State:
-        model = linear(1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
-        return worker.State(model=model, optimizer=optimizer, scaler=scaler)
+        return state_of(MOMENTUM, scaler=torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3))
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
         state.optimizer.zero_grad()
-        state.scaler.scale(state.model(batch).square().mean()).backward()
+        state.scaler.scale(self.loss(state, batch)).backward()
         state.scaler.unscale_(state.optimizer)
-        gradients = [p.grad for p in state._contents.modules["model"].parameters()]
+        gradients = [p.grad for p in own(state)]
         norm = torch.stack([g.norm() for g in gradients]).norm()
         at("forward")
         dist.all_reduce(norm, dist.ReduceOp.MAX)
@@ -242,23 +236,31 @@ class Scaled(Script):
         state.scaler.update()
 
 
+def frozen_below() -> nn.Sequential:
+    model = nn.Sequential(linear(1), nn.Tanh(), linear(2))
+    model[0].requires_grad_(False)
+    return model
+
+
+def unfreeze(state: worker.State) -> None:
+    """From the fourth step on, train the first layer."""
+    state._contents.modules["model"][0].requires_grad_(state.step >= 3)
+
+
 class Unfrozen(Script):
     """The first layer is trained from the fourth step on. Each worker has its own part of a batch, so that
     gradients which are not added up would differ."""
 
     def make(self) -> worker.State:
-        model = nn.Sequential(linear(1), nn.Tanh(), linear(2))
-        model[0].requires_grad_(False)
-        return worker.State(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-3))
+        return state_of(SOFT_ADAM, frozen_below())
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        state._contents.modules["model"][0].requires_grad_(state.step >= 3)
-        state.optimizer.zero_grad()
+        unfreeze(state)
+        super().step(state, batch, at)
+
+    def loss(self, state: worker.State, batch: torch.Tensor) -> torch.Tensor:
         mine = self.model(state)(batch[worker.rank() :: worker.world_size()])
-        loss = mine.square().sum() / len(batch) * worker.world_size()
-        at("forward")
-        loss.backward()
-        state.optimizer.step()
+        return mine.square().sum() / len(batch) * worker.world_size()
 
     def model(self, state: worker.State) -> Any:
         return state.model
@@ -268,17 +270,11 @@ class MomentumUnfrozen(Unfrozen):
     """A second model follows the first before each forward pass. Its first layer begins to change late."""
 
     def make(self) -> worker.State:
-        model = nn.Sequential(linear(1), nn.Tanh(), linear(2))
-        keys = copy.deepcopy(model).requires_grad_(False)
-        model[0].requires_grad_(False)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-3)
-        return worker.State(model=model, keys=keys, optimizer=optimizer)
+        model = frozen_below()
+        return state_of(SOFT_ADAM, model, keys=copy.deepcopy(model).requires_grad_(False))
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        for mine, other in zip(
-            state.keys.parameters(), state._contents.modules["model"].parameters(), strict=True
-        ):
-            mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+        follow(state, "keys")
         super().step(state, batch, at)
 
 
@@ -292,18 +288,11 @@ class Stale(Unfrozen):
 
 class Beginning(Script):
     """A second optimizer begins with the fourth step, after a checkpoint, and steps before the other's sums.
-    Nothing is copied to undo that with, so survivors go back to that checkpoint."""
+    No copy can undo that, so survivors go back to the checkpoint."""
 
     def make(self) -> worker.State:
-        model, late = linear(1), linear(2)
-        late.requires_grad_(False)
-        return worker.State(
-            model=model,
-            late=late,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-            second=torch.optim.Adam(late.parameters(), lr=0.05, eps=1e-3),
-            undo=False,
-        )
+        late = linear(2).requires_grad_(False)
+        return state_of(MOMENTUM, late=late, second=SOFT_ADAM(late.parameters()), undo=False)
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
         if state.step >= 3:
@@ -312,55 +301,18 @@ class Beginning(Script):
             state.second.zero_grad()
             state.late(batch).square().mean().backward()
             state.second.step()
-        state.optimizer.zero_grad()
-        loss = state.model(batch).square().mean()
-        at("forward")
-        loss.backward()
-        state.optimizer.step()
+        super().step(state, batch, at)
 
 
 class Embedded(Script):
-    """Its gradients are sparse, and so small a part of the weights that their copies would be dear."""
+    """Its gradients are sparse: copies of the weights would be much larger than the gradients."""
 
     def make(self) -> worker.State:
         torch.manual_seed(1)
-        model = nn.EmbeddingBag(40, 6, sparse=True)
-        return worker.State(model=model, optimizer=torch.optim.SparseAdam(model.parameters(), lr=0.05))
+        return state_of(partial(torch.optim.SparseAdam, lr=0.05), nn.EmbeddingBag(40, 6, sparse=True))
 
-    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        state.optimizer.zero_grad()
-        loss = state.model((batch.abs() * 20).long() % 40).square().mean()
-        at("forward")
-        loss.backward()
-        state.optimizer.step()
-
-
-class Late(Closure):
-    """Its scheduler steps after the commit."""
-
-    def make(self) -> worker.State:
-        model = linear(1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return worker.State(model=model, optimizer=optimizer, schedule=schedule)
-
-    def after(self, state: worker.State) -> None:
-        state.schedule.step()
-
-
-class Lengths(Closure):
-    """From the fifth step on, each rank has a queue of another length."""
-
-    def make(self) -> worker.State:
-        model = linear(1)
-        return worker.State(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), queue=torch.zeros(3)
-        )
-
-    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        super().step(state, batch, at)
-        if state.step >= 5:
-            state.queue = torch.zeros(3 + worker.rank())
+    def loss(self, state: worker.State, batch: torch.Tensor) -> torch.Tensor:
+        return super().loss(state, (batch.abs() * 20).long() % 40)
 
 
 class WithData(Script):
@@ -369,25 +321,19 @@ class WithData(Script):
     samples, virtual_ranks = 64, 6
 
     def make(self) -> worker.State:
-        model = nn.Sequential(linear(1), nn.BatchNorm1d(6))
-        data = worker.Data(
-            [torch.full((6,), n / 9) for n in range(self.samples)],
-            global_batch=12,
-            virtual_ranks=self.virtual_ranks,
-            shuffle=False,
-        )
-        return worker.State(model, torch.optim.SGD(model.parameters(), lr=0.05), data=data)
+        return state_of(SGD, nn.Sequential(linear(1), nn.BatchNorm1d(6)), data=self.data())
+
+    def data(self) -> worker.Data:
+        samples = [torch.full((6,), n / 9) for n in range(self.samples)]
+        return worker.Data(samples, global_batch=12, virtual_ranks=self.virtual_ranks, shuffle=False)
 
     def step(self, state: worker.State, batch: Any, at: Callable[[str], None]) -> None:
         for x in batch:
-            y = state.model(x)
+            loss = self.loss(state, x)
             at("forward")
-            batch.backward(self.loss(y))
+            batch.backward(loss)
         state.optimizer.step()
         state.optimizer.zero_grad()
-
-    def loss(self, y: torch.Tensor) -> torch.Tensor:
-        return y.square().mean()
 
 
 class UnfrozenParts(WithData):
@@ -396,14 +342,10 @@ class UnfrozenParts(WithData):
     samples, virtual_ranks = 96, 4
 
     def make(self) -> worker.State:
-        state = super().make()
-        model = nn.Sequential(linear(1), nn.Tanh(), linear(2))
-        model[0].requires_grad_(False)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-3)
-        return worker.State(model, optimizer, data=state.data)
+        return state_of(SOFT_ADAM, frozen_below(), data=self.data())
 
     def step(self, state: worker.State, batch: Any, at: Callable[[str], None]) -> None:
-        state._contents.modules["model"][0].requires_grad_(state.step >= 3)
+        unfreeze(state)
         super().step(state, batch, at)
 
 
@@ -417,34 +359,15 @@ class SeveralModels(WithData):
     """One model is called before the one that State is given first, and one is never called. Of three workers
     one has no part of a batch."""
 
-    virtual_ranks = 2
+    samples, virtual_ranks = 96, 2
 
     def make(self) -> worker.State:
-        data = super().make().data
         modules = {"model": linear(1), "encoder": linear(2), "idle": linear(3)}
-        parameters = [p for module in modules.values() for p in module.parameters()]
-        return worker.State(
-            **modules, optimizer=torch.optim.SGD(parameters, lr=0.05, momentum=0.9), data=data
-        )
+        optimizer = MOMENTUM([p for module in modules.values() for p in module.parameters()])
+        return worker.State(**modules, optimizer=optimizer, data=self.data())
 
-    def step(self, state: worker.State, batch: Any, at: Callable[[str], None]) -> None:
-        for x in batch:
-            y = state.model(state.encoder(x).tanh())
-            at("forward")
-            batch.backward(self.loss(y))
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-
-
-class Contrastive(WithData):
-    """Each batch is compared with those of the other workers, of which four have as many as each other."""
-
-    virtual_ranks = 4
-
-    def loss(self, y: torch.Tensor) -> torch.Tensor:
-        others = y.detach().mean()
-        dist.all_reduce(others)
-        return (y - others).square().mean()
+    def loss(self, state: worker.State, batch: torch.Tensor) -> torch.Tensor:
+        return super().loss(state, state.encoder(batch).tanh())
 
 
 class LoneSample(WithData):
@@ -456,23 +379,18 @@ class LoneSample(WithData):
 class Accumulated(Script):
     """Commits after each backward pass, and steps after each fourth."""
 
-    def make(self) -> worker.State:
-        model = linear(1)
-        return worker.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05))
-
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        state.model(batch).square().mean().backward()
+        self.loss(state, batch).backward()
         if state.step % 4 == 3:
             state.optimizer.step()
             state.optimizer.zero_grad()
 
 
 class Extra(Closure):
-    """A module with a state of its own."""
+    """A module with an extra state."""
 
     def make(self) -> worker.State:
-        model = Counting()
-        return worker.State(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05))
+        return state_of(model=Counting())
 
 
 class Counting(nn.Module):
@@ -497,8 +415,7 @@ class Codebook(Closure):
     """A large buffer that is changed through ``.data``."""
 
     def make(self) -> worker.State:
-        model = Codes()
-        return worker.State(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05))
+        return state_of(model=Codes())
 
 
 class Codes(nn.Module):
@@ -515,35 +432,33 @@ class Codes(nn.Module):
         return y
 
 
-SCRIPTS: dict[str, type[Script]] = {
-    kind.__name__: kind
-    for kind in (
-        TwoModules, Apart, Adversaries, Closure, Lbfgs, Momentum, MomentumUnfrozen, Swapped, Averages, Sharp,
-        Scaled, Unfrozen, UnfrozenParts, UnfrozenIdle, Beginning, Embedded, Late, Lengths, Contrastive,
-        LoneSample, Stale, Accumulated, Extra, Codebook, SeveralModels,
-    )
-}  # fmt: skip
 STEPS = 8
 
 
-def guarded(address: str, folder: str, name: str, kind: str, accident: Accident, **environment: str) -> None:
+def guarded(
+    address: str,
+    folder: str,
+    name: str,
+    accident: Accident = NOTHING,
+    *,
+    kind: type[Script],
+    **environment: str,
+) -> None:
     """A whole script of that kind."""
-    begin(address, folder, name)
+    journal = begin(address, folder, name)
     hear_of_leaving()
     os.environ.update(environment)
-    journal = Journal(folder, name)
-    script = SCRIPTS[kind]()
+    script = kind()
     state = script.make()
 
     @worker.run
     def run(state: worker.State) -> None:
-        journal.write(entered=state.step, world=worker.world_size())
+        journal.write(entered=state.step)
         for step in state.steps(STEPS):
             number = getattr(step, "number", step)
             batch = batch_of(step) if step is number else step
             script.step(state, batch, lambda point, number=number: accident(point, number))
             commit(state, journal)
-            script.after(state)
 
     run(state)
     tensors = [
@@ -553,3 +468,9 @@ def guarded(address: str, folder: str, name: str, kind: str, accident: Accident,
         for values in optimizer.state_dict()["state"].values():
             tensors += [t for t in values.values() if isinstance(t, torch.Tensor)]
     journal.write(weights=[t.double().flatten().tolist() for t in tensors])
+
+
+def undisturbed(_address: str, folder: str, kinds: list[type[Script]]) -> None:
+    """Scripts of these kinds, one after the other, each in a world of its own."""
+    for kind in kinds:
+        guarded("", folder, kind.__name__, kind=kind)

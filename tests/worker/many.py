@@ -4,7 +4,6 @@ with what it is where nothing happens. Gradients are the same in each worker, so
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 from elasticd import worker
 from tests.checkpoint.likeness import with_types
 from tests.worker.guarding import Counting, batch_of, linear
-from tests.worker.jobs import NOTHING, Accident, Journal, begin, commit, hear_of_leaving, take_the_same_of_all
+from tests.worker.jobs import NOTHING, Accident, begin, commit, hear_of_leaving, take_the_same_of_all
 
 STEPS = 10
 SAVED = 6  # the step after which those who are told to do so save what they have, and die
@@ -102,6 +101,7 @@ def step(state: worker.State, number: int, at: Callable[[str], None]) -> None:
         state.numbers[key] = torch.full((BIG,), number + len(str(key)) * 0.5)
     state.dotted["a.b"] += 1
     state.dotted["a"]["b"] -= 1
+    state.dotted[number] = {True: number, str(number): None}
     state.history.append({"step": number, "loss": number / 7})
     for n in range(100):
         state.named[f"{number} {n}"] = n
@@ -151,17 +151,13 @@ def train(
     **more: Any,
 ) -> None:
     """A whole script. Without an address: in a world of its own."""
-    begin(address, folder, name)
+    journal = begin(address, folder, name, saver)
     hear_of_leaving()
-    os.environ.pop("ELASTICD_SAVER", None)
-    if saver:
-        os.environ["ELASTICD_SAVER"] = saver
-    journal = Journal(folder, name)
     state = make(turned, **more)
 
     @worker.run
     def run(state: worker.State) -> None:
-        journal.write(entered=state.step, world=worker.world_size())
+        journal.write(entered=state.step)
         for number in state.steps(STEPS):
             step(state, number, lambda point, number=number: accident(point, number))
             commit(state, journal)

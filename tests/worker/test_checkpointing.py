@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,6 @@ from elasticd.worker.checkpoints import Checkpoints
 from elasticd.worker.commit import checkpointing
 from elasticd.worker.commit.checkpointing import CommitCheckpoints
 from elasticd.worker.world.group import World
-from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew, Hand
 from tests.worker.jobs import (
     LEAVING,
@@ -39,40 +37,6 @@ from tests.worker.jobs import (
 )
 
 COMMITTED = 7
-
-
-@pytest.fixture
-def savers() -> Iterator[Helper]:
-    with Helper("forker.py") as helper:
-        yield helper
-
-
-@pytest.fixture
-def saver(savers: Helper) -> str:
-    """One that stays, as an agent's does."""
-    return savers.saver(linger_s=None)[0]
-
-
-@pytest.fixture
-def other_saver(savers: Helper) -> str:
-    """Of another node, or after a restart of this one: it has nothing in memory."""
-    return savers.saver(linger_s=None)[0]
-
-
-def begin(
-    crew: Crew,
-    folder: Path,
-    saver: str,
-    count: int,
-    *,
-    of: int = 0,
-    job: Callable[..., None] = work,
-    **options: object,
-) -> None:
-    names = range(of, of + count)
-    hands = [crew.start(job, str(folder), str(i), saver=saver, **options) for i in names]
-    crew.all_waiting(*hands)
-    crew.form(*hands)
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -113,17 +77,24 @@ def test_the_last_step_is_saved_however_long_those_before_it_take(savers, tmp_pa
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_a_world_killed_at_once_goes_on_from_what_outlived_it(
-    crew, tmp_path, saver, other_saver, undisturbed, tier
+    crew, tmp_path, saver, new_saver, undisturbed, tier
 ):
     run = tmp_path / "run"
-    begin(crew, tmp_path, saver, 2, checkpoints=str(run), body=end_of)
+    crew.begin(tmp_path, NOTHING, NOTHING, saver=saver, checkpoints=str(run), body=end_of)
     crew.until(lambda: all(hand.status is not None for hand in crew.hands))
     steps = saved_steps(run)
     assert steps
     if tier == "memory":
         for saved in FilePointer(run).read().saved:
             shutil.rmtree(run / saved.name)
-    begin(crew, tmp_path, saver if tier == "memory" else other_saver, 2, of=2, checkpoints=str(run))
+    crew.begin(
+        tmp_path,
+        NOTHING,
+        NOTHING,
+        saver=saver if tier == "memory" else new_saver(),
+        first=2,
+        checkpoints=str(run),
+    )
     crew.all_ended()
     assert_undisturbed(crew, tmp_path, range(2, 4), undisturbed)
     for i in (2, 3):
@@ -132,7 +103,6 @@ def test_a_world_killed_at_once_goes_on_from_what_outlived_it(
 
 def train_on_without(spare: Hand, last: Hand, crew: Crew, gate: Gate) -> None:
     """The job grows smaller by the spare, and then loses the worker that has trained on."""
-    crew.all_waiting(last, spare)
     crew.form(last, spare)
     gate.until_somebody_waits()
     spare.shunned = True
@@ -143,7 +113,7 @@ def train_on_without(spare: Hand, last: Hand, crew: Crew, gate: Gate) -> None:
 
 @pytest.mark.parametrize("tier", [pytest.param(Source.MEMORY, marks=pytest.mark.slow), Source.DISK])
 def test_whoever_was_not_in_the_last_world_goes_on_from_what_that_kept(
-    crew, tmp_path, saver, other_saver, undisturbed, tier
+    crew, tmp_path, saver, new_saver, undisturbed, tier
 ):
     """It has a whole state, of when the job grew smaller, and the worker that trained on is gone."""
     run, gate = tmp_path / "run", Gate(tmp_path / "gate")
@@ -151,7 +121,7 @@ def test_whoever_was_not_in_the_last_world_goes_on_from_what_that_kept(
     leaves = Accident("start", 2, gate.wait)
     last = crew.start(work, str(tmp_path), "0", leaves, saver=saver, body=end_of, **more)
     spare = crew.start(
-        work, str(tmp_path), "1", saver=saver if tier is Source.MEMORY else other_saver, **more
+        work, str(tmp_path), "1", saver=saver if tier is Source.MEMORY else new_saver(), **more
     )
     train_on_without(spare, last, crew, gate)
     assert crew.settled == [(1, 2), (2, 1)]
@@ -223,9 +193,7 @@ def train_with_trouble_in_saving(state: object, journal: Journal, accident: Acci
 def test_a_worker_without_memory_to_save_the_state_dies_of_it_alone(crew, tmp_path, saver, undisturbed):
     more = {"saver": saver, "checkpoints": str(tmp_path / "run"), "body": train_with_trouble_in_saving}
     accidents = [NOTHING, Accident("saving", 5, run_out_of_memory)]
-    hands = [crew.start(work, str(tmp_path), str(i), its, **more) for i, its in enumerate(accidents)]
-    crew.all_waiting(*hands)
-    crew.form(*hands)
+    hands = crew.begin(tmp_path, *accidents, **more)
     crew.all_ended()
     assert hands[1].status == 1
     assert "can't allocate memory" in (tmp_path / "1.err").read_text()
@@ -257,14 +225,12 @@ def test_a_worker_that_wakes_after_it_was_replaced_can_commit_no_checkpoint(
     more = {"saver": saver, "checkpoints": str(run)}
     late = Accident("summed", 4, asleep.wait)
     sleeper = crew.start(work, str(tmp_path), "0", late, body=train_astray_to_the_end, **more)
-    crew.all_waiting(sleeper)
     crew.form(sleeper)
     asleep.until_somebody_waits()
     sleeper.shunned = True
     heir = crew.start(
         work, str(tmp_path), "1", Accident("start", 8, held.wait), body=train_in_two_parts, **more
     )
-    crew.all_waiting(heir)
     crew.form(heir)
     held.until_somebody_waits()
     assert 0 < reads(tmp_path, "1", "entered")[0] <= 4
@@ -278,14 +244,15 @@ def test_a_worker_that_wakes_after_it_was_replaced_can_commit_no_checkpoint(
     third = crew.start(work, str(tmp_path), "2", **more)
     heir.process.kill()
     crew.until(lambda: heir.status is not None)
-    crew.all_waiting(third)
     crew.form(third)
     crew.all_ended()
     assert reads(tmp_path, "2", "entered") == [newest.step]
     assert_undisturbed(crew, tmp_path, range(2, 3), undisturbed)
 
 
-def work_until_told_to_leave(address: str, folder: str, name: str, **options: object) -> None:
+def work_until_told_to_leave(
+    address: str, folder: str, name: str, _: Accident = NOTHING, **options: object
+) -> None:
     """Waits before a step until it is told to leave, which it may be as soon as it is told to enter."""
     hear_of_leaving()
     work(address, folder, name, Accident("start", 4, LEAVING.wait), **options)
@@ -293,11 +260,11 @@ def work_until_told_to_leave(address: str, folder: str, name: str, **options: ob
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_world_sent_away_hands_every_step_to_a_newcomer(
-    crew, tmp_path, saver, other_saver, undisturbed, count
+    crew, tmp_path, saver, new_saver, undisturbed, count
 ):
     run = tmp_path / "run"
-    begin(crew, tmp_path, saver, count, checkpoints=str(run), job=work_until_told_to_leave)
-    newcomer = crew.start(work, str(tmp_path), str(count), saver=other_saver, checkpoints=str(run))
+    crew.begin(tmp_path, *[NOTHING] * count, saver=saver, checkpoints=str(run), job=work_until_told_to_leave)
+    newcomer = crew.start(work, str(tmp_path), str(count), saver=new_saver(), checkpoints=str(run))
     crew.hand_over(newcomer)
     left = max(reads(tmp_path, "0", "committed"))
     assert saved_steps(run)[-1] == left
@@ -314,7 +281,7 @@ def train_and_wait_for_the_disk(state: object, journal: Journal, accident: Accid
 def test_what_survivors_and_a_newcomer_hand_over_together_is_committed(crew, tmp_path, saver):
     run = tmp_path / "run"
     more = {"checkpoints": str(run), "body": train_and_wait_for_the_disk}
-    begin(crew, tmp_path, saver, 1, job=work_until_told_to_leave, **more)
+    crew.begin(tmp_path, NOTHING, saver=saver, job=work_until_told_to_leave, **more)
     newcomer = crew.start(work, str(tmp_path), "1", saver=saver, **more)
     crew.grow(newcomer)
     crew.all_ended()
@@ -331,9 +298,7 @@ def test_survivors_save_at_once_what_perhaps_nobody_else_has(crew, tmp_path, sav
     run = tmp_path / "run"
     more = {"saver": saver, "checkpoints": str(run), "body": train_seldom_saved}
     accidents = [NOTHING, Accident("forward", 4), NOTHING]
-    hands = [crew.start(work, str(tmp_path), str(i), its, **more) for i, its in enumerate(accidents)]
-    crew.all_waiting(*hands)
-    crew.form(*hands)
+    crew.begin(tmp_path, *accidents, **more)
     crew.all_ended()
     assert reads(tmp_path, "0", "entered") == [0, 4]
     assert saved_steps(run)[0] == 5
@@ -343,10 +308,10 @@ def test_the_end_of_training_is_saved_and_a_job_that_is_run_again_has_nothing_le
     crew, tmp_path, saver, undisturbed
 ):
     run = tmp_path / "run"
-    begin(crew, tmp_path, saver, 2, checkpoints=str(run))
+    crew.begin(tmp_path, NOTHING, NOTHING, saver=saver, checkpoints=str(run))
     crew.all_ended()
     assert_undisturbed(crew, tmp_path, range(2), undisturbed)
-    begin(crew, tmp_path, saver, 1, of=2, checkpoints=str(run))
+    crew.begin(tmp_path, NOTHING, saver=saver, first=2, checkpoints=str(run))
     crew.all_ended()
     assert reads(tmp_path, "2", "entered") == [STEPS] and not reads(tmp_path, "2", "committed")
 
@@ -364,28 +329,28 @@ def restored(state: object) -> int:
 
 def test_restore_is_asked_only_where_nothing_was_kept(crew, tmp_path, saver):
     run = tmp_path / "run"
-    begin(crew, tmp_path, saver, 1, checkpoints=str(run), restore=restored, steps=6)
+    crew.begin(tmp_path, NOTHING, saver=saver, checkpoints=str(run), restore=restored, steps=6)
     crew.all_ended()
     assert reads(tmp_path, "0", "entered") == [3]
-    begin(crew, tmp_path, saver, 1, of=1, checkpoints=str(run), restore=restored, steps=8)
+    crew.begin(tmp_path, NOTHING, saver=saver, first=1, checkpoints=str(run), restore=restored, steps=8)
     crew.all_ended()
     assert reads(tmp_path, "1", "entered") == [6]
 
 
 def test_restore_is_asked_where_no_checkpoint_is_whole_and_without_it_that_is_an_error(
-    crew, tmp_path, saver, other_saver
+    crew, tmp_path, saver, new_saver
 ):
     run = tmp_path / "run"
-    begin(crew, tmp_path, saver, 1, checkpoints=str(run), steps=4, body=end_on_disk)
+    crew.begin(tmp_path, NOTHING, saver=saver, checkpoints=str(run), steps=4, body=end_on_disk)
     crew.all_ended()
     assert saved_steps(run)[-1] == 4
     for saved in FilePointer(run).read().saved:
         shutil.rmtree(run / saved.name)
-    begin(crew, tmp_path, other_saver, 1, of=1, checkpoints=str(run), steps=4)
+    crew.begin(tmp_path, NOTHING, saver=new_saver(), first=1, checkpoints=str(run), steps=4)
     crew.all_ended()
     assert crew.hands[1].status == 1
     assert "no checkpoint is whole" in (tmp_path / "1.err").read_text()
-    begin(crew, tmp_path, other_saver, 1, of=2, checkpoints=str(run), restore=restored, steps=4)
+    crew.begin(tmp_path, NOTHING, saver=new_saver(), first=2, checkpoints=str(run), restore=restored, steps=4)
     crew.all_ended()
     assert reads(tmp_path, "2", "entered") == [3]
 
@@ -408,25 +373,21 @@ def damage(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_survivors_keep_their_steps_where_what_was_kept_beyond_them_proves_damaged(
-    crew, tmp_path, savers, undisturbed
+    crew, tmp_path, new_saver, undisturbed
 ):
     """It is of a former job, so that its round is ahead. This job saves nothing by itself, and one of its
     worlds ends before all have the state, so that survivors look for what may have been kept meanwhile."""
     run, more = tmp_path / "run", {"checkpoints": str(tmp_path / "run")}
     with Crew() as former:
-        begin(
-            former, tmp_path, savers.saver(linger_s=None)[0], 1, of=9, body=end_with_each_step_on_disk, **more
-        )
+        former.begin(tmp_path, NOTHING, first=9, saver=new_saver(), body=end_with_each_step_on_disk, **more)
         former.until(lambda: former.hands[0].status is not None)
     whole, *damaged = FilePointer(run).read().saved
     assert [s.step for s in damaged] == [COMMITTED - 1, COMMITTED] and damaged[-1].round == 50
     for saved in damaged:
         damage(run / saved.name)
-    more |= {"saver": savers.saver(linger_s=None)[0], "body": train_seldom_saved}
+    more |= {"saver": new_saver(), "body": train_seldom_saved}
     accidents = [NOTHING, Accident("forming", 1), Accident("forward", whole.step + 1), NOTHING]
-    hands = [crew.start(work, str(tmp_path), str(i), its, **more) for i, its in enumerate(accidents)]
-    crew.all_waiting(*hands)
-    crew.form(*hands)
+    crew.begin(tmp_path, *accidents, **more)
     crew.all_ended()
     assert crew.settled == [(1, 4), (2, 3), (3, 2)]
     for i in (0, 3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -18,9 +17,8 @@ from torch import nn
 from elasticd import worker
 from elasticd.worker.agent import agentpage
 from elasticd.worker.world.group import World
-from tests.checkpoint.faults import Helper
-from tests.worker.crew import PATIENCE_S, Crew
-from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, die, outcome, reads
+from tests.worker.crew import PATIENCE_S, Crew, outcome_alone
+from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, outcome, reads
 from tests.worker.worlds import entered, in_world
 
 SAMPLES, BATCH, HELD_OUT = 38, 8, 6
@@ -114,28 +112,18 @@ def work(
     saver: str = "",
     stream: bool = False,
 ) -> None:
-    begin(address, folder, name)
-    os.environ["ELASTICD_SAVER"] = saver
-    journal = Journal(folder, name)
+    journal = begin(address, folder, name, saver)
     state = made(folder if saver else "", stream=stream)
     worker.run(train)(state, journal, accident)
     journal.write(outcome=outcome(state) | {"bad": state.bad, "step": state.step})
 
 
-def lone(_address: str, folder: str) -> None:
-    work("", folder, "alone")
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    with Crew() as crew:
-        crew.start(lone, str(folder))
-        crew.all_ended()
-        assert crew.hands[0].status == 0, (folder / "alone.err").read_text()
+    came_to = outcome_alone(work, folder)
     evaluated = reads(folder, "alone", "evaluated")
     assert 5 < len(evaluated) < 60 and evaluated == [*range(len(evaluated))]
-    [came_to] = reads(folder, "alone", "outcome")
     assert came_to["bad"] == PATIENCE + 1 and came_to["rate"] < 0.1, "the schedule and the stop both acted"
     return came_to | {"epochs": len(evaluated)}
 
@@ -183,28 +171,17 @@ def test_a_worker_lost_in_an_evaluation_has_that_repeated_and_no_step_and_newcom
 
 
 def test_a_job_started_again_evaluates_the_epoch_that_it_was_killed_in_and_ends_once_it_has_stopped(
-    tmp_path, undisturbed
+    crew, tmp_path, saver, undisturbed
 ):
-    with Helper("forker.py") as helper:
-        saver = helper.saver(linger_s=None)[0]
-        with Crew() as crew:
-            gate = Gate(tmp_path / "gate")
-            accidents = [Accident("evaluating", 1, gate.wait), Accident("evaluating", 1, gate.wait)]
-            for i, accident in enumerate(accidents):
-                crew.start(work, str(tmp_path), str(i), accident, saver)
-            crew.all_waiting(*crew.hands)
-            crew.form(*crew.hands)
-            gate.until_somebody_waits()
-            for hand in crew.hands:
-                hand.process.kill()
-            crew.until(lambda: all(hand.status is not None for hand in crew.hands))
-            for name, dies in (("2", True), ("3", False), ("4", False)):
-                hand = crew.start(
-                    work, str(tmp_path), name, Accident("start", 3 * STEPS + 1 if dies else -1, die), saver
-                )
-                crew.all_waiting(hand)
-                crew.form(hand)
-                crew.until(lambda hand=hand: hand.status is not None)
+    gate = Gate(tmp_path / "gate")
+    crew.begin(tmp_path, *[Accident("evaluating", 1, gate.wait)] * 2, job=work, saver=saver)
+    gate.until_somebody_waits()
+    for hand in crew.hands:
+        hand.process.kill()
+    crew.until(lambda: all(hand.status is not None for hand in crew.hands))
+    for number, accident in ((2, Accident("start", 3 * STEPS + 1)), (3, NOTHING), (4, NOTHING)):
+        crew.begin(tmp_path, accident, job=work, first=number, saver=saver)
+        crew.all_ended()
     assert crew.hands[2].status == -9
     assert reads(tmp_path, "2", "evaluated") == [1, 2]
     assert reads(tmp_path, "2", "trained") == [*range(2 * STEPS, 3 * STEPS + 1)]

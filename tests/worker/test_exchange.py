@@ -3,6 +3,7 @@
 import weakref
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,6 +129,7 @@ def test_a_copy_of_plain_data_shares_nothing_with_it():
     data["list"].append(9)
     data["tensor"].add_(1)
     data["deep"][0]["x"].append(9)
+    assert list(map(type, copied({np.int64(3): 1}))) == [int], "with plain keys"
     assert copy["list"] == [1, 2] and copy["tensor"].tolist() == [1, 1] and copy["deep"] == ({"x": [3]}, {4})
 
 

@@ -26,42 +26,42 @@ from tests.worker.jobs import (
     work_patiently,
     work_twice,
 )
-from tests.worker.test_survival import assert_exact, begin
+from tests.worker.test_survival import assert_exact
 
 
-def begin_with_newcomers(
-    crew: Crew, folder: Path, count: int, newcomers: int, accidents: dict[int, Accident]
-) -> Gate:
-    """A first round of ``count``, whose first stops at the gate in step 4; the others are waiting."""
-    gate = Gate(folder / "gate")
-    for i in range(count + newcomers):
-        accident = accidents.get(i, Accident("start", 4, gate.wait) if i == 0 else NOTHING)
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path / "gate")
+
+
+def at(gate: Gate) -> Accident:
+    return Accident("start", 4, gate.wait)
+
+
+def grow(crew: Crew, folder: Path, gate: Gate, count: int, *accidents: Accident) -> None:
+    """Form a round of the first ``count`` workers. While one of them is at the gate, have all leave at a
+    commit, so that the other workers join."""
+    for i, accident in enumerate(accidents):
         crew.start(work, str(folder), str(i), accident)
     crew.all_waiting(*crew.hands)
     crew.form(*crew.hands[:count])
-    return gate
-
-
-def committed_in_round(folder: Path, name: str) -> list[int]:
-    return reads(folder, name, "committed")
-
-
-def test_newcomers_join_at_a_commit_that_all_agree_on(crew, tmp_path, undisturbed):
-    gate = begin_with_newcomers(crew, tmp_path, 2, 2, {})
     gate.until_somebody_waits()
     crew.close(planned=True)
     gate.open()
+
+
+def test_newcomers_join_at_a_commit_that_all_agree_on(crew, tmp_path, gate, undisturbed):
+    grow(crew, tmp_path, gate, 2, at(gate), NOTHING, NOTHING, NOTHING)
     crew.all_ended()
     assert_exact(crew, tmp_path, set(), undisturbed)
     assert crew.settled == [(1, 2), (2, 4)]
-    assert committed_in_round(tmp_path, "0") == committed_in_round(tmp_path, "1") == list(range(1, STEPS + 1))
+    assert reads(tmp_path, "0", "committed") == reads(tmp_path, "1", "committed") == list(range(1, STEPS + 1))
     assert reads(tmp_path, "2", "entered") == reads(tmp_path, "0", "entered")[1:]
 
 
-def test_a_worker_leaves_at_a_commit_and_the_others_redo_nothing(crew, tmp_path, undisturbed):
-    gate = begin_with_newcomers(crew, tmp_path, 3, 0, {})
+def test_a_worker_leaves_at_a_commit_and_the_others_redo_nothing(crew, tmp_path, gate, undisturbed):
+    _, _, leaver = crew.begin(tmp_path, at(gate), NOTHING, NOTHING)
     gate.until_somebody_waits()
-    leaver = crew.hands[2]
     leaver.shunned = True
     crew.close(planned=True)
     gate.open()
@@ -71,33 +71,29 @@ def test_a_worker_leaves_at_a_commit_and_the_others_redo_nothing(crew, tmp_path,
     crew.all_ended()
     crew.until(lambda: leaver.status is not None)
     assert_exact(crew, tmp_path, {2}, undisturbed)
-    steps = [committed_in_round(tmp_path, name) for name in "012"]
+    steps = [reads(tmp_path, name, "committed") for name in "012"]
     assert steps[0] == steps[1] == list(range(1, STEPS + 1))
     assert steps[2] == steps[0][: len(steps[2])] and steps[2][-1] == reads(tmp_path, "0", "entered")[1]
 
 
 @pytest.mark.parametrize(("survivors", "victim"), [(1, 1), (2, 3)])
 def test_a_newcomer_that_dies_while_it_takes_the_state_costs_the_others_nothing(
-    crew, tmp_path, undisturbed, survivors, victim
+    crew, tmp_path, gate, undisturbed, survivors, victim
 ):
     """Two at once; the state passes from the first to the second. Perhaps nobody has it but its sender."""
-    gate = begin_with_newcomers(crew, tmp_path, survivors, 2, {victim: Accident("receiving", 1)})
-    gate.until_somebody_waits()
-    crew.close(planned=True)
-    gate.open()
+    accidents = [at(gate), *[NOTHING] * (survivors + 1)]
+    accidents[victim] = Accident("receiving", 1)
+    grow(crew, tmp_path, gate, survivors, *accidents)
     crew.all_ended()
     assert_exact(crew, tmp_path, {victim}, undisturbed)
     assert crew.settled == [(1, survivors), (2, survivors + 2), (3, survivors + 1)]
 
 
 def test_who_is_asked_to_leave_before_all_have_joined_hands_over_what_it_has_first(
-    crew, tmp_path, undisturbed
+    crew, tmp_path, gate, undisturbed
 ):
-    gate = begin_with_newcomers(crew, tmp_path, 1, 1, {})
-    gate.until_somebody_waits()
-    leaver = crew.hands[0]
-    crew.close(planned=True)
-    gate.open()
+    grow(crew, tmp_path, gate, 1, at(gate), NOTHING)
+    leaver, _ = crew.hands
     crew.until(lambda: leaver.round == 2)
     crew.close(planned=True)
     leaver.shunned = True
@@ -108,17 +104,13 @@ def test_who_is_asked_to_leave_before_all_have_joined_hands_over_what_it_has_fir
     assert_exact(crew, tmp_path, {0}, undisturbed)
     assert crew.settled == [(1, 1), (2, 2), (3, 1)]
     # The commit that it left at: the first, or the second if the word reached it late.
-    assert reads(tmp_path, "1", "entered")[0] in committed_in_round(tmp_path, "0")[4:]
+    assert reads(tmp_path, "1", "entered")[0] in reads(tmp_path, "0", "committed")[4:]
 
 
-def test_in_a_handover_the_heirs_get_the_state_and_nobody_trains(crew, tmp_path, undisturbed):
-    gate = begin_with_newcomers(crew, tmp_path, 1, 2, {})
-    gate.until_somebody_waits()
-    leaver, *heirs = crew.hands
+def test_in_a_handover_the_heirs_get_the_state_and_nobody_trains(crew, tmp_path, gate, undisturbed):
     crew.least = 4  # the next round is formed by hand
-    crew.close(planned=True)
-    gate.open()
-    crew.all_waiting(leaver)
+    grow(crew, tmp_path, gate, 1, at(gate), NOTHING, NOTHING)
+    leaver, *heirs = crew.hands
     crew.form(*heirs, leaver, handover=True)
     crew.until(lambda: all(hand.waiting and hand.waiting.round == 2 for hand in crew.hands))
     assert [hand.waiting.state for hand in crew.hands] == [Holds.WHOLE] * 3
@@ -128,19 +120,11 @@ def test_in_a_handover_the_heirs_get_the_state_and_nobody_trains(crew, tmp_path,
     crew.all_ended()
     assert_exact(crew, tmp_path, {0}, undisturbed)
     [began], [one], [other] = (reads(tmp_path, name, "entered") for name in "012")
-    assert began == 0 and one == other == committed_in_round(tmp_path, "0")[-1] >= 5
+    assert began == 0 and one == other == reads(tmp_path, "0", "committed")[-1] >= 5
 
 
-def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path, undisturbed):
-    gate = Gate(tmp_path / "gate")
-    accidents = [Accident("sending", 2), Accident("start", 4, gate.wait), NOTHING]
-    for i, accident in enumerate(accidents):
-        crew.start(work, str(tmp_path), str(i), accident)
-    crew.all_waiting(*crew.hands)
-    crew.form(*crew.hands[:2])
-    gate.until_somebody_waits()
-    crew.close(planned=True)
-    gate.open()
+def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path, gate, undisturbed):
+    grow(crew, tmp_path, gate, 2, Accident("sending", 2), at(gate), NOTHING)
     crew.all_ended()
     assert_exact(crew, tmp_path, {0}, undisturbed)
 
@@ -150,17 +134,11 @@ def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path
     [("receiving", 1, 2), pytest.param("sending", 2, 0, marks=pytest.mark.slow)],
 )
 def test_a_worker_without_memory_to_take_or_send_the_state_dies_of_it_alone(
-    crew, tmp_path, undisturbed, point, transfer, victim
+    crew, tmp_path, gate, undisturbed, point, transfer, victim
 ):
-    gate = Gate(tmp_path / "gate")
-    accidents = {1: Accident("start", 4, gate.wait), victim: Accident(point, transfer, run_out_of_memory)}
-    for i in range(3):
-        crew.start(work, str(tmp_path), str(i), accidents.get(i, NOTHING))
-    crew.all_waiting(*crew.hands)
-    crew.form(*crew.hands[:2])
-    gate.until_somebody_waits()
-    crew.close(planned=True)
-    gate.open()
+    accidents = [NOTHING, at(gate), NOTHING]
+    accidents[victim] = Accident(point, transfer, run_out_of_memory)
+    grow(crew, tmp_path, gate, 2, *accidents)
     crew.all_ended()
     assert crew.hands[victim].status == 1
     assert "can't allocate memory" in (tmp_path / f"{victim}.err").read_text()
@@ -177,8 +155,7 @@ def test_a_worker_that_wakes_after_it_was_replaced_has_no_part_in_what_the_other
     crew.start(work, str(tmp_path), "0", Accident("start", 7, held.wait))
     crew.start(work, str(tmp_path), "1", Accident("summed", 4, asleep.wait), body=train_astray)
     crew.start(work, str(tmp_path), "2")
-    crew.all_waiting(*crew.hands)
-    crew.form(*crew.hands)
+    crew.form()
     asleep.until_somebody_waits()
     sleeper = crew.hands[1]
     os.kill(sleeper.process.pid, signal.SIGSTOP)
@@ -190,7 +167,7 @@ def test_a_worker_that_wakes_after_it_was_replaced_has_no_part_in_what_the_other
     asleep.open()
     crew.until(lambda: sleeper.waiting)
     assert (sleeper.waiting.round, sleeper.waiting.state, sleeper.waiting.agreed) == (1, Holds.WHOLE, 1)
-    assert committed_in_round(tmp_path, "1") == [1, 2, 3, 4, 5], "it did make it, too late"
+    assert reads(tmp_path, "1", "committed") == [1, 2, 3, 4, 5], "it did make it, too late"
     sleeper.shunned = False
     crew.close(planned=True)
     held.open()
@@ -198,18 +175,17 @@ def test_a_worker_that_wakes_after_it_was_replaced_has_no_part_in_what_the_other
     assert_exact(crew, tmp_path, set(), undisturbed)
     assert crew.settled == [(1, 3), (2, 2), (3, 3)]
     assert [hand.entered[-1].source for hand in crew.hands] == [Source.SURVIVOR] * 3
-    assert committed_in_round(tmp_path, "0") == committed_in_round(tmp_path, "2") == list(range(1, STEPS + 1))
+    assert reads(tmp_path, "0", "committed") == reads(tmp_path, "2", "committed") == list(range(1, STEPS + 1))
     assert reads(tmp_path, "1", "entered") == [0, reads(tmp_path, "0", "entered")[-1]]
 
 
 def test_a_collective_of_a_group_that_the_script_made_is_aborted_too(crew, tmp_path, undisturbed):
     """One worker is stopped before it, another is in it."""
     outside, inside = Gate(tmp_path / "outside"), Gate(tmp_path / "inside")
-    accidents = {1: Accident("start", 4, outside.wait), 0: Accident("met", 4, inside.wait)}
-    begin(crew, tmp_path, 2, accidents, body=train_with_a_group_of_its_own)
+    accidents = Accident("met", 4, inside.wait), Accident("start", 4, outside.wait)
+    _, stopped = crew.begin(tmp_path, *accidents, body=train_with_a_group_of_its_own)
     outside.until_somebody_waits()
     inside.until_somebody_waits()
-    stopped = crew.hands[1]
     os.kill(stopped.process.pid, signal.SIGSTOP)
     stopped.shunned = True
     crew.close()
@@ -224,8 +200,7 @@ def test_a_collective_of_a_group_that_the_script_made_is_aborted_too(crew, tmp_p
 def test_a_worker_that_waits_for_a_message_from_anyone_survives_who_would_have_sent_it(
     crew, tmp_path, undisturbed
 ):
-    accidents = {0: Accident("start", 4, wait_for_word_of_anyone), 1: Accident("start", 4)}
-    begin(crew, tmp_path, 2, accidents)
+    crew.begin(tmp_path, Accident("start", 4, wait_for_word_of_anyone), Accident("start", 4))
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
     assert crew.settled == [(1, 2), (2, 1)]
@@ -260,8 +235,8 @@ def test_a_worker_leaves_though_the_network_to_the_store_that_it_waits_on_is_cut
 
 def test_ranks_that_draw_for_themselves_go_on_doing_so(crew, tmp_path):
     """What each has drawn independently must not become the same for all after a recovery."""
-    accidents = {2: Accident("start", 5)}
-    begin(crew, tmp_path, 3, accidents, body=train_with_own_randomness, steps=8)
+    accidents = NOTHING, NOTHING, Accident("start", 5)
+    crew.begin(tmp_path, *accidents, body=train_with_own_randomness, steps=8)
     crew.all_ended()
     drew = [reads(tmp_path, name, "drew") for name in "01"]
     assert len(drew[0]) == len(drew[1]) == 8 and set(drew[0]).isdisjoint(drew[1])
@@ -281,7 +256,6 @@ def test_a_worker_whose_agent_is_gone_ends_and_says_so(crew, tmp_path):
 
 def test_a_second_run_function_is_refused_in_one_sentence(crew, tmp_path):
     hand = crew.start(work_twice, str(tmp_path), "0")
-    crew.all_waiting(hand)
     crew.form(hand)
     crew.all_ended()
     assert hand.status == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict, defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from elasticd import worker
 from elasticd.checkpoint.client.objects import loaded
 from elasticd.worker.commit.plaindata import copied, outlined, with_tensors
 from elasticd.worker.commit.shared import ValueSummary, _summary_of, difference
-from tests.worker.crew import Crew, Hand
-from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, commit, reads
+from tests.worker.jobs import NOTHING, Accident, Gate, begin, commit, reads
 from tests.worker.worlds import entered, in_world
 
 STEPS = 9
@@ -38,10 +36,9 @@ class Meter:
         self.sums = state["sums"]
 
 
-def job(address: str, folder: str, name: str, how: str = "", accident: Accident = NOTHING) -> None:
+def job(address: str, folder: str, name: str, accident: Accident = NOTHING, how: str = "") -> None:
     """``how``: what is wrong with it."""
-    begin(address, folder, name)
-    journal = Journal(folder, name)
+    journal = begin(address, folder, name)
     model = nn.Linear(1, 1)
     more: dict[str, Any] = {
         "a number that is its own": {"shard": int(name)},
@@ -82,16 +79,9 @@ def job(address: str, folder: str, name: str, how: str = "", accident: Accident 
     train(state)
 
 
-def start(crew: Crew, folder: Path, how: str, accidents: tuple[Accident, ...]) -> list[Hand]:
-    hands = [crew.start(job, str(folder), str(i), how, a) for i, a in enumerate(accidents)]
-    crew.all_waiting(*hands)
-    crew.form(*hands)
-    return hands
-
-
 def test_what_is_a_workers_own_stays_with_it_and_is_neither_sent_nor_lost(crew, tmp_path):
     gate = Gate(tmp_path / "gate")
-    start(crew, tmp_path, "", (Accident("start", 5, gate.wait), Accident("start", 3), NOTHING))
+    crew.begin(tmp_path, Accident("start", 5, gate.wait), Accident("start", 3), NOTHING, job=job)
     crew.until(lambda: crew.round == 2)
     gate.until_somebody_waits()
     crew.grow(crew.start(job, str(tmp_path), "3"))
@@ -122,7 +112,7 @@ UNLIKE = {
 
 @pytest.mark.parametrize("how", UNLIKE)
 def test_what_is_to_be_alike_and_is_not_ends_the_job_and_is_named(crew, tmp_path, how):
-    hands = start(crew, tmp_path, how, (NOTHING, NOTHING))
+    hands = crew.begin(tmp_path, NOTHING, NOTHING, job=job, how=how)
     crew.all_ended()
     for hand, name in zip(hands, "01", strict=True):
         assert hand.status == 1
@@ -138,9 +128,9 @@ def test_what_is_to_be_alike_and_is_not_ends_the_job_and_is_named(crew, tmp_path
 def test_one_that_comes_and_begins_otherwise_says_what_it_takes_from_the_others(crew, tmp_path):
     gate = Gate(tmp_path / "gate")
     how = "a number that is its own"
-    start(crew, tmp_path, how, (Accident("start", 2, gate.wait),))
+    crew.begin(tmp_path, Accident("start", 2, gate.wait), job=job, how=how)
     gate.until_somebody_waits()
-    crew.grow(crew.start(job, str(tmp_path), "1", how))
+    crew.grow(crew.start(job, str(tmp_path), "1", how=how))
     gate.open()
     crew.all_ended()
     assert [hand.status for hand in crew.hands] == [0, 0]
@@ -150,7 +140,8 @@ def test_one_that_comes_and_begins_otherwise_says_what_it_takes_from_the_others(
 
 
 def test_what_comes_of_parameters_that_are_not_alike_yet_may_begin_otherwise(crew, tmp_path):
-    hands = start(crew, tmp_path, "a tensor that comes of its parameters", (NOTHING, NOTHING))
+    how = "a tensor that comes of its parameters"
+    hands = crew.begin(tmp_path, NOTHING, NOTHING, job=job, how=how)
     crew.all_ended()
     assert [hand.status for hand in hands] == [0, 0], (tmp_path / "0.err").read_text()
 

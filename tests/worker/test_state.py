@@ -1,6 +1,7 @@
 """What a state keeps, and what it goes back to."""
 
 import contextlib
+import enum
 import random
 import subprocess
 import sys
@@ -316,6 +317,33 @@ def test_names_with_a_meaning_of_their_own_are_refused(name):
 def test_what_cannot_be_sent_to_others_is_refused_at_once():
     with pytest.raises(TypeError, match="State's file holds a"):
         worker.State(file=open(__file__))  # noqa: SIM115
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def spoil_plain_data(state: worker.State) -> None:
+    state.seen.append({Colour.RED: 1})
+
+
+def spoil_an_optimizer(state: worker.State) -> None:
+    state.optimizer.state[next(state.model.parameters())]["odd"] = Colour.RED
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (spoil_plain_data, "State holds the key <Colour.RED: 1>, a Colour, which cannot be sent to another "),
+        (spoil_an_optimizer, "State's optimizer.state holds a value that cannot be sent to another worker: "),
+    ],
+)
+def test_what_no_other_worker_could_take_is_refused_by_the_first_commit_of_it(state, spoil, sentence):
+    state.commit()
+    spoil(state)
+    with pytest.raises(TypeError, match=sentence):
+        state.commit()
+    assert state.step == 1
 
 
 class Growing(nn.Module):

@@ -34,14 +34,6 @@ from tests.worker.jobs import (
 )
 
 
-def begin(crew: Crew, folder: Path, count: int, accidents: dict[int, Accident], **options: object) -> None:
-    """Workers "0" to "count - 1" in a first round."""
-    for i in range(count):
-        crew.start(work, str(folder), str(i), accidents.get(i, NOTHING), **options)
-    crew.all_waiting(*crew.hands)
-    crew.form(*crew.hands)
-
-
 def assert_exact(crew: Crew, folder: Path, dead: set[int], undisturbed: dict) -> None:
     """Every survivor has committed each step once, in order, and has come to the same end."""
     for i, hand in enumerate(crew.hands):
@@ -66,27 +58,28 @@ POINTS = ["forward", "backward", "summed", "in the optimizer", "stepped", "commi
 
 @pytest.mark.parametrize("point", POINTS)
 def test_survivors_of_a_death_go_on_with_no_step_lost_or_repeated(crew, tmp_path, undisturbed, point):
-    begin(crew, tmp_path, 3, {1: Accident(point, 4)})
+    crew.begin(tmp_path, NOTHING, Accident(point, 4), NOTHING)
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
     assert crew.settled == [(1, 3), (2, 2)]
 
 
 def test_the_first_rank_is_nothing_special(crew, tmp_path, undisturbed):
-    begin(crew, tmp_path, 3, {0: Accident("backward", 3)})
+    crew.begin(tmp_path, Accident("backward", 3), NOTHING, NOTHING)
     crew.all_ended()
     assert_exact(crew, tmp_path, {0}, undisturbed)
 
 
 def test_one_worker_goes_on_alone(crew, tmp_path, undisturbed):
-    begin(crew, tmp_path, 4, {i: Accident("forward", 5) for i in (0, 1, 3)})
+    fails = Accident("forward", 5)
+    crew.begin(tmp_path, fails, fails, NOTHING, fails)
     crew.all_ended()
     assert_exact(crew, tmp_path, {0, 1, 3}, undisturbed)
 
 
 def test_one_death_after_the_other_is_survived(crew, tmp_path, undisturbed):
-    accidents = {0: Accident("backward", 4), 1: Accident("start", 4), 2: Accident("stepped", 5)}
-    begin(crew, tmp_path, 4, accidents)
+    accidents = Accident("backward", 4), Accident("start", 4), Accident("stepped", 5), NOTHING
+    crew.begin(tmp_path, *accidents)
     crew.all_ended()
     assert_exact(crew, tmp_path, {0, 1, 2}, undisturbed)
 
@@ -94,25 +87,27 @@ def test_one_death_after_the_other_is_survived(crew, tmp_path, undisturbed):
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_death_while_the_survivors_join_is_survived(crew, tmp_path, undisturbed, victim):
     """The second one dies when all have come for the second round, before it connects."""
-    begin(crew, tmp_path, 4, {3: Accident("backward", 4), victim: Accident("forming", 1)})
+    accidents = [NOTHING, NOTHING, NOTHING, Accident("backward", 4)]
+    accidents[victim] = Accident("forming", 1)
+    crew.begin(tmp_path, *accidents)
     crew.all_ended()
     assert_exact(crew, tmp_path, {victim, 3}, undisturbed)
 
 
 def test_a_death_after_the_others_have_returned_is_survived(crew, tmp_path, undisturbed):
-    begin(crew, tmp_path, 3, {1: Accident("returned", STEPS)})
+    crew.begin(tmp_path, NOTHING, Accident("returned", STEPS), NOTHING)
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
 
 
 def test_default_data_parallel_is_exact_where_its_sums_are(crew, tmp_path, undisturbed):
-    begin(crew, tmp_path, 2, {1: Accident("backward", 6)}, exact=False)
+    crew.begin(tmp_path, NOTHING, Accident("backward", 6), exact=False)
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
 
 
 def test_a_function_that_swallows_exceptions_commits_no_broken_step(crew, tmp_path, undisturbed):
-    begin(crew, tmp_path, 2, {1: Accident("forward", 6)}, exact=False, body=train_whatever_happens)
+    crew.begin(tmp_path, NOTHING, Accident("forward", 6), exact=False, body=train_whatever_happens)
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
     assert "gloo" in reads(tmp_path, "0", "skipped")[0]
@@ -132,7 +127,7 @@ def test_a_function_that_swallows_exceptions_commits_no_broken_step(crew, tmp_pa
 def test_what_a_function_makes_of_the_end_of_its_world_is_not_its_own(crew, tmp_path, undisturbed, body):
     """One dies, and later another is taken in, at a commit that all agree on."""
     late = Gate(tmp_path / "late")
-    begin(crew, tmp_path, 2, {1: Accident("forward", 3), 0: Accident("start", 6, late.wait)}, body=body)
+    crew.begin(tmp_path, Accident("start", 6, late.wait), Accident("forward", 3), body=body)
     survivor = crew.hands[0]
     crew.until(lambda: len(survivor.entered) == 2 or survivor.status is not None)
     assert survivor.status is None, (tmp_path / "0.err").read_text()
@@ -146,10 +141,10 @@ def test_what_a_function_makes_of_the_end_of_its_world_is_not_its_own(crew, tmp_
 
 def test_as_many_steps_are_made_as_were_asked_for_where_a_commit_covers_several(tmp_path):
     alone, disturbed = tmp_path / "alone", tmp_path / "disturbed"
-    for folder, count, accident in ((alone, 1, NOTHING), (disturbed, 2, Accident("forward", 7))):
+    for folder, accidents in ((alone, [NOTHING]), (disturbed, [NOTHING, Accident("forward", 7)])):
         folder.mkdir()
         with Crew() as crew:
-            begin(crew, folder, count, {1: accident}, body=train_and_commit_now_and_then)
+            crew.begin(folder, *accidents, body=train_and_commit_now_and_then)
             crew.all_ended()
             assert crew.hands[0].status == 0, (folder / "0.err").read_text()
         assert reads(folder, "0", "committed") == [3, 6, 9, 12]
@@ -169,8 +164,7 @@ def test_a_function_that_swallows_even_the_end_of_its_world_spoils_nothing_for_o
     )
     crew.start(work, str(tmp_path), "1", Accident("forward", 6))
     crew.start(work, str(tmp_path), "2")
-    crew.all_waiting(*crew.hands)
-    crew.form(*crew.hands)
+    crew.form()
     crew.hands[0].shunned = True
     deaf.until_somebody_waits()
     deaf.open()  # from here on it tries again and again, next to the others
@@ -191,7 +185,7 @@ def test_who_is_a_commit_behind_takes_it_from_who_is_ahead(crew, tmp_path, undis
         Accident("summed", 4, wait_for_word_of_the_third),
         Accident("summed", 4, silent.wait),
     ]
-    begin(crew, tmp_path, 3, dict(enumerate(accidents)))
+    crew.begin(tmp_path, *accidents)
     ahead.until_somebody_waits()
     silent.until_somebody_waits()
     crew.hands[2].process.kill()
@@ -208,7 +202,9 @@ def test_who_is_a_commit_behind_takes_it_from_who_is_ahead(crew, tmp_path, undis
 
 @pytest.mark.slow
 def test_survivors_keep_their_compiled_code(crew, tmp_path, undisturbed):
-    begin(crew, tmp_path, 3, {1: Accident("backward", 6)}, body=train_and_count_graphs, compiled=True)
+    crew.begin(
+        tmp_path, NOTHING, Accident("backward", 6), NOTHING, body=train_and_count_graphs, compiled=True
+    )
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
     for name in "02":
@@ -218,7 +214,7 @@ def test_survivors_keep_their_compiled_code(crew, tmp_path, undisturbed):
 
 
 def test_an_error_of_the_users_ends_its_own_worker_only(crew, tmp_path, undisturbed):
-    begin(crew, tmp_path, 3, {1: Accident("forward", 4, fail)})
+    crew.begin(tmp_path, NOTHING, Accident("forward", 4, fail), NOTHING)
     crew.all_ended()
     assert crew.hands[1].status == 1
     assert "Mishap: the data is bad" in (tmp_path / "1.err").read_text()
@@ -229,11 +225,7 @@ def test_an_error_of_the_users_ends_its_own_worker_only(crew, tmp_path, undistur
 
 def test_survivors_wait_for_as_long_as_their_agent_knows_of_no_end(crew, tmp_path, undisturbed):
     crew.knows = False  # as when etcd is away
-    for i in range(3):
-        crew.start(work_impatiently, str(tmp_path), str(i), Accident("backward", 4) if i == 1 else NOTHING)
-    crew.all_waiting(*crew.hands)
-    crew.form(*crew.hands)
-    one, _, other = crew.hands
+    one, _, other = crew.begin(tmp_path, NOTHING, Accident("backward", 4), NOTHING, job=work_impatiently)
     crew.until(lambda: one.broken and other.broken)
     assert {(said.round, said.fails) for hand in (one, other) for said in hand.broken} == {(1, False)}
     assert "gloo" in one.broken[0].why and one.status is other.status is None
@@ -246,7 +238,7 @@ def test_survivors_wait_for_as_long_as_their_agent_knows_of_no_end(crew, tmp_pat
 
 def test_whoever_loses_the_others_when_all_are_to_leave_in_good_order_says_so(crew, tmp_path, undisturbed):
     gate = Gate(tmp_path / "gate")
-    begin(crew, tmp_path, 2, {1: Accident("forward", 4, partial(lose_the_others, gate))})
+    crew.begin(tmp_path, NOTHING, Accident("forward", 4, partial(lose_the_others, gate)))
     gate.until_somebody_waits()
     crew.close(planned=True)
     gate.open()
@@ -258,17 +250,14 @@ def test_whoever_loses_the_others_when_all_are_to_leave_in_good_order_says_so(cr
 
 def test_one_that_has_yet_to_get_the_state_ends_and_says_why_where_no_group_comes_about(crew, tmp_path):
     crew.knows = False
-    for i in range(2):
-        crew.start(work_impatiently, str(tmp_path), str(i), Accident("forming", 0) if i == 1 else NOTHING)
-    crew.all_waiting(*crew.hands)
-    crew.form(*crew.hands)
+    crew.begin(tmp_path, NOTHING, Accident("forming", 0), job=work_impatiently)
     crew.all_ended()
     assert crew.hands[0].status == 1 and not crew.hands[0].broken
     assert "Error: " in (tmp_path / "0.err").read_text().splitlines()[-1]
 
 
 def test_what_was_never_committed_is_lost_and_the_reason_is_said(crew, tmp_path):
-    begin(crew, tmp_path, 2, {1: Accident("summed", 3)}, body=train_without_commit)
+    crew.begin(tmp_path, NOTHING, Accident("summed", 3), body=train_without_commit)
     crew.all_ended()
     assert crew.hands[0].status == 1
     assert "state.commit() was never called" in (tmp_path / "0.err").read_text().splitlines()[-1]
@@ -278,7 +267,7 @@ def test_what_was_never_committed_is_lost_and_the_reason_is_said(crew, tmp_path)
 def test_a_script_that_talks_between_step_and_commit_is_told_so_and_lost_there_unless_it_can_undo(
     crew, tmp_path, undisturbed, undo
 ):
-    begin(crew, tmp_path, 2, {1: Accident("stepped", 5)}, body=train_and_talk_before_the_commit, undo=undo)
+    crew.begin(tmp_path, NOTHING, Accident("stepped", 5), body=train_and_talk_before_the_commit, undo=undo)
     crew.all_ended()
     said = (tmp_path / "0.err").read_text()
     assert said.count("collectives are called between the optimizer's step and state.commit()") == (not undo)
@@ -292,8 +281,7 @@ def test_a_script_that_talks_between_step_and_commit_is_told_so_and_lost_there_u
 def test_workers_wait_for_a_slow_one_for_longer_than_they_would_for_one_that_connects(crew, tmp_path):
     for name in ("0", "1"):
         crew.start(work_slowly, str(tmp_path), name)
-    crew.all_waiting(*crew.hands)
-    crew.form(*crew.hands)
+    crew.form()
     crew.all_ended()
     for i, hand in enumerate(crew.hands):
         assert hand.status == 0, (tmp_path / f"{i}.err").read_text()

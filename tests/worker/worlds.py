@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from elasticd import worker
 from elasticd.worker.world.group import World
+from tests.worker.crew import forkserver
 
 PATIENCE_S = 100.0
 
@@ -29,8 +29,7 @@ def entered(state: worker.State, world: World | None = None) -> worker.State:
 
 def in_world(size: int, folder: Path, job: Callable[..., Any], *args: Any) -> list[Any]:
     """What ``job(*args)`` returns in each process, by rank. It is called in a process group."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.worker.jobs"])
+    context = forkserver()
     store = folder / f"store-{size}"
     ends = []
     for rank in range(size):
