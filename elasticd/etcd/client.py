@@ -5,20 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from elasticd.core.ports import (
-    Answer,
-    Applied,
-    Delete,
-    Entry,
-    Guard,
-    Listing,
-    NoAnswer,
-    Put,
-    Refused,
-    StillThere,
-    Write,
-)
-from elasticd.etcd import kv, records
+from elasticd.core.ports import Answer, Applied, Entry, Guard, Listing, NoAnswer, Refused, Write
+from elasticd.etcd import job_keys, kv
 from elasticd.etcd._client3 import rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.connection import Connection
@@ -124,10 +112,9 @@ class Client:
 
     def get(self, job: str, key: str) -> Entry | None:
         """Return the fact under a key of the job, or None. Also raises BadRecord or NewerRecord."""
-        item = self.get_raw(job_prefix(job) + key.encode())
-        if item is None or item.value is None:
-            return None
-        return Entry(key, records.decode(key, item.value), item.revision, item.created)
+        root = job_prefix(job)
+        item = self.get_raw(root + key.encode())
+        return None if item is None else job_keys.entry(root, item)
 
     def list(self, job: str, prefix: str = "") -> tuple[Listing, tuple[BadRecord, ...]]:
         """Return all facts of the job under a prefix at one revision, and errors for the values that are not
@@ -137,14 +124,13 @@ class Client:
         entries: list[Entry] = []
         bad: list[BadRecord] = []
         for item in found.items:
-            key = item.key.removeprefix(root).decode(errors="replace")
             try:
-                fact = records.decode(key, item.value or b"")
+                entry = job_keys.entry(root, item)
             except BadRecord as error:
                 bad.append(error)
             else:
-                if fact is not None:
-                    entries.append(Entry(key, fact, item.revision, item.created))
+                if entry is not None:
+                    entries.append(entry)
         return Listing(tuple(entries), found.revision), tuple(bad)
 
     def transact(
@@ -152,24 +138,9 @@ class Client:
     ) -> Answer:
         """Apply the writes if the guards hold. Leased puts use ``lease``; if the lease has ended, return
         Refused. Return NoAnswer if the writes may have happened; all other errors raise."""
-        root = job_prefix(job)
-        compares = [
-            kv.if_created(root + g.key.encode(), g.created)
-            if isinstance(g, StillThere)
-            else kv.if_unchanged(root + g.key.encode(), g.revision)
-            for g in guards
-        ]
-        operations = []
-        for write in writes:
-            key = root + write.key.encode()
-            match write:
-                case Put():
-                    value = records.encode(write.key, write.fact)
-                    operations.append(kv.put_op(key, value, lease if write.leased else 0))
-                case Delete():
-                    operations.append(kv.delete_op(key, prefix=write.prefix))
+        request = job_keys.transaction(job_prefix(job), guards, writes, lease)
         try:
-            response = self._connection.call("txn", kv.txn_request(compares, operations))
+            response = self._connection.call("txn", request)
         except LeaseGone:
             return Refused()
         except StoreUnavailable as error:

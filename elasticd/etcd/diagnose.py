@@ -15,6 +15,8 @@ from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, Wro
 # The preface, and a SETTINGS frame.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _SETTINGS = 4  # the type of the first frame from any HTTP/2 server
+# The errors of a TLS handshake with a server that does not speak TLS.
+_NO_TLS = ("WRONG_VERSION_NUMBER", "UNEXPECTED_EOF_WHILE_READING", "HTTP_REQUEST")
 
 
 def diagnose(access: EtcdAccess) -> StoreError | None:
@@ -45,14 +47,10 @@ def _diagnose(access: EtcdAccess, endpoint: str) -> StoreError | None:
 
 
 def _without_tls(access: EtcdAccess, endpoint: str, sock: socket.socket) -> StoreError | None:
-    first = _first_bytes(sock)
-    if first is not None and _is_http2(first):
-        return None
-    if _speaks_tls(endpoint, access.timeout_s):
+    error = _judge(endpoint, _first_bytes(sock))
+    if error is not None and _speaks_tls(endpoint, access.timeout_s):
         return WrongEndpoint(f"etcd at {endpoint} speaks TLS; use https://{endpoint} and its CA certificate")
-    if first is None:
-        return StoreUnavailable(f"what listens at {endpoint} accepts connections but does not answer")
-    return WrongEndpoint(f"what listens at {endpoint} is not an etcd v3")
+    return error
 
 
 def tls_context(access: EtcdAccess) -> ssl.SSLContext:
@@ -87,22 +85,18 @@ def _with_tls(access: EtcdAccess, endpoint: str, host: str, sock: socket.socket)
         return StoreRefused(
             f"the certificate of etcd at {endpoint} is not valid for {trusted}: {error.verify_message}"
         )
-    except ssl.SSLError as error:
-        if error.reason in ("WRONG_VERSION_NUMBER", "UNEXPECTED_EOF_WHILE_READING", "HTTP_REQUEST"):
-            return WrongEndpoint(f"what listens at {endpoint} does not speak TLS; use http://{endpoint}")
-        return _client_certificate_refused(access, endpoint, error)
     except TimeoutError:
-        return StoreUnavailable(f"what listens at {endpoint} accepts connections but does not answer")
-    except OSError:
+        return _judge(endpoint, None)
+    except OSError as error:
+        if isinstance(error, ssl.SSLError) and error.reason not in _NO_TLS:
+            return _client_certificate_refused(access, endpoint, error)
         return WrongEndpoint(f"what listens at {endpoint} does not speak TLS; use http://{endpoint}")
     with tls:
         try:
             first = _first_bytes(tls)
         except ssl.SSLError as error:  # in TLS 1.3, the server checks our certificate after the handshake
             return _client_certificate_refused(access, endpoint, error)
-    if first is None:
-        return StoreUnavailable(f"what listens at {endpoint} accepts connections but does not answer")
-    return None if _is_http2(first) else WrongEndpoint(f"what listens at {endpoint} is not an etcd v3")
+    return _judge(endpoint, first)
 
 
 def _client_certificate_refused(access: EtcdAccess, endpoint: str, error: ssl.SSLError) -> StoreError:
@@ -127,8 +121,13 @@ def _first_bytes(sock: socket.socket) -> bytes | None:
         return b""
 
 
-def _is_http2(first: bytes) -> bool:
-    return len(first) >= 9 and first[3] == _SETTINGS
+def _judge(endpoint: str, first: bytes | None) -> StoreError | None:
+    """Judge a server by what ``_first_bytes`` returned."""
+    if first is None:
+        return StoreUnavailable(f"what listens at {endpoint} accepts connections but does not answer")
+    if len(first) >= 9 and first[3] == _SETTINGS:
+        return None
+    return WrongEndpoint(f"what listens at {endpoint} is not an etcd v3")
 
 
 def _speaks_tls(endpoint: str, timeout_s: float) -> bool:

@@ -46,8 +46,6 @@ def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozens
                         found.add(key.data)
                     selector.unregister(connecting)
                     connecting.close()
-                if not selector.get_map():
-                    break
         finally:
             for key in list(selector.get_map().values()):
                 assert isinstance(key.fileobj, socket.socket)
@@ -105,21 +103,20 @@ def _answered(error: int) -> bool:
     return error in (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 
-_addresses: dict[tuple[str, int], list[tuple[int, int, int, str, tuple[str, int]]]] = {}
+_Addresses = list[tuple[int, int, int, str, tuple[str, int]]]
+_addresses: dict[tuple[str, int], _Addresses] = {}
 
 
-def _resolve(host: str, port: int, deadline: float) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+def _resolve(host: str, port: int, deadline: float) -> _Addresses:
     """Return the addresses of a host by the deadline; if the lookup fails, the addresses of the last lookup.
     A numeric address needs no lookup."""
     with suppress(OSError):
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)  # type: ignore[return-value]
-    found: list[list[tuple[int, int, int, str, tuple[str, int]]]] = []
+    found: list[_Addresses] = []
 
     def look_up() -> None:
-        try:
+        with suppress(OSError):
             found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type]
-        except OSError:
-            pass
 
     thread = threading.Thread(target=look_up, name="etcd-resolve", daemon=True)
     thread.start()

@@ -7,12 +7,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 from elasticd.core.ports import (
     Answer,
     Applied,
     Changes,
-    Delete,
     Entry,
     Guard,
     LeaseNews,
@@ -21,11 +22,9 @@ from elasticd.core.ports import (
     Put,
     Refused,
     Seen,
-    StillThere,
-    Unchanged,
     Write,
 )
-from elasticd.etcd import kv, records
+from elasticd.etcd import job_keys
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.connection import Connection
@@ -114,10 +113,9 @@ class EtcdStore:
     ) -> None:
         """See ``ports.Store``. Transactions are applied in the order of the calls. Raises ValueError if etcd
         could never apply the writes: one key written twice, or a fact under the wrong key."""
-        _check_disjoint(writes)
-        encoded = tuple(records.encode(w.key, w.fact) if isinstance(w, Put) else b"" for w in writes)
         lease = self._lease.id if self._lease else 0
-        transaction = _Transaction(guards, writes, encoded, lease, answer)
+        request = job_keys.transaction(self._prefix, guards, writes, lease)
+        transaction = _Transaction(guards, writes, lease, request, answer)
         with self._lock:
             if not self._closed:
                 self._queue.append(transaction)
@@ -146,19 +144,13 @@ class EtcdStore:
     def _apply(self, transaction: _Transaction) -> Answer:
         if self._closed:
             return NoAnswer("the store is closed")
-        lease_id = 0
-        if any(isinstance(w, Put) and w.leased for w in transaction.writes):
+        request = transaction.request
+        if not transaction.lease and any(isinstance(w, Put) and w.leased for w in transaction.writes):
             assert self._lease is not None, "hold_lease comes before any leased put"
-            lease_id = transaction.lease or self._lease.wait(self._link.access.timeout_s)
-            if not lease_id:
+            lease = self._lease.wait(self._link.access.timeout_s)
+            if not lease:
                 return Refused()  # nothing was written; ``LeaseHeld`` reports the next lease
-        operations = [
-            kv.put_op(self._key(write.key), value, lease_id if write.leased else 0)
-            if isinstance(write, Put)
-            else kv.delete_op(self._key(write.key), prefix=write.prefix)
-            for write, value in zip(transaction.writes, transaction.values, strict=True)
-        ]
-        request = kv.txn_request([self._compare(g) for g in transaction.guards], operations)
+            request = job_keys.transaction(self._prefix, transaction.guards, transaction.writes, lease)
         try:
             response = self._link.calls.call("txn", request)
         except LeaseGone:
@@ -181,19 +173,12 @@ class EtcdStore:
             self._is_full = True
             self._tell_full(str(error))
 
-    def _compare(self, guard: Guard) -> object:
-        match guard:
-            case Unchanged():
-                return kv.if_unchanged(self._key(guard.key), guard.revision)
-            case StillThere():
-                return kv.if_created(self._key(guard.key), guard.created)
-
     # ---- watches
 
     def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
         """See ``ports.Store``. Values that are not records are reported to ``problems`` and skipped."""
         follower = _Decoding(self._prefix, seen, self._problems)
-        stop = self._link.watcher.watch(self._key(key), prefix, follower)
+        stop = self._link.watcher.watch(self._prefix + key.encode(), prefix, follower)
 
         def end() -> None:
             self._ends.pop(end, None)
@@ -226,32 +211,21 @@ class EtcdStore:
         if self._own_link:
             self._link.close()
 
-    def _key(self, key: str) -> bytes:
-        return self._prefix + key.encode()
 
-
+@dataclass(frozen=True, slots=True)
 class _Transaction:
-    """A transaction, and the callback for its answer."""
+    """A transaction that waits for its turn. ``lease``: the lease at the call, or 0; under a later lease, the
+    write could be outdated. ``request``: the transaction with this lease."""
 
-    __slots__ = ("_answer", "guards", "lease", "values", "writes")
-
-    def __init__(
-        self,
-        guards: tuple[Guard, ...],
-        writes: tuple[Write, ...],
-        values: tuple[bytes, ...],
-        lease: int,
-        answer: Callable[[Answer], None],
-    ) -> None:
-        self.guards = guards
-        self.writes = writes
-        self.values = values
-        self.lease = lease  # the lease at the call: under a later lease, the write could be outdated
-        self._answer = answer
+    guards: tuple[Guard, ...]
+    writes: tuple[Write, ...]
+    lease: int
+    request: Any
+    answer: Callable[[Answer], None]
 
     def end(self, answer: Answer) -> None:
         try:
-            self._answer(answer)
+            self.answer(answer)
         except Exception:  # noqa: BLE001  (nothing may end this thread)
             _log.exception("the callback of a transaction failed on %s; continuing", answer)
 
@@ -278,24 +252,10 @@ class _Decoding:
         self._problems(error)
 
     def _entry(self, item: KeyValue) -> Entry | None:
-        key = item.key.removeprefix(self._prefix).decode(errors="replace")
-        if item.value is None:
-            return Entry(key, None, item.revision, 0) if records.fact_type(key) else None
         try:
-            fact = records.decode(key, item.value)
+            return job_keys.entry(self._prefix, item)
         except BadRecord as error:
             if self._bad.get(item.key) != item.revision:
                 self._bad[item.key] = item.revision
                 self._problems(error)
             return None
-        return None if fact is None else Entry(key, fact, item.revision, item.created)
-
-
-def _check_disjoint(writes: tuple[Write, ...]) -> None:
-    """Raise ValueError for writes that etcd refuses: a key that is put and written again."""
-    puts = [w.key for w in writes if isinstance(w, Put)]
-    if len(set(puts)) < len(puts):
-        raise ValueError("a transaction cannot put the same key twice")
-    for delete in (w for w in writes if isinstance(w, Delete)):
-        if any(key.startswith(delete.key) if delete.prefix else key == delete.key for key in puts):
-            raise ValueError(f"a transaction cannot put what it deletes, {delete.key!r}")
