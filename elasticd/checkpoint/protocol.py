@@ -14,9 +14,8 @@ from elasticd.channel.framing import Channel, QueuedChannel
 from elasticd.checkpoint.replication.replicas import Offer
 from elasticd.core.facts import Checkpoint, SaverAddress
 
-SILENCE_S: Final = (
-    60.0  # a saver that is silent for longer counts as stuck; a start on a busy machine takes less
-)
+# Seconds; a saver that is silent for longer counts as stuck. A start on a busy machine takes less.
+SILENCE_S: Final = 60.0
 _LENGTHS = struct.Struct("<QQ")
 _LAYOUT_BYTES_MAX: Final = 1 << 30
 

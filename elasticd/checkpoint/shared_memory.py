@@ -88,14 +88,11 @@ def _of_groups(groups: str, root: Path) -> Iterator[int]:
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            top, limit, usage, total = root, "memory.max", "memory.current", ""
+            top, total = root, ""
+            limit, usage = "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
-            top, limit, usage, total = (
-                root / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_",
-            )
+            top, total = root / "memory", "total_"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         here = top / path.lstrip("/")

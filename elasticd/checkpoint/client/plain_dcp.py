@@ -54,9 +54,8 @@ def load_plain(folder: Path, state: dict[str, Any], ranks: RankGroup) -> None:
         prepare_optimizers(state, shapes, there.planner_data or {})
         before = flatten(state)
         leaves = {**before.tensors, **before.objects}
-        with warnings.catch_warnings(
-            action="ignore", category=UserWarning
-        ):  # torch warns that the process group is not used
+        # torch warns that the process group is not used.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             # Each rank reads for itself: together the ranks would send each other pickles.
             dcp.load(leaves, storage_reader=_Reader(folder), planner=_Planner(), no_dist=True)
     except BadCheckpoint as error:

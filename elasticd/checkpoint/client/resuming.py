@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,22 @@ class NoCheckpoint(RuntimeError):
     def __init__(self, why: str, *, lasting: bool = False) -> None:
         super().__init__(why)
         self.lasting = lasting
+
+
+class _Attempt(msgspec.Struct, frozen=True):
+    """What one rank reports after it has read a state. ``fault``: why the state cannot be used; ``may_pass``:
+    whether the fault may be temporary; ``node``: the node that lost the state, if it is that node alone.
+    ``misfit``: why the checkpoint does not fit the rank's state. ``tier``: where the rank read from."""
+
+    fault: str = ""
+    may_pass: bool = False
+    node: str = ""
+    misfit: str = ""
+    tier: str = ""
+
+
+# Made before any thread starts: see ``format.manifest``.
+_ATTEMPTS: Final = msgspec.json.Decoder(_Attempt)
 
 
 class Kept(NamedTuple):
@@ -73,47 +89,39 @@ class Resuming:
         passes = bool(half)  # whether the errors may be temporary
         while True:
             # Read again each time: a saver may have committed something in between.
-            there, complaint, may_pass = self._committed()
+            there, unreadable, may_pass = self._committed()
             passes = passes or may_pass
             saved = next((s for s in reversed(there.saved) if s.name not in wrong and _is(s, beyond)), None)
-            if complaint or saved is None:
+            if unreadable or saved is None:
                 break
-            flat, why, may_pass, misfit = self._read(saved)
-            mine = msgspec.json.encode((why, may_pass, misfit))
-            said = [msgspec.json.decode(raw) for raw in ranks.gather(mine)]
-            self._require_fit(saved.name, [misfit for _, _, misfit in said])
-            whys = [why for why, _, _ in said if why]
-            passes = passes or any(may_pass for _, may_pass, _ in said)
-            if not whys:
-                self._restore(saved.name, flat)
+            attempts = self._agree(saved.name, *self._read(saved))
+            faults = [attempt.fault for attempt in attempts if attempt.fault]
+            passes = passes or any(attempt.may_pass for attempt in attempts)
+            if not faults:
                 self.tier = "disk"
                 if ranks.rank == 0:
                     for name in wrong.keys() & {s.name for s in there.saved}:
                         _log.warning("resuming from step %d, because %s", saved.step, wrong[name])
                 return saved.step
-            wrong[saved.name] = whys[0]
-        whole = (
-            [complaint] if complaint else [wrong[s.name] for s in reversed(there.saved) if s.name in wrong]
-        )
+            wrong[saved.name] = faults[0]
+        faulty = (s.name for s in reversed(there.saved) if s.name in wrong)
+        whys = [unreadable] if unreadable else [wrong[name] for name in faulty]
         if half:
-            whole.append(f"the state in memory was lost while it was read: {half}")
+            whys.append(f"the state in memory was lost while it was read: {half}")
         if beyond is not None:
             if ranks.rank == 0:
-                why = "; ".join(whole) or "none is left"
-                _log.warning(
-                    "continuing from step %d, because no later checkpoint is whole: %s",
-                    beyond.step,
-                    why,
-                )
+                why = "; ".join(whys) or "none is left"
+                said = "continuing from step %d, because no later checkpoint is whole: %s"
+                _log.warning(said, beyond.step, why)
             return None
         resume = os.environ.get("ELASTICD_RESUME", Resume.AUTO)
         demanded = resume == Resume.REQUIRED
-        if whole or required or demanded:
-            why = "; ".join(whole) or f"none was ever committed in {self._store.url}"
+        if whys or required or demanded:
+            why = "; ".join(whys) or f"none was ever committed in {self._store.url}"
             sentence = f"no checkpoint is whole: {why}"
-            if demanded and not whole:
+            if demanded and not whys:
                 sentence += "; to train from the start, leave out --resume=required"
-            elif wrong and not (complaint or required or resume == Resume.NEVER):
+            elif wrong and not (unreadable or required or resume == Resume.NEVER):
                 sentence += "; to train from the start, give --resume=never"
             raise NoCheckpoint(sentence, lasting=not passes)
         return None
@@ -122,43 +130,41 @@ class Resuming:
         """Return the committed checkpoints, or the error in their record, and whether the error may be
         temporary. Rank 0 reads the record for all ranks."""
         url = self._store.url
-        found, complaint, may_pass = Checkpoint(url), "", False
+        found, fault, may_pass = Checkpoint(url), "", False
         if self._ranks.rank == 0:
             try:
                 never = os.environ.get("ELASTICD_RESUME") == Resume.NEVER
                 found = self._queries.committed(own=never) or self._file.read()
             except BadCheckpoint as error:
-                complaint, may_pass = str(error), isinstance(error, Unreadable)
+                fault, may_pass = str(error), isinstance(error, Unreadable)
             except CommittedUnknown as error:
-                complaint, may_pass = str(error), True
+                fault, may_pass = str(error), True
             except OSError as error:
                 may_pass = True
-                complaint = f"{error.filename or url} cannot be read: {error.strerror or error}"
-        said = self._ranks.gather(msgspec.json.encode((found, complaint, may_pass)))[0]
+                fault = f"{error.filename or url} cannot be read: {error.strerror or error}"
+        said = self._ranks.gather(msgspec.json.encode((found, fault, may_pass)))[0]
         return msgspec.json.decode(said, type=tuple[Checkpoint, str, bool])
 
-    def _read(self, saved: Saved) -> tuple[Flat, str, bool, str]:
-        """Return the checkpoint's data; or its fault, and whether the fault may be temporary; or why the
-        checkpoint does not fit the state."""
+    def _read(self, saved: Saved) -> tuple[Flat, _Attempt]:
+        """Read a checkpoint from disk. Return its data, which are empty if the attempt has failed."""
         try:
             manifest = open_manifest(self._store, saved)
             self.overwrote = True
             target = Target.of(saved.name, self._state, manifest.index)
             readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             fill(self._store, manifest, target.ranges, readers=readers)
-            return target.finish(), "", False, ""
+            return target.finish(), _Attempt()
         except BadCheckpoint as error:
-            return Flat(), str(error), isinstance(error, Unreadable), ""
+            return Flat(), _Attempt(fault=str(error), may_pass=isinstance(error, Unreadable))
         except ValueError as error:
-            return Flat(), "", False, str(error)
+            return Flat(), _Attempt(misfit=str(error))
 
     def _survey(self) -> tuple[WholeState | None, Checkpoint]:
         """Return the newest whole state in memory, as rank 0 sees it, unless a newer one was committed; and
         the committed checkpoints."""
         offered = self._queries.survey() if self._ranks.rank == 0 else []
-        there, _, _ = (
-            self._committed()
-        )  # read after the memory: a state that has left the memory meanwhile is committed
+        # Read after the memory: a state that has left the memory meanwhile is committed.
+        there, _, _ = self._committed()
         least = (there.newest.round, there.newest.step) if there.newest else (0, 0)
         return newest_whole(offered, least), there
 
@@ -179,58 +185,54 @@ class Resuming:
             if choice is None:
                 return None, lost
             self.overwrote = True
-            flat, tier, gone, misfit = _from_memory(self._queries, choice, self._state)
-            mine = msgspec.json.encode((tier, gone, misfit))
-            heard = [msgspec.json.decode(raw) for raw in ranks.gather(mine)]
-            self._require_fit(choice.name, [misfit for _, _, misfit in heard])
-            losses = [gone for _, gone, _ in heard if gone]
-            if not losses:
-                self._restore(choice.name, flat)
-                self.tier = max(tier for tier, _, _ in heard)
+            attempts = self._agree(choice.name, *_from_memory(self._queries, choice, self._state))
+            loss = next((attempt for attempt in attempts if attempt.fault), None)
+            if loss is None:
+                self.tier = max(attempt.tier for attempt in attempts)
                 if ranks.rank == 0:
                     where = "memory" if self.tier == "memory" else "memory, in part on other nodes"
                     _log.info("resuming from step %d in %s", choice.step, where)
                 return choice.step, ""
-            [node, lost] = losses[0]
-            choice = choice.without(node) if node else None  # without a name, the state is lost on all nodes
+            lost = loss.fault
+            choice = choice.without(loss.node) if loss.node else None
 
-    def _restore(self, name: str, flat: Flat) -> None:
+    def _agree(self, name: str, flat: Flat, attempt: _Attempt) -> list[_Attempt]:
+        """Exchange the attempts of all ranks to read the state ``name``. If all have succeeded, give the data
+        to the state. Raises Misfit if the checkpoint does not fit the state of one of the ranks."""
+        attempts = [_ATTEMPTS.decode(raw) for raw in self._ranks.gather(msgspec.json.encode(attempt))]
+        misfit = next((each.misfit for each in attempts if each.misfit), "")
         try:
-            restore(self._state, flat)
+            if not misfit and not any(each.fault for each in attempts):
+                restore(self._state, flat)
         except ValueError as error:
-            self._require_fit(name, [str(error)])
-
-    def _require_fit(self, name: str, misfits: list[str]) -> None:
-        """Raise Misfit if the checkpoint does not fit the state of one of the ranks."""
-        for misfit in filter(None, misfits):
+            misfit = str(error)
+        if misfit:
             raise Misfit(
                 f"{misfit}: build the state that {name} was saved from, or start anew with checkpoints in "
                 f"another folder than {self._store.url}"
             )
+        return attempts
 
 
 def _is(kept: WholeState | Saved, beyond: Age | None) -> bool:
     return beyond is None or beyond.is_behind(kept.round, kept.step)
 
 
-def _from_memory(
-    queries: SaverQueries, choice: WholeState, state: dict[str, Any]
-) -> tuple[Flat, str, tuple[str, str] | None, str]:
-    """Return the data and the tier of a state in memory; or which node lost it ("": none in particular) and
-    why; or why it does not fit the state."""
+def _from_memory(queries: SaverQueries, choice: WholeState, state: dict[str, Any]) -> tuple[Flat, _Attempt]:
+    """Read a state from memory. Return its data, which are empty if the attempt has failed."""
     try:
         recalled = queries.recall(choice)
     except HolderLost as error:
-        return Flat(), "", (error.node, str(error)), ""
+        return Flat(), _Attempt(fault=str(error), node=error.node)
     try:
         target = Target.of(choice.name, state, recalled.index)
         recalled.fill(target.ranges)
-        return target.finish(), "peer" if recalled.read - {""} else "memory", None, ""
+        return target.finish(), _Attempt(tier="peer" if recalled.read - {""} else "memory")
     except HolderLost as error:
-        return Flat(), "", (error.node, str(error)), ""
+        return Flat(), _Attempt(fault=str(error), node=error.node)
     except BadCheckpoint as error:
-        return Flat(), "", ("", str(error)), ""
+        return Flat(), _Attempt(fault=str(error))
     except ValueError as error:
-        return Flat(), "", None, str(error)
+        return Flat(), _Attempt(misfit=str(error))
     finally:
         recalled.close()

@@ -34,9 +34,8 @@ _PROGRAM: Final = (
 )
 _LEFT_ALONE_S: Final = 60.0  # the time after which a silent saver is tried again
 _MOMENT_S: Final = 1.0  # how long a saver that was silent may take to answer
-started: Final[
-    list[subprocess.Popen[bytes]]
-] = []  # savers outlive this process; kept to avoid ResourceWarning
+# Savers outlive this process. They are kept here, since Python warns of processes that nobody has waited for.
+started: Final[list[subprocess.Popen[bytes]]] = []
 
 
 @dataclass(frozen=True, slots=True)

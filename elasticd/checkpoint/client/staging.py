@@ -63,9 +63,7 @@ class CopyPlan:
     gpu: GpuCopier
     buffers: list[Buffer] = field(default_factory=list)
     turn: int = 0
-    copy_done: Future[str] | None = (
-        None  # of a copy from a GPU: why it failed, or "". None: no copy is pending
-    )
+    copy_done: Future[str] | None = None  # of a copy from a GPU: why the copy failed, or ""
     _padded: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
 
     @classmethod

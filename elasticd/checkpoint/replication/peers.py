@@ -12,7 +12,7 @@ import msgspec
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica
 from elasticd.checkpoint.replication.wire import Message, PeerGone, Wire
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.checkpoint.store.reading import WantedRange
+from elasticd.checkpoint.store.reading import WantedRange, by_file
 from elasticd.core.checkpoint_names import require_name
 from elasticd.core.facts import SaverAddress
 
@@ -136,11 +136,7 @@ class PeerSaver:
 
     def read(self, path: str, name: str, ranges: Iterable[WantedRange]) -> None:
         """Read the ranges from one or more shards."""
-        by_file: dict[int, list[WantedRange]] = {}
-        for wanted in ranges:
-            if len(wanted.into):
-                by_file.setdefault(wanted.file, []).append(wanted)
-        for rank, these in by_file.items():
+        for rank, these in by_file(ranges).items():
             for first in range(0, len(these), _RANGES_MAX):
                 some = these[first : first + _RANGES_MAX]
                 places = [(wanted.at, len(wanted.into)) for wanted in some]

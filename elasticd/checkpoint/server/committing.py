@@ -58,9 +58,8 @@ class Committing:
         self._committers: dict[str, Committer] = {}
         self._say = say
         self._begun: set[str] = set()  # URLs of stores whose pointer file exists
-        self._unswept: dict[
-            str, tuple[CheckpointStore, Commit]
-        ] = {}  # by URL: older checkpoints are not removed yet
+        # By URL, the last commits after which older checkpoints are not removed yet.
+        self._unswept: dict[str, tuple[CheckpointStore, Commit]] = {}
 
     def close(self) -> list[tuple[Saved, str]]:
         """Stop committing. Return the committed checkpoints that the pointer file does not name, each with
@@ -88,15 +87,7 @@ class Committing:
         files = save.files | self._elsewhere(world, save)
         metadata = store.write(f"{name}/{METADATA}", memoryview(save.layout.metadata))
         listed = [*(files[rank] for rank in sorted(files)), metadata]
-        manifest = encode(
-            name,
-            save.step,
-            world.round,
-            world.size,
-            save.at,
-            listed,
-            save.layout.index,
-        )
+        manifest = encode(name, save.step, world.round, world.size, save.at, listed, save.layout.index)
         store.sync(name)
         if store.url not in self._begun:
             FilePointer(store).begin()

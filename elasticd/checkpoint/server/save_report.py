@@ -33,10 +33,6 @@ class SaveReport:
     size: int = 0
     why: str = ""
 
-    def line(self) -> bytes:
-        """Encode the report for ``from_line``."""
-        return msgspec.json.encode(self) + b"\n"
-
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -46,9 +42,10 @@ class Footprint:
     own: int = 0
     replicas: int = 0
 
-    def line(self) -> bytes:
-        """Encode the footprint for ``from_line``."""
-        return msgspec.json.encode(self) + b"\n"
+
+def to_line(report: SaveReport | Footprint) -> bytes:
+    """Encode a report for ``from_line``."""
+    return msgspec.json.encode(report) + b"\n"
 
 
 def from_line(line: bytes) -> SaveReport | Footprint | None:

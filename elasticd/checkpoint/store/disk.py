@@ -38,7 +38,7 @@ class Disk:
         return write_file(path, content, pace)
 
     def sync(self, folder: str) -> None:
-        sync_folder(self.path / folder)
+        sync(self.path / folder)
 
     def replace(self, name: str, content: bytes, *, over: str | None = None) -> None:
         del over  # not needed, since ``locked`` keeps writers apart
@@ -64,7 +64,7 @@ class Disk:
     def remove(self, name: str) -> None:
         path = self.path / name
         if path.is_dir():
-            remove_folder(path)
+            shutil.rmtree(path, ignore_errors=True)
         else:
             self.unlink([name])
 
@@ -100,11 +100,12 @@ def make_folder(path: Path) -> None:
     for folder in reversed(missing):
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
 
-def sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Sync a file or a folder."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
@@ -168,23 +169,14 @@ def replace_file(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def settle(fresh: Path, path: Path) -> None:
     """Sync a file that another process wrote, and rename it durably to ``path``."""
-    fd = os.open(fresh, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(fresh)
     os.rename(fresh, path)
-    sync_folder(path.parent)
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a folder. Files that cannot be removed stay."""
-    shutil.rmtree(path, ignore_errors=True)
+    sync(path.parent)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,15 @@ class WantedRange:
         return self.at + len(self.into)
 
 
+def by_file(ranges: Iterable[WantedRange]) -> dict[int, list[WantedRange]]:
+    """Return the ranges that are not empty, by their file."""
+    found: dict[int, list[WantedRange]] = {}
+    for wanted in ranges:
+        if len(wanted.into):
+            found.setdefault(wanted.file, []).append(wanted)
+    return found
+
+
 def open_manifest(store: CheckpointStore, saved: Saved) -> Manifest:
     """Return the manifest of a committed checkpoint, after a check that every file is present in full length.
 
@@ -122,15 +131,11 @@ def _read_manifest(store: CheckpointStore, name: str) -> bytes:
     return _patiently(where := f"{name}/{MANIFEST}", lambda: store.read(where))
 
 
-def _silent(_: int) -> None:
-    """Ignore the progress."""
-
-
 def fill(
     store: CheckpointStore,
     manifest: Manifest,
     ranges: Iterable[WantedRange],
-    progress: Callable[[int], None] = _silent,
+    progress: Callable[[int], None] = lambda _: None,
     *,
     readers: int = 1,
 ) -> None:
@@ -140,13 +145,9 @@ def fill(
     ``progress`` is called from several threads with the number of bytes read since the last call.
     ``readers``: how many processes of this machine read at the same time and share its processors.
     """
-    by_file: dict[int, list[WantedRange]] = {}
-    for wanted in ranges:
-        if len(wanted.into):
-            by_file.setdefault(wanted.file, []).append(wanted)
     tasks = [
         (manifest.files[number], first, some)
-        for number, these in by_file.items()
+        for number, these in by_file(ranges).items()
         for first, some in _by_block(these, manifest.block)
     ]
     threads = max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // readers))
@@ -162,7 +163,7 @@ def fill(
 
 
 def verify(
-    store: CheckpointStore, manifest: Manifest, progress: Callable[[int], None] = _silent
+    store: CheckpointStore, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[tuple[File, list[str]]]:
     """Read each file completely. Yield each file and what is wrong with it: sentences, none if the file is
     intact."""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from elasticd.checkpoint.server.replication import Replication
-from elasticd.checkpoint.server.save_report import Footprint, SaveReport
+from elasticd.checkpoint.server.save_report import Footprint, SaveReport, to_line
 from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.server.standalone import lower_priority, say
 from elasticd.checkpoint.store.rate_limit import RateLimit
@@ -62,7 +62,7 @@ def main() -> None:
 
     def tell(report: SaveReport | Footprint) -> None:
         with contextlib.suppress(OSError):  # the agent does not read, or has ended
-            os.write(1, report.line())
+            os.write(1, to_line(report))
 
     saver = Saver(
         listener,
