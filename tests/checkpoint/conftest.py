@@ -1,4 +1,4 @@
-"""A small training to be saved, and the savers that must be gone after each test."""
+"""A small training to be saved, savers, and processes that save and are killed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from elasticd.checkpoint.client import saver_connection
+from elasticd.checkpoint.client.state_dict import flatten
 from elasticd.worker.checkpoints import Checkpoints
+from tests.checkpoint.faults import Helper, served
 
-GONE_S = 60.0
 torch.set_num_threads(1)  # tests run beside each other
 
 
@@ -38,8 +39,6 @@ def training(seed: int, width: int = 96) -> dict[str, Any]:
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from elasticd.checkpoint.client.state_dict import flatten
-
     return {key: tensor.clone() for key, tensor in flatten(state).tensors.items()}
 
 
@@ -51,19 +50,20 @@ def assert_same(state: dict[str, Any], expected: dict[str, torch.Tensor]) -> Non
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., Checkpoints]]:
-    """Checkpoints in a fresh folder; closed at the end, when their savers end too."""
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Checkpoints]]:
+    """Checkpoints in a fresh folder, with a saver as workers without an agent start it. The saver runs in a
+    thread of this process, since a process takes half a second to start."""
     made: list[Checkpoints] = []
 
     def open_(path: Path = tmp_path / "run", **options: Any) -> Checkpoints:
         made.append(Checkpoints(path, **options))
         return made[-1]
 
-    yield open_
-    for checkpoints in made:
-        checkpoints.close()
-    while saver_connection.started:
-        assert saver_connection.started.pop().wait(GONE_S) in (0, -9)
+    with served(secret="known-to-the-ranks") as name:
+        monkeypatch.setattr(saver_connection, "_start", lambda: f"{name} known-to-the-ranks")
+        yield open_
+        for checkpoints in made:
+            checkpoints.close()
 
 
 @pytest.fixture
@@ -78,3 +78,29 @@ def saved(opened: Callable[..., Checkpoints]) -> Callable[..., Checkpoints]:
         return checkpoints
 
     return save
+
+
+@pytest.fixture(scope="module")
+def saver_forks() -> Iterator[Helper]:
+    with Helper("forker.py") as helper:
+        yield helper
+
+
+@pytest.fixture
+def forker(saver_forks: Helper) -> Iterator[Helper]:
+    """Forks savers, which are gone after the test."""
+    yield saver_forks
+    saver_forks.end_all()
+
+
+@pytest.fixture(scope="module")
+def rank_forks() -> Iterator[Helper]:
+    with Helper("nodes.py") as helper:
+        yield helper
+
+
+@pytest.fixture
+def worlds(rank_forks: Helper) -> Iterator[Helper]:
+    """Forks ranks, which are gone after the test."""
+    yield rank_forks
+    rank_forks.end_all()

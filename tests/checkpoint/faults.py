@@ -1,4 +1,4 @@
-"""What the fault tests share: states that tell their step by every byte, and the helpers' processes."""
+"""What fault tests share: states that tell their step by every byte, savers, and processes to be killed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,15 +16,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
+from elasticd.checkpoint import protocol
+from elasticd.checkpoint.server.saver import Saver
+from elasticd.worker.checkpoints import Checkpoints
+
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 ELEMENTS = 1 << 18
 
 
-def filled(step: int) -> dict[str, Any]:
+def filled(step: int, elements: int = ELEMENTS) -> dict[str, Any]:
     """A state whose every byte is of its step: a mix of two would show."""
     return {
-        "w": torch.full((ELEMENTS,), step, dtype=torch.int64),
+        "w": torch.full((elements,), step, dtype=torch.int64),
         "b": torch.full((7, 3), step),
         "step": step,
     }
@@ -47,8 +54,43 @@ def check(state: dict[str, Any], step: int) -> None:
     assert bool((state["w"] == step).all()) and bool((state["b"] == step).all()), "a torn state"
 
 
+def commit(checkpoints: Checkpoints, *steps: int) -> None:
+    """Save these steps, each once the one before it is committed."""
+    for step in steps:
+        assert checkpoints.save(filled(step), step)
+        assert checkpoints.wait() and not checkpoints.failed, checkpoints.last_error
+
+
+@contextmanager
+def served(**options: Any) -> Iterator[str]:
+    """A saver in a thread of this process. Yields the saver's name."""
+    listener, name = protocol.listen()
+    saver = Saver(listener, linger_s=None, **options)
+    serving = threading.Thread(target=saver.serve)
+    serving.start()
+    try:
+        yield name
+    finally:
+        saver.leave()
+        serving.join()
+        listener.close()
+
+
+def held_by(pid: int) -> int:
+    """Bytes of shards that the process keeps."""
+    found = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = f"/proc/{pid}/fd/{fd}"
+            if "elasticd-shard" in (name := os.readlink(target)) or name.startswith("/#"):  # of huge pages
+                found.add((os.stat(target).st_ino, os.stat(target).st_size))
+        except FileNotFoundError:
+            continue
+    return sum(size for _, size in found)
+
+
 class Helper:
-    """A program that does something for each line it is given, and says lines."""
+    """A program of ``programs`` that forks a process for each line it is given, and says lines."""
 
     def __init__(self, program: str) -> None:
         self._process = subprocess.Popen(
@@ -76,10 +118,16 @@ class Helper:
         raise AssertionError(f"it ended before it said {start!r}: {self.said[-5:]}")
 
     def saver(self, **options: Any) -> tuple[str, int]:
-        """Start one; its name and pid."""
+        """Start a saver; its name and pid."""
         self.ask(**options)
         _, name, pid = self.until("saver ")
         return name, int(pid)
+
+    def end_all(self) -> None:
+        """Kill all that it has forked, and forget what they have said."""
+        self.ask(end=True)
+        self.until("ended all")
+        self.said.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -11,9 +11,8 @@ import signal
 import socket
 import struct
 import subprocess
-import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,22 +46,30 @@ from elasticd.checkpoint.protocol import (
     ShareBuffer,
 )
 from elasticd.checkpoint.server.save_report import Footprint
-from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.checkpoint.store import disk, reading
+from elasticd.checkpoint.store import disk
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.worker.checkpoints import Checkpoints
-from tests.checkpoint.faults import Helper, check, filled
-from tests.checkpoint.test_memory import held_by
+from tests.checkpoint.faults import Helper, check, commit, filled, held_by, served
 
 TRIES = 100
 TRIES_OF_WORKERS = 25  # each begins with a load
+Saving = Callable[..., Checkpoints]
 
 
 @pytest.fixture
-def forker() -> Iterator[Helper]:
-    with Helper("forker.py") as helper:
-        yield helper
+def saving(forker: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saving]:
+    """Opens checkpoints in a folder of the test, each time with a new saver with these options."""
+    made: list[Checkpoints] = []
+
+    def open_(path: Path = tmp_path / "run", last: int = 3, **saver: object) -> Checkpoints:
+        monkeypatch.setenv("ELASTICD_SAVER", forker.saver(**saver)[0])
+        made.append(Checkpoints(path, last=last))
+        return made[-1]
+
+    yield open_
+    for checkpoints in made:
+        checkpoints.close()
 
 
 def resumed(path: Path) -> int:
@@ -103,12 +110,10 @@ def die_at_random(forker: Helper, path: Path, tries: int, monkeypatch: pytest.Mo
     return commits
 
 
-def test_a_saver_killed_at_any_instant_leaves_what_was_committed(forker, tmp_path, monkeypatch):
+def test_a_saver_killed_at_any_instant_leaves_what_was_committed(forker, saving, tmp_path, monkeypatch):
     die_at_random(forker, tmp_path / "run", TRIES, monkeypatch)
-    name, _ = forker.saver()
-    monkeypatch.setenv("ELASTICD_SAVER", name)
-    last = Checkpoints(tmp_path / "run", last=2)
-    assert last.save(filled(10_000), 10_000) and last.wait() and not last.failed
+    last = saving(last=2)
+    commit(last, 10_000)
     last.close()
     assert resumed(tmp_path / "run") == 10_000
     assert len(folders(tmp_path / "run")) <= 2, "leftovers stay"
@@ -120,30 +125,24 @@ def test_a_saver_killed_a_thousand_times(forker, tmp_path, monkeypatch):
     assert die_at_random(forker, tmp_path / "run", 1000, monkeypatch) > 10
 
 
-@pytest.fixture
-def trainer() -> Iterator[Helper]:
-    with Helper("trainer.py") as helper:
-        yield helper
-
-
-def test_a_worker_killed_at_any_instant_loses_nothing_it_had_handed_over(forker, trainer, tmp_path):
+def test_a_worker_killed_at_any_instant_loses_nothing_it_had_handed_over(forker, worlds, tmp_path):
     path = tmp_path / "run"
     chance = random.Random(seed := random.randrange(1 << 32))
     print("seed", seed)
     name, _ = forker.saver(linger_s=60.0)
     for _ in range(TRIES_OF_WORKERS):
-        trainer.ask(path=str(path), saver=name)
-        pid = int(trainer.until("pid")[1])
-        trainer.until("resumed")
-        _, step, folder = trainer.until("handed")
+        worlds.ask(rank=0, size=1, saver=name, node="", path=str(path), kind="replicated", saves=0)
+        _, _, pid = worlds.until("pid")
+        worlds.until("resumed")
+        _, _, step, folder = worlds.until("handed")
         time.sleep(chance.random() * 0.02)  # a random instant is what is tried here
-        os.kill(pid, signal.SIGKILL)
+        os.kill(int(pid), signal.SIGKILL)
         while not (told := [line for line in forker.said if folder in line]):
             forker.until("")
-        # Others before it may have had saves on their way, and it have gone on from before them.
+        # A worker before this one may have had saves under way, from which this worker has not gone on.
         assert told[0].startswith(f"committed step {step} ") or "has committed since" in told[0]
         assert resumed(path) >= 1  # and whole
-    assert not [line for line in trainer.said if line.startswith("error")]
+    assert not [line for line in worlds.said if line.startswith("error")]
 
 
 CALLS = [("write", n) for n in range(4)] + [("fsync", n) for n in range(8)] + [("rename", 0), ("open", 3)]
@@ -151,18 +150,12 @@ CALLS = [("write", n) for n in range(4)] + [("fsync", n) for n in range(8)] + [(
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 @pytest.mark.parametrize(("call", "fine"), CALLS)
-def test_an_error_at_any_call_fails_one_checkpoint_and_no_other(
-    forker, tmp_path, monkeypatch, call, fine, code
-):
+def test_an_error_at_any_call_fails_one_checkpoint_and_no_other(forker, saving, tmp_path, call, fine, code):
     path = tmp_path / "run"
-    first, _ = forker.saver()
-    monkeypatch.setenv("ELASTICD_SAVER", first)
-    before = Checkpoints(path)
-    assert before.save(filled(1), 1) and before.wait() and not before.failed
+    before = saving()
+    commit(before, 1)
     before.close()
-    name, _ = forker.saver(fail=[call, fine, 1, code])
-    monkeypatch.setenv("ELASTICD_SAVER", name)
-    checkpoints = Checkpoints(path)
+    checkpoints = saving(fail=[call, fine, 1, code])
     checkpoints.save(filled(2), 2)
     assert checkpoints.wait()
     if checkpoints.failed:
@@ -179,12 +172,9 @@ def test_an_error_at_any_call_fails_one_checkpoint_and_no_other(
     assert folders(path) == {saved.name for saved in FilePointer(path).read().saved}, "leftovers stay"
 
 
-def test_each_file_is_durable_before_the_next_depends_on_it(forker, tmp_path, monkeypatch):
+def test_each_file_is_durable_before_the_next_depends_on_it(forker, saving, tmp_path):
     path = tmp_path / "run"
-    monkeypatch.setenv("ELASTICD_SAVER", forker.saver(record=True)[0])
-    checkpoints = Checkpoints(path)
-    assert checkpoints.save(filled(1), 1) and checkpoints.wait() and not checkpoints.failed
-    checkpoints.close()
+    commit(saving(record=True), 1)
     [folder] = folders(path)
     forker.until("committed step 1 ")
     done = [line.replace(f"{path}/", "").replace(folder, "FOLDER") for line in forker.said]
@@ -214,30 +204,25 @@ def test_each_file_is_durable_before_the_next_depends_on_it(forker, tmp_path, mo
 
 
 @pytest.mark.parametrize(("call", "fine"), [("listdir", 2), ("scandir", 1)])
-def test_an_error_once_it_is_committed_costs_no_checkpoint(forker, tmp_path, monkeypatch, call, fine):
+def test_an_error_once_it_is_committed_costs_no_checkpoint(forker, saving, tmp_path, call, fine):
     path = tmp_path / "run"
-    monkeypatch.setenv("ELASTICD_SAVER", forker.saver(fail=[call, fine, 1, errno.EIO])[0])
-    checkpoints = Checkpoints(path, last=1)
-    for step in (1, 2):  # the first has none to remove
-        assert checkpoints.save(filled(step), step) and checkpoints.wait() and not checkpoints.failed
+    checkpoints = saving(last=1, fail=[call, fine, 1, errno.EIO])
+    commit(checkpoints, 1, 2)  # the first has none to remove
     forker.until("committed step 2 ")
     assert f"spoiled {call}" in forker.said
     assert resumed(path) == 2
     assert len(folders(path)) == 2, "the older one could not be removed yet"
-    assert checkpoints.save(filled(3), 3) and checkpoints.wait() and not checkpoints.failed
-    checkpoints.close()
-    monkeypatch.delenv("ELASTICD_SAVER")
+    commit(checkpoints, 3)
     forker.until("committed step 3 ")
     assert resumed(path) == 3 and len(folders(path)) == 1
 
 
-def test_what_counted_before_a_pointer_that_may_not_be_durable_stays(forker, tmp_path, monkeypatch):
+def test_what_counted_before_a_pointer_that_may_not_be_durable_stays(forker, saving, tmp_path):
     path = tmp_path / "run"
-    monkeypatch.setenv("ELASTICD_SAVER", forker.saver(fail=["fsync", 18, 1, errno.EIO])[0])
-    checkpoints = Checkpoints(path, last=1)
-    assert checkpoints.save(filled(1), 1) and checkpoints.wait() and not checkpoints.failed
+    checkpoints = saving(last=1, fail=["fsync", 18, 1, errno.EIO])
+    commit(checkpoints, 1)
     before = (path / POINTER).read_bytes()
-    assert checkpoints.save(filled(2), 2) and checkpoints.wait() and not checkpoints.failed
+    commit(checkpoints, 2)
     after = (path / POINTER).read_bytes()
     forker.until("committed step 2 ")
     assert "spoiled fsync" in forker.said
@@ -245,54 +230,19 @@ def test_what_counted_before_a_pointer_that_may_not_be_durable_stays(forker, tmp
     (path / POINTER).write_bytes(before)  # what a power cut may lead to
     assert resumed(path) == 1
     (path / POINTER).write_bytes(after)
-    assert checkpoints.save(filled(3), 3) and checkpoints.wait() and not checkpoints.failed
-    checkpoints.close()
-    monkeypatch.delenv("ELASTICD_SAVER")
+    commit(checkpoints, 3)
     assert resumed(path) == 3 and len(folders(path)) == 1
 
 
-@pytest.mark.parametrize("call", ["scandir", "preadv", "open"])
-def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_it_taken(
-    forker, tmp_path, monkeypatch, caplog, call
-):
-    path = tmp_path / "run"
-    monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
-    checkpoints = Checkpoints(path)
-    for step in (1, 2):
-        assert checkpoints.save(filled(step), step) and checkpoints.wait() and not checkpoints.failed
-    checkpoints.close()
-    monkeypatch.delenv("ELASTICD_SAVER")
-    newest, real = FilePointer(path).read().saved[-1].name, getattr(os, call)
-
-    def spoiled(what, *rest):
-        where = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)
-        if newest in where:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), where)
-        return real(what, *rest)
-
-    monkeypatch.setattr(os, call, spoiled)
-    monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
-    assert resumed(path) == 1
-    assert f"resuming from step 1, because {newest}" in caplog.text and "Input/output error" in caplog.text
-
-
-def test_what_one_killed_while_it_wrote_the_pointer_left_goes_with_the_next_commit(
-    forker, tmp_path, monkeypatch
-):
+def test_what_one_killed_while_it_wrote_the_pointer_left_goes_with_the_next_commit(forker, saving, tmp_path):
     path = tmp_path / "run"
     path.mkdir()
     (path / f".{POINTER}.0123abcd.new").write_bytes(b"{")
     (path / f".{POINTER}.mine").touch()
-    monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
-    checkpoints = Checkpoints(path)
-    assert checkpoints.save(filled(1), 1) and checkpoints.wait() and not checkpoints.failed
-    checkpoints.close()
+    commit(saving(), 1)
     forker.until("committed step 1 ")
-    assert {p.name for p in path.iterdir() if p.is_file()} == {
-        POINTER,
-        f".{POINTER}.lock",
-        f".{POINTER}.mine",
-    }
+    files = {p.name for p in path.iterdir() if p.is_file()}
+    assert files == {POINTER, f".{POINTER}.lock", f".{POINTER}.mine"}
 
 
 def test_two_that_replace_a_file_at_the_same_moment_leave_one_of_the_two(tmp_path, monkeypatch):
@@ -310,7 +260,7 @@ def test_two_that_replace_a_file_at_the_same_moment_leave_one_of_the_two(tmp_pat
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_a_full_disk_fails_checkpoints_until_there_is_room(forker, tmp_path, monkeypatch):
+def test_a_full_disk_fails_checkpoints_until_there_is_room(saving, tmp_path):
     disk = tmp_path / "small"
     disk.mkdir()
     mounted = subprocess.run(
@@ -319,11 +269,8 @@ def test_a_full_disk_fails_checkpoints_until_there_is_room(forker, tmp_path, mon
     if mounted.returncode:
         pytest.skip(f"no right to mount a small disk: {mounted.stderr.strip()}")
     try:
-        name, _ = forker.saver()
-        monkeypatch.setenv("ELASTICD_SAVER", name)
-        checkpoints = Checkpoints(disk / "run", last=1)
-        for step in (1, 2):
-            assert checkpoints.save(filled(step), step) and checkpoints.wait() and not checkpoints.failed
+        checkpoints = saving(disk / "run", last=1)
+        commit(checkpoints, 1, 2)
         (disk / "ballast").write_bytes(bytes(4_000_000))
         assert checkpoints.save(filled(3), 3) and checkpoints.wait() and checkpoints.failed == 1
         assert "No space left" in checkpoints.last_error
@@ -343,7 +290,7 @@ def test_a_store_that_does_not_say_what_was_saved_before_costs_no_save_but_that(
     monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
     monkeypatch.setenv("ELASTICD_ROUND", "7")
     before = Checkpoints(path)
-    assert before.save(filled(1), 1) and before.wait() and not before.failed
+    commit(before, 1)
     monkeypatch.setenv("ELASTICD_ROUND", "1")  # of a new etcd
     last_round, asked = FilePointer.last_round, []
 
@@ -368,24 +315,11 @@ def test_a_store_that_does_not_say_what_was_saved_before_costs_no_save_but_that(
     assert newest is not None and (newest.step, newest.round) == (3, 8)
 
 
-@pytest.mark.slow  # a saver that is stopped has as many skipped
-def test_a_slow_disk_makes_saves_be_skipped_and_counted_never_queued(forker, tmp_path, monkeypatch):
-    name, _ = forker.saver(bytes_s=1e6)  # two seconds for each
-    monkeypatch.setenv("ELASTICD_SAVER", name)
-    checkpoints = Checkpoints(tmp_path / "run")
-    assert [checkpoints.save(filled(n), n) for n in range(1, 6)] == [True, True, False, False, False]
-    assert checkpoints.skipped == 3
-    assert checkpoints.wait() and not checkpoints.failed
-    assert resumed(tmp_path / "run") == 2
-    checkpoints.close()
-
-
 def test_the_rate_holds_up_neither_training_that_waits_for_the_disk_nor_what_those_who_left_handed_over(
-    forker, tmp_path, monkeypatch
+    forker, saving
 ):
-    monkeypatch.setenv("ELASTICD_SAVER", forker.saver(bytes_s=1)[0])  # days for each
-    checkpoints = Checkpoints(tmp_path / "run")
-    assert checkpoints.save(filled(1), 1) and checkpoints.wait() and not checkpoints.failed
+    checkpoints = saving(bytes_s=1)  # days for each
+    commit(checkpoints, 1)
     assert checkpoints.save(filled(2), 2)
     checkpoints._line.listen_while(lambda: True, 0.1)
     assert checkpoints._pending
@@ -393,12 +327,9 @@ def test_the_rate_holds_up_neither_training_that_waits_for_the_disk_nor_what_tho
     forker.until("committed step 2 ")
 
 
-def test_saves_are_skipped_and_counted_while_those_before_them_cannot_be_committed(
-    forker, tmp_path, monkeypatch
-):
+def test_saves_are_skipped_and_counted_while_those_before_them_cannot_be_committed(saving, tmp_path):
     path = tmp_path / "run"
-    monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
-    checkpoints = Checkpoints(path, last=9)
+    checkpoints = saving(last=9)
     path.mkdir()
     with disk.locked(path / f".{POINTER}.lock"):
         handed_over: list[int] = []
@@ -412,7 +343,6 @@ def test_saves_are_skipped_and_counted_while_those_before_them_cannot_be_committ
     assert checkpoints.wait() and not checkpoints.failed
     assert [saved.step for saved in FilePointer(path).read().saved] == handed_over
     assert checkpoints.save(filled(99), 99)
-    checkpoints.close()
 
 
 def test_a_saver_that_is_stopped_costs_checkpoints_and_not_the_training(forker, tmp_path, monkeypatch):
@@ -433,26 +363,22 @@ def test_a_saver_that_is_stopped_costs_checkpoints_and_not_the_training(forker, 
 
 
 def test_a_shard_for_which_there_is_no_memory_fails_one_checkpoint_and_no_other(
-    forker, tmp_path, monkeypatch
+    saving, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
-    monkeypatch.setattr("elasticd.checkpoint.shared_memory.available", lambda: 1000)
-    checkpoints = Checkpoints(tmp_path / "run")
-    checkpoints.save(filled(1), 1)
-    assert checkpoints.wait() and checkpoints.failed == 1
+    checkpoints = saving()
+    with monkeypatch.context() as full:
+        full.setattr("elasticd.checkpoint.shared_memory.available", lambda: 1000)
+        checkpoints.save(filled(1), 1)
+        assert checkpoints.wait() and checkpoints.failed == 1
     assert "rank 0 could not copy its shard: there is no memory for" in checkpoints.last_error
     assert "only 1000 bytes are available" in checkpoints.last_error
-    monkeypatch.undo()
     assert checkpoints.save(filled(2), 2) and checkpoints.wait() and checkpoints.failed == 1
     assert resumed(tmp_path / "run") == 2
-    checkpoints.close()
 
 
-def test_two_jobs_that_save_into_one_folder_at_once_never_mix(forker, tmp_path, monkeypatch):
-    path, jobs = tmp_path / "run", []
-    for _ in range(2):
-        monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
-        jobs.append(Checkpoints(path, last=2))
+def test_two_jobs_that_save_into_one_folder_at_once_never_mix(saving, tmp_path):
+    path = tmp_path / "run"
+    jobs = [saving(last=2) for _ in range(2)]
     for step in range(1, 11):
         for number, job in enumerate(jobs):
             job.save(filled(step + 100 * number), step + 100 * number)
@@ -461,8 +387,6 @@ def test_two_jobs_that_save_into_one_folder_at_once_never_mix(forker, tmp_path, 
         assert job.wait()
     newest = FilePointer(path).read().newest
     assert newest is not None and resumed(path) == newest.step > 100
-    for job in jobs:
-        job.close()
 
 
 # ------------------------------------------------------------ the protocol, without a training
@@ -470,25 +394,37 @@ def test_two_jobs_that_save_into_one_folder_at_once_never_mix(forker, tmp_path, 
 M = TypeVar("M")
 
 
-def joins(
-    name: str,
-    path: Path,
-    rank: int,
-    world: int,
-    token: str = "0000000a",
-    round: int = 1,
-    locals_: Iterable[int] = (),
-) -> SaverChannel:
-    """``locals_``: the ranks that this saver serves, unless it serves all."""
-    line = protocol.connect(name)
-    ranks = tuple(locals_ or range(world))
-    line.send(OpenWorld(str(path), token, rank, world, round, round, ranks, holder="", last=3, every=0))
-    layout = Layout(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
-    line.send(PlanShard(1, 64), (layout,))
-    memory = Memory.make(64)
-    line.send(ShareBuffer(1, 0), (memory.fd,))
-    os.close(layout)
-    return line
+Joins = Callable[..., SaverChannel]
+
+
+@pytest.fixture
+def joins(tmp_path: Path) -> Iterator[Joins]:
+    """Opens connections of ranks to savers, and closes them at the end. ``locals_``: the ranks that the saver
+    serves, if it does not serve all."""
+    with contextlib.ExitStack() as lines:
+
+        def join(
+            name: str,
+            rank: int,
+            world: int,
+            token: str = "0000000a",
+            round: int = 1,
+            locals_: Iterable[int] = (),
+            path: Path = tmp_path / "run",
+        ) -> SaverChannel:
+            line = lines.enter_context(contextlib.closing(protocol.connect(name)))
+            ranks = tuple(locals_ or range(world))
+            line.send(
+                OpenWorld(str(path), token, rank, world, round, round, ranks, holder="", last=3, every=0)
+            )
+            layout = Layout(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
+            line.send(PlanShard(1, 64), (layout,))
+            os.close(layout)
+            memory = Memory.make(64)
+            line.send(ShareBuffer(1, 0), (memory.fd,))
+            return line
+
+        yield join
 
 
 def hands_over(line: SaverChannel, step: int, name: str, buffer: int = 0) -> None:
@@ -501,9 +437,9 @@ def hears(line: SaverChannel, kind: type[M]) -> M:
     return heard
 
 
-def test_a_rank_that_goes_before_it_hands_over_fails_the_checkpoint_by_name(forker, tmp_path):
+def test_a_rank_that_goes_before_it_hands_over_fails_the_checkpoint_by_name(forker, joins, tmp_path):
     name, _ = forker.saver()
-    one, two = (joins(name, tmp_path / "run", rank, 2) for rank in range(2))
+    one, two = (joins(name, rank, 2) for rank in range(2))
     folder = folder_name(5, 1, "0000000a", 1)
     hands_over(one, 5, folder)
     hears(one, BufferFree)
@@ -511,12 +447,11 @@ def test_a_rank_that_goes_before_it_hands_over_fails_the_checkpoint_by_name(fork
     failed = hears(one, SaveFailed)
     assert failed.name == folder and "rank 1 left before it had handed over its shard" in failed.why
     assert FilePointer(tmp_path / "run").read().newest is None
-    one.close()
 
 
-def test_a_rank_that_cannot_copy_fails_that_checkpoint_and_none_after_it(forker, tmp_path):
+def test_a_rank_that_cannot_copy_fails_that_checkpoint_and_none_after_it(forker, joins, tmp_path):
     name, _ = forker.saver()
-    lines = [joins(name, tmp_path / "run", rank, 2) for rank in range(2)]
+    lines = [joins(name, rank, 2) for rank in range(2)]
     first, second = (folder_name(step, 1, "0000000a", step) for step in (5, 6))
     lines[1].send(MissSave(first, 5, "there is no memory"))
     assert "rank 1 could not copy its shard: there is no memory" in hears(lines[0], SaveFailed).why
@@ -526,27 +461,21 @@ def test_a_rank_that_cannot_copy_fails_that_checkpoint_and_none_after_it(forker,
         hands_over(line, 6, second)
     assert hears(lines[0], SaveCommitted).step == 6
     assert folders(tmp_path / "run") == {second}
-    for line in lines:
-        line.close()
 
 
-def test_a_rank_that_cannot_copy_on_another_node_is_not_waited_for(forker, tmp_path):
-    here, there = (joins(forker.saver()[0], tmp_path / "run", r, 2, locals_=[r]) for r in range(2))
+def test_a_rank_that_cannot_copy_on_another_node_is_not_waited_for(forker, joins):
+    here, there = (joins(forker.saver()[0], r, 2, locals_=[r]) for r in range(2))
     name = folder_name(5, 1, "0000000a", 1)
     hands_over(here, 5, name)
     there.send(MissSave(name, 5, "there is no memory"))
     assert "rank 1 could not copy its shard: there is no memory" in hears(here, SaveFailed).why
-    for line in (here, there):
-        line.close()
 
 
 def test_a_shard_lost_on_another_node_is_waited_for_only_until_that_node_has_written_a_later_one(
-    forker, tmp_path
+    forker, joins, tmp_path
 ):
     deaf = forker.saver(fail=["rename", 0, 2, errno.EIO])  # which can say neither that it has it nor that not
-    here, there = (
-        joins(name, tmp_path / "run", r, 2, locals_=[r]) for r, (name, _) in enumerate((forker.saver(), deaf))
-    )
+    here, there = (joins(name, r, 2, locals_=[r]) for r, (name, _) in enumerate((forker.saver(), deaf)))
     names = {step: folder_name(step, 1, "0000000a", step) for step in (5, 6)}
     for step, name in names.items():
         for line in (here, there):
@@ -559,59 +488,50 @@ def test_a_shard_lost_on_another_node_is_waited_for_only_until_that_node_has_wri
     assert failed.why == "the shard of rank 1, which is on another node, never arrived, but step 6 did"
     assert hears(here, SaveCommitted).step == 6
     assert folders(tmp_path / "run") == {names[6]}
-    for line in (here, there):
-        line.close()
 
 
-def test_the_world_after_one_whose_other_node_is_lost_is_not_held_up(forker, tmp_path):
+def test_the_world_after_one_whose_other_node_is_lost_is_not_held_up(forker, joins):
     name, _ = forker.saver()
-    old = joins(name, tmp_path / "run", 0, 2, "0000000a", 1, locals_=[0])
+    old = joins(name, 0, 2, "0000000a", 1, locals_=[0])
     hands_over(old, 5, folder_name(5, 1, "0000000a", 1))
     hears(old, BufferFree)
-    new = joins(name, tmp_path / "run", 0, 1, "0000000b", 2)
+    new = joins(name, 0, 1, "0000000b", 2)
     hands_over(new, 6, folder_name(6, 2, "0000000b", 1))
     assert hears(new, SaveCommitted).step == 6
-    old.close()
-    new.close()
 
 
-def test_a_rank_that_never_came_fails_what_the_others_handed_over_once_they_are_gone(forker, tmp_path):
+def test_a_rank_that_never_came_fails_what_the_others_handed_over_once_they_are_gone(forker, joins):
     name, pid = forker.saver(linger_s=60.0)
-    one = joins(name, tmp_path / "run", 0, 2)
+    one = joins(name, 0, 2)
     hands_over(one, 5, folder_name(5, 1, "0000000a", 1))
     hears(one, BufferFree)
     one.close()
     assert "rank 1 left before it had handed over its shard" in " ".join(
         forker.until("step 5 was not saved as")
     )
-    new = joins(name, tmp_path / "run", 0, 1, "0000000b", 2)
+    new = joins(name, 0, 1, "0000000b", 2)
     hands_over(new, 6, folder_name(6, 2, "0000000b", 1))
     hears(new, SaveCommitted)
     assert held_by(pid) == 64  # and nothing of the world before
-    new.close()
 
 
-def test_worlds_of_several_nodes_that_save_once_each_do_not_fill_the_memory(forker, tmp_path):
+def test_worlds_of_several_nodes_that_save_once_each_do_not_fill_the_memory(forker, joins):
     name, pid = forker.saver(linger_s=60.0)
     for round in range(1, 13):
         token = f"{round:08x}"
-        line = joins(name, tmp_path / "run", 1, 2, token, round, locals_=[1])
+        line = joins(name, 1, 2, token, round, locals_=[1])
         hands_over(line, round, folder_name(round, round, token, 1))
         hears(line, SaveWritten)
         line.close()
     assert held_by(pid) <= 4 * 64  # of the newest, two before it, and one of which it has yet to hear
 
 
-def test_of_worlds_of_several_nodes_five_shards_of_a_worker_are_held_at_most_and_two_in_the_end(tmp_path):
-    listener, name = protocol.listen()
+def test_of_worlds_of_several_nodes_five_shards_of_a_worker_are_held_at_most_and_two_in_the_end(joins):
     footprints: list[Footprint] = []
-    saver = Saver(listener, linger_s=None, occupies=footprints.append)
-    serving = threading.Thread(target=saver.serve)
-    serving.start()
-    try:
+    with served(occupies=footprints.append) as name:
         for round, saves in enumerate((3, 1, 3), start=1):
             token = f"{round:08x}"
-            line = joins(name, tmp_path / "run", 1, 2, token, round, locals_=[1])
+            line = joins(name, 1, 2, token, round, locals_=[1])
             for number in range(saves):
                 buffer = number % 2
                 if number == 1:
@@ -623,16 +543,12 @@ def test_of_worlds_of_several_nodes_five_shards_of_a_worker_are_held_at_most_and
             before = footprints[-1]
             line.close()
         assert before.own == 2 * 64
-    finally:
-        saver.leave()
-        serving.join()
-        listener.close()
     assert max(footprint.own for footprint in footprints) == 5 * 64
 
 
-def test_one_writer_that_fails_beside_others_that_do_not_publishes_nothing(forker, tmp_path):
+def test_one_writer_that_fails_beside_others_that_do_not_publishes_nothing(forker, joins, tmp_path):
     name, _ = forker.saver()
-    lines = [joins(name, tmp_path / "run", rank, 4) for rank in range(4)]
+    lines = [joins(name, rank, 4) for rank in range(4)]
     folder = folder_name(7, 1, "0000000a", 1)
     (tmp_path / "run" / folder).mkdir(parents=True)
     (tmp_path / "run" / folder / "__2_0.distcp").touch()  # whoever is to write it finds that it cannot
@@ -644,9 +560,9 @@ def test_one_writer_that_fails_beside_others_that_do_not_publishes_nothing(forke
     assert FilePointer(tmp_path / "run").read().newest is None
 
 
-def test_all_gone_after_they_handed_over_is_committed_all_the_same(forker, tmp_path):
+def test_all_gone_after_they_handed_over_is_committed_all_the_same(forker, joins, tmp_path):
     name, _ = forker.saver()
-    lines = [joins(name, tmp_path / "run", rank, 3) for rank in range(3)]
+    lines = [joins(name, rank, 3) for rank in range(3)]
     for line in lines:
         hands_over(line, 7, folder_name(7, 1, "0000000a", 1))
         line.close()
@@ -655,23 +571,21 @@ def test_all_gone_after_they_handed_over_is_committed_all_the_same(forker, tmp_p
     assert newest is not None and (newest.step, newest.world) == (7, 3)
 
 
-def test_a_world_of_an_older_round_cannot_commit(forker, tmp_path):
+def test_a_world_of_an_older_round_cannot_commit(forker, joins, tmp_path):
     name, _ = forker.saver()
-    old = joins(name, tmp_path / "run", 0, 1, "0000000a", 1)
-    new = joins(name, tmp_path / "run", 0, 1, "0000000b", 2)
+    old = joins(name, 0, 1, "0000000a", 1)
+    new = joins(name, 0, 1, "0000000b", 2)
     hands_over(new, 5, folder_name(5, 2, "0000000b", 1))
     hears(new, SaveCommitted)
     hands_over(old, 9, folder_name(9, 1, "0000000a", 1))
     assert "round 2 has committed since" in hears(old, SaveFailed).why
     newest = FilePointer(tmp_path / "run").read().newest
     assert newest is not None and newest.step == 5
-    old.close()
-    new.close()
 
 
-def test_nonsense_ends_that_conversation_and_no_other(forker, tmp_path):
+def test_nonsense_ends_that_conversation_and_no_other(forker, joins):
     name, _ = forker.saver(linger_s=60.0)
-    good = joins(name, tmp_path / "run", 0, 1)
+    good = joins(name, 0, 1)
     empty, layout, long, sparse = os.memfd_create("empty"), *(Layout(b"", b"").file() for _ in range(3))
     for liar in (long, sparse):
         os.pwrite(liar, struct.pack("<QQ", 1 << 62, 0), 0)
@@ -698,19 +612,20 @@ def test_nonsense_ends_that_conversation_and_no_other(forker, tmp_path):
             bad.receive()
         bad.close()
     close_all((empty, layout, long, sparse))
-    outside = joins(name, tmp_path / "run", 0, 1, "0000000c")
+    outside = joins(name, 0, 1, "0000000c")
     hands_over(outside, 1, "../../elsewhere")
     with pytest.raises(ChannelClosed):
         outside.receive()
     hands_over(good, 5, folder_name(5, 1, "0000000a", 1))
     hears(good, SaveCommitted)
-    good.close()
 
 
-def test_a_peer_that_does_not_read_its_answers_stops_no_other_and_gets_all_when_it_reads(forker, tmp_path):
+def test_a_peer_that_does_not_read_its_answers_stops_no_other_and_gets_all_when_it_reads(
+    forker, joins, tmp_path
+):
     name, _ = forker.saver(linger_s=60.0)
     folder = folder_name(5, 1, "0000000a", 1)
-    past = joins(name, tmp_path / "run", 0, 1)
+    past = joins(name, 0, 1)
     hands_over(past, 5, folder)
     hears(past, SaveCommitted)
     past.close()
@@ -721,7 +636,7 @@ def test_a_peer_that_does_not_read_its_answers_stops_no_other_and_gets_all_when_
         while True:
             deaf.send(AskShards(str(tmp_path / "run"), folder, ()))
             asked += 1
-    good = joins(name, tmp_path / "other", 0, 1)
+    good = joins(name, 0, 1, path=tmp_path / "other")
     hands_over(good, 5, folder)
     good.socket.settimeout(30.0)
     hears(good, SaveCommitted)
@@ -732,12 +647,11 @@ def test_a_peer_that_does_not_read_its_answers_stops_no_other_and_gets_all_when_
         got.append(type(message))
     assert got.count(ShardHeld) == asked > 100
     deaf.close()
-    good.close()
 
 
-def test_a_saver_without_a_free_descriptor_serves_on_and_admits_workers_later(forker, tmp_path):
+def test_a_saver_without_a_free_descriptor_serves_on_and_admits_workers_later(forker, joins):
     name, saver = forker.saver(linger_s=60.0)
-    good = joins(name, tmp_path / "run", 0, 1)
+    good = joins(name, 0, 1)
     hands_over(good, 5, folder_name(5, 1, "0000000a", 1))
     hears(good, SaveCommitted)
     used = set(map(int, os.listdir(f"/proc/{saver}/fd")))
@@ -751,4 +665,3 @@ def test_a_saver_without_a_free_descriptor_serves_on_and_admits_workers_later(fo
     resource.prlimit(saver, resource.RLIMIT_NOFILE, (soft, hard))
     assert late.recv(1000)
     late.close()
-    good.close()

@@ -1,22 +1,69 @@
-"""Copies from a GPU beside the training; a GPU that is none copies when it is told to."""
+"""Copies from a GPU beside the training, and saves made of such copies. The GPU here is a pretended one."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from elasticd.checkpoint.client.gpu_copy import GpuCopier, offload, stepped
+from elasticd.checkpoint.client.gpu_copy import GpuCopier, GpuEvent, offload, stepped
 from elasticd.checkpoint.client.state_dict import flatten
 from elasticd.checkpoint.shared_memory import Memory
-from tests.checkpoint.lazygpu import Lazy
+from elasticd.worker.checkpoints import Checkpoints
+from tests.checkpoint.conftest import assert_same, tensors_of, training
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy that was asked for. It is made once training asks for something that waits for it, or by
+    ``run``."""
+
+    into: Sequence[torch.Tensor]
+    sources: Sequence[torch.Tensor]
+    done: threading.Event = field(default_factory=threading.Event)
+    device: None = None
+
+    def run(self) -> None:
+        if not self.done.is_set():
+            torch._foreach_copy_(self.into, self.sources)
+        self.done.set()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(60.0)
+
+
+class Lazy(GpuCopier):
+    """Copies nothing before it has to."""
+
+    def __init__(self) -> None:
+        self.copies: list[Copy] = []
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() > 0
+
+    def copy(self, into: list[torch.Tensor], sources: list[torch.Tensor]) -> Copy:
+        self.copies.append(Copy(into, sources))
+        return self.copies[-1]
+
+    def wait_on_gpu(self, event: Copy) -> None:
+        for copy in self.copies[: self.copies.index(event) + 1]:
+            copy.run()
+
+    def wait(self, event: GpuEvent) -> None:
+        event.synchronize()
+
+    def pin(self, memory: Memory) -> None:
+        """Nothing is faster if pinned."""
 
 
 @pytest.fixture
-def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
@@ -41,8 +88,8 @@ def begin(gpu: Lazy, state: dict) -> tuple:
     return landed, into, before
 
 
-def test_what_is_copied_late_is_what_was_saved_and_a_step_waits_for_it(training):
-    model, optimizer = training
+def test_what_is_copied_late_is_what_was_saved_and_a_step_waits_for_it(trained):
+    model, optimizer = trained
     landed, into, before = begin(gpu := Lazy(), {"model": model, "optimizer": optimizer})
     model(torch.randn(8, 4)).sum().backward()  # the next forward changes what the batches were like
     assert not landed.done() and torch.equal(into["model.1.running_mean"], before["model.1.running_mean"])
@@ -53,8 +100,8 @@ def test_what_is_copied_late_is_what_was_saved_and_a_step_waits_for_it(training)
     assert not torch.equal(model[0].weight, before["model.0.weight"]) and gpu.copies[-1].done.is_set()
 
 
-def test_what_a_script_changes_by_itself_before_it_was_copied_fails_that_save(training):
-    model, optimizer = training
+def test_what_a_script_changes_by_itself_before_it_was_copied_fails_that_save(trained):
+    model, optimizer = trained
     landed, _, _ = begin(gpu := Lazy(), {"model": model, "optimizer": optimizer})
     with torch.no_grad():
         model[0].weight.clamp_(max=0.1)
@@ -62,8 +109,8 @@ def test_what_a_script_changes_by_itself_before_it_was_copied_fails_that_save(tr
     assert "changed before they were copied" in landed.result(60.0)
 
 
-def test_a_change_by_the_script_before_the_optimizer_steps_is_noticed_as_well(training):
-    model, optimizer = training
+def test_a_change_by_the_script_before_the_optimizer_steps_is_noticed_as_well(trained):
+    model, optimizer = trained
     landed, _, _ = begin(Lazy(), {"model": model, "optimizer": optimizer})
     with torch.no_grad():
         model[0].weight.clamp_(max=0.1)
@@ -71,8 +118,8 @@ def test_a_change_by_the_script_before_the_optimizer_steps_is_noticed_as_well(tr
     assert "changed before they were copied" in landed.result(60.0)
 
 
-def test_only_what_optimizers_of_the_state_step_is_copied_late(training):
-    model, optimizer = training
+def test_only_what_optimizers_of_the_state_step_is_copied_late(trained):
+    model, optimizer = trained
     average = torch.nn.Linear(4, 4)
     late = stepped(s := {"model": model, "optimizer": optimizer, "average": average}, flatten(s))
     assert {"model.0.weight", "optimizer.state.0.weight.exp_avg"} <= late
@@ -120,3 +167,45 @@ def test_the_gpu_that_waits_and_is_waited_for_is_the_one_that_copies(monkeypatch
     GpuCopier().wait_on_gpu(event)
     GpuCopier().wait(event)
     assert used == [second, "held", second, "waited", "back"]
+
+
+# ------------------------------------------------------------ saves
+
+
+@pytest.fixture
+def lazy(opened: Callable[..., Checkpoints]) -> tuple[Checkpoints, Lazy]:
+    checkpoints = opened()
+    checkpoints._gpu = gpu = Lazy()
+    return checkpoints, gpu
+
+
+def train(state: dict[str, Any]) -> None:
+    state["model"](torch.randn(4, 96)).square().sum().backward()
+    state["optimizer"].step()
+
+
+def test_a_save_is_of_its_step_though_training_goes_on_before_it_is_copied(lazy, opened):
+    checkpoints, _ = lazy
+    state = training(1)
+    expected = tensors_of(state)
+    assert checkpoints.save(state, 1)
+    train(state)
+    assert checkpoints.wait() and not checkpoints.failed, checkpoints.last_error
+    found = training(7)
+    assert opened().load(found) == 1
+    assert_same(found, expected)
+
+
+def test_a_save_that_the_script_spoils_fails_and_the_next_does_not(lazy, opened):
+    checkpoints, gpu = lazy
+    state = training(1)
+    assert checkpoints.save(state, 1)
+    with torch.no_grad():
+        state["model"][0].weight.zero_()
+    for copy in gpu.copies:
+        copy.run()
+    assert checkpoints.wait() and "changed before they were copied" in checkpoints.last_error
+    assert checkpoints.save(state, 2)
+    train(state)
+    assert checkpoints.wait() and checkpoints.failed == 1
+    assert opened().load(training(7)) == 2

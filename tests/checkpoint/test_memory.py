@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -32,58 +34,43 @@ from elasticd.checkpoint.protocol import (
     SaverChannel,
 )
 from elasticd.checkpoint.server.save_report import Footprint
-from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.store import store_at
 from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
-from tests.checkpoint.faults import Helper, check, filled
+from tests.checkpoint.faults import Helper, check, commit, filled, held_by, served
 
 
 @pytest.fixture
-def forker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helper]:
-    with Helper("forker.py") as helper:
-        name, pid = helper.saver(linger_s=60.0)
-        monkeypatch.setenv("ELASTICD_SAVER", name)
-        monkeypatch.setenv("SAVER_PID", str(pid))
-        yield helper
+def saver(forker: Helper, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
+    """The saver of this process, which stays when its workers have ended."""
+    name, pid = forker.saver(linger_s=60.0)
+    monkeypatch.setenv("ELASTICD_SAVER", name)
+    return psutil.Process(pid)
 
 
 def save(path: Path, *steps: int) -> None:
     """By workers that end then."""
     checkpoints = Checkpoints(path)
-    for step in steps:
-        assert checkpoints.save(filled(step), step) and checkpoints.wait() and not checkpoints.failed
+    commit(checkpoints, *steps)
     checkpoints.close()
 
 
-def held_by(pid: int) -> int:
-    """Bytes of shards that the process keeps."""
-    found = set()
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            target = f"/proc/{pid}/fd/{fd}"
-            if "elasticd-shard" in (name := os.readlink(target)) or name.startswith("/#"):  # of huge pages
-                found.add((os.stat(target).st_ino, os.stat(target).st_size))
-        except FileNotFoundError:
-            continue
-    return sum(size for _, size in found)
-
-
-def test_the_state_is_there_though_the_disk_is_not(forker, tmp_path):
-    save(tmp_path / "run", 1, 2)
+def test_a_whole_training_is_there_though_the_disk_is_not(saver, tmp_path):
+    first = Checkpoints(tmp_path / "run")
+    assert first.save(training(2), 2) and first.wait()
+    first.close()
     shutil.rmtree(tmp_path / "run" / FilePointer(tmp_path / "run").read().saved[-1].name)
-    state = filled(0)
-    checkpoints = Checkpoints(tmp_path / "run")
-    assert checkpoints.load(state) == 2 and checkpoints.tier == "memory"
-    check(state, 2)
-    checkpoints.close()
+    state, second = training(7), Checkpoints(tmp_path / "run")
+    assert second.load(state) == 2 and second.tier == "memory"
+    assert_same(state, tensors_of(training(2)))
+    assert state["progress"]["position"] == 2
+    second.close()
 
 
-def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(forker, tmp_path):
+def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(saver, tmp_path):
     save(tmp_path / "run", 1)
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.save(filled(2), 2) and checkpoints.wait()
-    saver = psutil.Process(int(os.environ["SAVER_PID"]))
     line = protocol.connect(os.environ["ELASTICD_SAVER"])
     saver.suspend()
     try:
@@ -98,21 +85,21 @@ def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(forke
     line.close()
 
 
-def test_a_whole_training_comes_back_from_memory(forker, tmp_path):
-    first = Checkpoints(tmp_path / "run")
-    assert first.save(training(2), 2) and first.wait()
-    first.close()
-    state, second = training(7), Checkpoints(tmp_path / "run")
-    assert second.load(state) == 2 and second.tier == "memory"
-    assert_same(state, tensors_of(training(2)))
-    assert state["progress"]["position"] == 2
-    second.close()
+def torn(checkpoints: Checkpoints) -> None:
+    """The worker is killed while it writes over what it has handed over."""
+    checkpoints._line.send(BufferTorn(0))
 
 
-def test_what_was_being_written_over_is_not_taken(forker, tmp_path):
+def not_understood(checkpoints: Checkpoints) -> None:
+    """The saver can no longer know what the worker writes over."""
+    checkpoints._line._line.socket.send(b"nonsense")
+
+
+@pytest.mark.parametrize("spoil", [torn, not_understood])
+def test_what_a_worker_may_have_written_over_is_not_taken(saver, tmp_path, spoil):
     checkpoints = Checkpoints(tmp_path / "run")
-    assert checkpoints.save(filled(1), 1) and checkpoints.wait()
-    checkpoints._line.send(BufferTorn(0))  # and there it was killed
+    commit(checkpoints, 1)
+    spoil(checkpoints)
     checkpoints.close()
     state, after = filled(0), Checkpoints(tmp_path / "run")
     assert after.load(state) == 1 and after.tier == "disk"
@@ -120,10 +107,9 @@ def test_what_was_being_written_over_is_not_taken(forker, tmp_path):
     after.close()
 
 
-def test_what_the_saver_was_not_told_of_is_not_written_over(forker, tmp_path):
+def test_what_the_saver_was_not_told_of_is_not_written_over(saver, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
-    for step in (1, 2):
-        assert checkpoints.save(filled(step), step) and checkpoints.wait()
+    commit(checkpoints, 1, 2)
     plan = checkpoints._plan
     before = bytes(plan.buffers[plan.turn].memory.view)
     flat = flatten(filled(3))
@@ -132,19 +118,8 @@ def test_what_the_saver_was_not_told_of_is_not_written_over(forker, tmp_path):
     checkpoints.close()
 
 
-def test_what_a_worker_holds_that_was_not_understood_is_not_taken(forker, tmp_path):
-    checkpoints = Checkpoints(tmp_path / "run")
-    assert checkpoints.save(filled(1), 1) and checkpoints.wait()
-    checkpoints._line._line.socket.send(b"nonsense")  # by which it cannot tell what it writes over
-    checkpoints.close()
-    state, after = filled(0), Checkpoints(tmp_path / "run")
-    assert after.load(state) == 1 and after.tier == "disk"
-    check(state, 1)
-    after.close()
-
-
 def test_what_cannot_be_unpickled_from_memory_is_not_from_disk_either_and_one_before_it_is_taken(
-    forker, tmp_path, monkeypatch, caplog
+    saver, tmp_path, monkeypatch, caplog
 ):
     checkpoints = Checkpoints(tmp_path / "run")
     monkeypatch.setattr("elasticd.checkpoint.client.objects._LOADABLE", (int, PurePath().__class__))
@@ -158,7 +133,7 @@ def test_what_cannot_be_unpickled_from_memory_is_not_from_disk_either_and_one_be
     after.close()
 
 
-def test_memory_older_than_what_was_committed_is_not_taken(forker, tmp_path, monkeypatch):
+def test_memory_older_than_what_was_committed_is_not_taken(saver, forker, tmp_path, monkeypatch):
     save(tmp_path / "run", 1)
     ours = os.environ["ELASTICD_SAVER"]
     name, _ = forker.saver()
@@ -172,11 +147,11 @@ def test_memory_older_than_what_was_committed_is_not_taken(forker, tmp_path, mon
 
 @pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_saver_that_is_stopped_or_dead_is_not_waited_for_and_the_disk_is_read(
-    forker, tmp_path, monkeypatch, caplog, sent
+    saver, tmp_path, monkeypatch, caplog, sent
 ):
     monkeypatch.setattr(protocol, "SILENCE_S", 0.5)
     save(tmp_path / "run", 1, 2)
-    os.kill(pid := int(os.environ["SAVER_PID"]), sent)
+    saver.send_signal(sent)
     try:
         state, after = filled(0), Checkpoints(tmp_path / "run")
         assert after.load(state) == 2 and after.tier == "disk"
@@ -186,7 +161,7 @@ def test_a_saver_that_is_stopped_or_dead_is_not_waited_for_and_the_disk_is_read(
             after.load(state)
     finally:
         if sent == signal.SIGSTOP:
-            os.kill(pid, signal.SIGCONT)
+            saver.resume()
     sentence = "the saver of this node is stopped or stuck (no answer for 0.5 s): "
     sentence += "states in memory are not used"
     said = [r.message for r in caplog.records if "saver" in r.message]
@@ -194,7 +169,7 @@ def test_a_saver_that_is_stopped_or_dead_is_not_waited_for_and_the_disk_is_read(
 
 
 def test_training_waits_once_for_a_saver_that_is_stopped_and_goes_back_to_it_later(
-    forker, tmp_path, monkeypatch
+    saver, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(protocol, "SILENCE_S", 0.5)
     monkeypatch.setattr(saver_connection, "_MOMENT_S", 30.0)  # a busy machine
@@ -205,7 +180,6 @@ def test_training_waits_once_for_a_saver_that_is_stopped_and_goes_back_to_it_lat
         return connect(*name, patience_s=patience_s)
 
     monkeypatch.setattr(protocol, "connect", counted)
-    saver = psutil.Process(int(os.environ["SAVER_PID"]))
     checkpoints = Checkpoints(tmp_path / "run")
     saver.suspend()
     try:
@@ -223,12 +197,7 @@ def test_training_waits_once_for_a_saver_that_is_stopped_and_goes_back_to_it_lat
 
 def test_a_saver_that_takes_long_to_answer_is_waited_for_as_long_as_it_lives(monkeypatch):
     monkeypatch.setattr(protocol, "SILENCE_S", 2.0)
-    listener, name = protocol.listen()
-    saver = Saver(listener, linger_s=None)
-    serving = threading.Thread(target=saver.serve)
-    serving.start()
-    line = protocol.connect(name)
-    try:
+    with served() as name, contextlib.closing(protocol.connect(name)) as line:
         answers: list[object] = []
         asking = threading.Thread(target=lambda: answers.append(protocol.answer(line)))  # to nothing, as yet
         asking.start()
@@ -237,75 +206,76 @@ def test_a_saver_that_takes_long_to_answer_is_waited_for_as_long_as_it_lives(mon
         line.send(AskOffers("/nowhere"))
         asking.join()
         assert answers == [(Offers(()), [])]
-    finally:
-        line.close()
-        saver.leave()
-        serving.join()
-        listener.close()
 
 
-def test_another_folder_s_memory_is_not_taken(forker, tmp_path):
+def test_another_folder_s_memory_is_not_taken(saver, tmp_path):
     save(tmp_path / "run", 1)
     assert Checkpoints(tmp_path / "other").load(filled(0)) is None
 
 
 def test_it_is_never_more_than_two_shards_whatever_the_world_before(tmp_path, monkeypatch):
-    listener, name = protocol.listen()
-    monkeypatch.setenv("ELASTICD_SAVER", name)
     footprints: list[Footprint] = []
-    saver = Saver(listener, linger_s=None, occupies=footprints.append)
-    serving = threading.Thread(target=saver.serve)
-    serving.start()
-    try:
+    with served(occupies=footprints.append) as name:
+        monkeypatch.setenv("ELASTICD_SAVER", name)
         for _ in range(3):
             world = Checkpoints(tmp_path / "run")
             first = (world.load(filled(0)) or 0) + 1
-            for step in range(first, first + 3):
-                assert world.save(filled(step), step) and world.wait() and not world.failed
+            commit(world, *range(first, first + 3))
             world.close()
-    finally:
-        saver.leave()
-        serving.join()
-        listener.close()
     owns = [footprint.own for footprint in footprints]
     assert max(owns) == 2 * min(filter(None, owns)) > filled(0)["w"].nbytes
 
 
-def test_memory_is_given_back_once_it_is_of_no_use(forker, tmp_path):
-    pid = int(os.environ["SAVER_PID"])
+def test_memory_is_given_back_once_it_is_of_no_use(saver, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
-    for step in (1, 2, 3):
-        assert checkpoints.save(filled(step), step) and checkpoints.wait()
-    size = held_by(pid) // 2
+    commit(checkpoints, 1, 2, 3)
+    size = held_by(saver.pid) // 2
     assert size >= filled(0)["w"].nbytes  # two shards while it trains
     checkpoints.close()
     after = Checkpoints(tmp_path / "run")
     assert after.load(filled(0)) == 3
-    assert held_by(pid) == size  # one of those who are gone
+    assert held_by(saver.pid) == size  # one of those who are gone
     for step in (4, 5):
         assert after.save(filled(step), step) and after.wait()
-        assert held_by(pid) <= 2 * size
+        assert held_by(saver.pid) <= 2 * size
     after.close()
 
 
-def test_a_saver_without_an_agent_serves_those_who_know_its_secret_and_nobody_else(tmp_path: Path) -> None:
+@pytest.fixture
+def alone() -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
+    """The saver of workers without an agent: its name, its secret and its process."""
     name, secret = saver_connection._start().split()
     process = saver_connection.started.pop()
+    yield name, secret, process
+    process.kill()
+    process.wait()
+
+
+def test_a_saver_without_an_agent_serves_those_who_know_its_secret_and_nobody_else(alone, tmp_path):
+    name, secret, process = alone
     for shown in ("cmdline", "environ"):
         assert secret.encode() not in Path(f"/proc/{process.pid}/{shown}").read_bytes()
     question = AskKnown(str(tmp_path))
-    try:
-        for first in (question, ProveSecret("guessed"), ProveSecret("")):
-            stranger = SaverChannel(connect(name), WORKER_TO_SAVER, SAVER_TO_WORKER)
-            stranger.send(first)
-            with pytest.raises(ChannelClosed):
-                stranger.receive()
-            stranger.close()
-        line = protocol.connect(name, secret)
+    for first in (question, ProveSecret("guessed"), ProveSecret("")):
+        stranger = SaverChannel(connect(name), WORKER_TO_SAVER, SAVER_TO_WORKER)
+        stranger.send(first)
+        with pytest.raises(ChannelClosed):
+            stranger.receive()
+        stranger.close()
+    with contextlib.closing(protocol.connect(name, secret)) as line:
         line.send(question)
         assert isinstance(line.receive()[0], Known)
-        line.close()
-        assert process.wait(60.0) == 0, "nobody is connected any more"
-    finally:
-        process.kill()
-        process.wait()
+    assert process.wait(60.0) == 0, "nobody is connected any more"
+
+
+def test_a_saver_without_an_agent_leaves_the_processors_to_the_training(alone, tmp_path):
+    name, secret, process = alone
+    with contextlib.closing(protocol.connect(name, secret)) as line:
+        line.send(AskKnown(str(tmp_path)))
+        line.receive()  # the saver serves
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+        group = Path(f"/proc/{process.pid}/autogroup")
+        if not group.exists():
+            pytest.skip("this kernel does not group processes by session")
+        assert group.read_text().endswith(" nice 10\n")  # else nice would count only within its own session
+        assert Path("/proc/self/autogroup").read_text() != group.read_text()

@@ -1,8 +1,7 @@
-"""What plain DCP wrote is loaded too, and runs nothing."""
+"""What plain DCP wrote is loaded too. Neither its objects nor its metadata, a pickle, run anything."""
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from elasticd.checkpoint.format import metadata
 from elasticd.checkpoint.format.manifest import BadCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 
@@ -68,15 +68,28 @@ def test_an_object_in_it_that_would_run_something_runs_nothing(opened, tmp_path)
     assert not mark.exists()
 
 
-def test_metadata_that_would_run_something_runs_nothing(opened, tmp_path):
+def test_metadata_that_would_run_something_is_refused_and_runs_nothing(tmp_path):
     mark = tmp_path / "ran"
-    folder = plain(tmp_path / "plain", 3)
-    out = io.BytesIO()
-    pickle.dump(Evil(mark), out)
-    (folder / ".metadata").write_bytes(out.getvalue())
-    with pytest.raises(BadCheckpoint, match="which DCP's metadata never does"):
-        opened().load_plain(wanted(7), folder)
+    with pytest.raises(BadCheckpoint, match=r"names posix\.mkdir, which DCP's metadata never does"):
+        metadata.read(pickle.dumps(Evil(mark)), "x/.metadata")
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.load", "torch.hub.load", "builtins.eval", "torch._utils._rebuild_tensor_v2"]
+)
+def test_metadata_may_not_even_name_torch_s_own_functions(name):
+    module, _, function = name.rpartition(".")
+    raw = b"\x80\x02c" + module.encode() + b"\n" + function.encode() + b"\n."
+    with pytest.raises(BadCheckpoint, match="never does"):
+        metadata.read(raw, "x/.metadata")
+
+
+@pytest.mark.parametrize("raw", [b"", b"\x80\x02", b"garbage", pickle.dumps({"a": 1})], ids=repr)
+def test_what_is_no_metadata_is_said_to_be_none(opened, tmp_path, raw):
+    (tmp_path / ".metadata").write_bytes(raw)
+    with pytest.raises(BadCheckpoint, match=r"/\.metadata"):
+        opened().load_plain(wanted(7), tmp_path)
 
 
 def test_another_shape_or_a_missing_part_is_refused(opened, tmp_path):

@@ -10,12 +10,10 @@ import select
 import shutil
 import signal
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,22 +21,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from elasticd.checkpoint import protocol
 from elasticd.checkpoint.client.memory_tier import SaverQueries
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Label, Replica
 from elasticd.checkpoint.replication.wire import PeerGone, Wire
 from elasticd.checkpoint.server.replication import Replication
-from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import store_at
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import SaverAddress
 from elasticd.daemon.saver import etcd_peers
 from tests.channel.starved import Accepts, descriptors
-from tests.checkpoint.faults import Helper
-from tests.checkpoint.test_memory import held_by
+from tests.checkpoint.faults import Helper, held_by, served
 
 
 class Nodes:
@@ -66,10 +61,16 @@ class Nodes:
         os.close(pidfd)
 
     def begin(self, *nodes: str, saves: int, kind: str = "replicated") -> None:
-        ranks = [(self.names[node], node) for node in nodes]
         store = self.folder / f"store{next(self._numbers)}"
-        order = {"ranks": ranks, "path": str(self.path), "store": str(store), "kind": kind, "saves": saves}
-        self.worlds.ask(**order)
+        order = {
+            "size": len(nodes),
+            "path": str(self.path),
+            "store": str(store),
+            "kind": kind,
+            "saves": saves,
+        }
+        for rank, node in enumerate(nodes):
+            self.worlds.ask(rank=rank, saver=self.names[node], node=node, **order)
 
     def run(self, *nodes: str, saves: int, kind: str = "replicated") -> list[tuple[int, str]]:
         """A world with a rank on each of these, to its end; the step and tier that each resumed from."""
@@ -90,9 +91,8 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with Helper("forker.py") as savers, Helper("nodes.py") as worlds:
-        yield Nodes(tmp_path, savers, worlds)
+def nodes(tmp_path: Path, forker: Helper, worlds: Helper) -> Nodes:
+    return Nodes(tmp_path, forker, worlds)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("replicated", marks=pytest.mark.slow), "sharded"])
@@ -166,25 +166,10 @@ class Alone:
         return []
 
 
-@contextmanager
-def served(replication: Replication) -> Iterator[str]:
-    """By a saver in a thread, which goes by this name."""
-    listener, name = protocol.listen()
-    saver = Saver(listener, linger_s=None, replication=replication)
-    serving = threading.Thread(target=saver.serve)
-    serving.start()
-    try:
-        yield name
-    finally:
-        saver.leave()
-        serving.join()
-        listener.close()
-
-
 def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
     monkeypatch.setattr("elasticd.checkpoint.server.replication._STRANGERS_MAX", 8)
     here, me = etcd_peers.listen("a", "127.0.0.1")
-    with served(Replication(me, here, Alone())), ExitStack() as lines:
+    with served(replication=Replication(me, here, Alone())), ExitStack() as lines:
         strangers = [lines.enter_context(socket.create_connection((me.host, me.port))) for _ in range(140)]
         with PeerSaver(me) as peer:
             assert peer.offers("/anywhere") == []
@@ -195,11 +180,9 @@ def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
                     pass  # what it has drawn; then it has hung up
 
 
-def test_a_caller_without_a_descriptor_for_it_is_served_later_and_costs_little_meanwhile(
-    monkeypatch,
-):
+def test_a_caller_without_a_descriptor_for_it_is_served_later_and_costs_little_meanwhile(monkeypatch):
     here, me = etcd_peers.listen("a", "127.0.0.1")
-    with served(Replication(me, here, Alone())), socket.socket() as caller:
+    with served(replication=Replication(me, here, Alone())), socket.socket() as caller:
         accepts = Accepts(monkeypatch)
         with descriptors(0):
             caller.connect((me.host, me.port))
@@ -212,7 +195,7 @@ def test_who_waits_for_its_turn_is_told_so_for_as_long_as_it_takes(monkeypatch):
     monkeypatch.setattr("elasticd.checkpoint.server.replication._CALLERS_MAX", 1)
     monkeypatch.setattr("elasticd.checkpoint.server.replication.SILENCE_S", 0.04)
     here, me = etcd_peers.listen("a", "127.0.0.1")
-    with served(Replication(me, here, Alone())), ThreadPoolExecutor(1) as thread:
+    with served(replication=Replication(me, here, Alone())), ThreadPoolExecutor(1) as thread:
         first = PeerSaver(me)
         assert first.offers("/anywhere") == []  # and stays
         with Wire.connect(me.host, me.port, me.secret) as second:
@@ -230,7 +213,7 @@ def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tm
     for n in range(3000):
         label = Label(path, folder_name(1, 1, "0000000a", n), 1, 1, 3000, n)
         replication._replicas.keep(Replica(label, b"", memory))
-    with served(replication) as name:
+    with served(replication=replication) as name:
         queries = SaverQueries(name, path)
         assert {offer.name for offer in queries.survey()} == {
             folder_name(1, 1, "0000000a", n) for n in range(3000)

@@ -1,18 +1,16 @@
-"""Forks savers, which start in no time so: one for each line of JSON on stdin, with its options.
+"""Forks savers: one for each line of JSON on stdin, with its options.
 
-A saver says on stdout, a line each: its name and pid, then what it does. ``fail``: [function of os,
-number of calls that still work, how many fail then, errno]; it says ``spoiled`` when one does. ``record``:
-it says ``opens``, ``syncs`` and ``renames``, with the path, when it does that. ``slow``: [function of os,
-seconds]. ``node``: what it is called among those who hold copies for each other; ``peers``: the folder
-where they find each other, a file each.
+A saver says on stdout, a line each: its name and pid, then what it does. ``fail``: [function of os, number of
+calls that still work, how many fail then, errno]; the saver says ``spoiled`` when one does. ``record``: the
+saver says ``opens``, ``syncs`` and ``renames``, with the path, when it does that. ``node``: the
+name of its node among those that hold copies for each other; ``peers``: the folder with a file for each node.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import sys
+import secrets
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,9 @@ from elasticd.checkpoint.server.save_report import SaveReport, sentence
 from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.facts import SaverAddress
+from tests.checkpoint.programs.forking import fork_for_each_line, say
 
-_write, _open, _fsync, _rename = os.write, os.open, os.fsync, os.rename
-
-
-def say(sentence: str) -> None:
-    _write(1, f"{sentence}\n".encode())
+_open, _fsync, _rename = os.open, os.fsync, os.rename
 
 
 def tell(report: SaveReport) -> None:
@@ -89,10 +84,8 @@ def saver(options: dict[str, Any]) -> None:
     linger_s = options.get("linger_s", 0.0)
     replication = None
     if "node" in options:
-        # What peers needs of etcd takes as long to import as all the rest
-        from elasticd.daemon.saver import etcd_peers
-
-        at, me = etcd_peers.listen(options["node"], "127.0.0.1")
+        at = socket.create_server(("127.0.0.1", 0))
+        me = SaverAddress(options["node"], *at.getsockname(), secret=secrets.token_hex(16))
         (Path(options["peers"]) / me.node).write_bytes(msgspec.json.encode(me))
         replication = Replication(me, at, FilePeers(Path(options["peers"])), say=say)
     say(f"saver {name} {os.getpid()}")
@@ -103,20 +96,4 @@ def saver(options: dict[str, Any]) -> None:
     Saver(listener, pace=pace, linger_s=linger_s, say=say, report=tell, replication=replication).serve()
 
 
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-children: set[int] = set()
-for line in sys.stdin:
-    order = json.loads(line)
-    if "node" in order:
-        import elasticd.daemon.saver.etcd_peers  # noqa: F401  # once for all
-    pid = os.fork()
-    if not pid:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        saver(order)
-        os._exit(0)
-    children.add(pid)
-for pid in children:  # those who are still there are not needed any more
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+fork_for_each_line(saver)
