@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -22,8 +23,10 @@ from elasticd.etcd import embedded
 from elasticd.etcd._client3 import grpc, rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
+from elasticd.etcd.connection import _credentials
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import NoSpace, StoreError
+from elasticd.etcd.roles import Roles
 
 
 class Authority:
@@ -144,8 +147,8 @@ class Member:
 
 
 class Cluster:
-    """Some etcds that are one. ``start`` returns once it serves. ``hosts``: the address of each, and what
-    a command begins with that is to run there; loopback and nothing by default."""
+    """Some etcds that are one, started by ``with`` or ``start``, which return once it serves. ``hosts``: the
+    address of each, and what a command begins with that is to run there; loopback and nothing by default."""
 
     def __init__(
         self,
@@ -194,6 +197,48 @@ class Cluster:
     def stop(self) -> None:
         for member in self.members:
             member.kill()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class GuardedEtcd(Cluster):
+    """One etcd with TLS, which lets in clients with a certificate of ``authority``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = Authority(folder, "authority")
+        cert, key = self.authority.issue("server", "127.0.0.1")
+        flags = ("--client-cert-auth", f"--trusted-ca-file={self.authority.cert}")
+        super().__init__(folder, 1, flags=(*flags, f"--cert-file={cert}", f"--key-file={key}"), tls=True)
+
+    def known_as(self, name: str) -> EtcdAccess:
+        """By a certificate of this common name."""
+        cert, key = self.authority.issue(name)
+        return EtcdAccess(
+            self.endpoints, tls=True, cacert=self.authority.cert, cert=cert, key=key, timeout_s=5.0
+        )
+
+    def start(self, access: EtcdAccess | None = None) -> None:
+        super().start(access or self.known_as("root"))
+
+    def require_login(self) -> None:
+        """From now on, a user has the rights of its roles. root logs in with its certificate."""
+        root = self.known_as("root")
+        with Roles(root) as roles:
+            assert not roles.requires_login()
+            roles.add_role("root")
+            roles.add_user("root", None)
+            roles.grant("root", "root")
+        with grpc.secure_channel(self.endpoints[0], _credentials(root)) as channel:
+            rpc.AuthStub(channel).AuthEnable(rpc.AuthEnableRequest(), timeout=10)
 
 
 def fill(access: EtcdAccess) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
-from tests.etcd.cluster import EtcdOnPorts
+from elasticd.etcd.store import EtcdStore
+from tests.etcd.cluster import EtcdOnPorts, await_serving
 
 PATIENCE_S = 60.0
 
@@ -95,17 +96,33 @@ class Proxy:
                         other[end].sendall(data)
 
 
-@pytest.fixture
-def etcd() -> Iterator[Embedded]:
-    server = EtcdOnPorts()
-    try:
-        server.start()
+@pytest.fixture(scope="module")
+def server() -> Iterator[Embedded]:
+    with EtcdOnPorts() as server:
         yield server
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            if server.alive:
-                os.kill(server.pid, signal.SIGCONT)
-        server.stop()
+
+
+@pytest.fixture
+def etcd(server: Embedded) -> Iterator[Embedded]:
+    """An etcd without a key. A test may stop its process."""
+    await_serving(server.access)
+    with Client(server.access) as client:
+        client.delete_raw(b"/", prefix=True)
+    yield server
+    os.kill(server.pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def open_store() -> Iterator[Callable[..., EtcdStore]]:
+    """Opens stores of the job ``job``, and closes them at the end."""
+    with contextlib.ExitStack() as stores:
+
+        def open_(access: Any, *ttl_s: float, **options: Any) -> EtcdStore:
+            store = EtcdStore(access, "job", *ttl_s, **options)
+            stores.callback(store.close)
+            return store
+
+        yield open_
 
 
 @pytest.fixture
@@ -133,7 +150,3 @@ def deaf() -> Iterator[str]:
             sock.setblocking(False)
             sock.connect_ex(server.getsockname())
         yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def access_to(*endpoints: str) -> EtcdAccess:
-    return EtcdAccess(endpoints=endpoints, timeout_s=2.0)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
-
-import elasticd
 
 _FRESH = """
 import os, sys, threading
@@ -39,16 +35,3 @@ def test_it_loads_from_many_threads_and_leaves_the_process_as_it_was() -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
-
-
-def test_one_file_alone_imports_it() -> None:
-    importers = set()
-    root = Path(elasticd.__file__).parent
-    for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module]
-            if any(name.split(".")[0] == "etcd3" for name in names):
-                importers.add(str(path.relative_to(root)))
-    assert importers == {"etcd/_client3.py"}

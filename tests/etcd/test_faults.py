@@ -5,14 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elasticd.core.facts import Budget, Leadership
-from elasticd.core.ports import Applied, LeaseExpired, LeaseHeld, Listing, NoAnswer, Put, Refused, StoreSilent
+from elasticd.core.facts import Budget, Leadership, Report
+from elasticd.core.ports import (
+    Applied,
+    Delete,
+    LeaseExpired,
+    LeaseHeld,
+    Listing,
+    NoAnswer,
+    Put,
+    Refused,
+    StoreSilent,
+)
 from elasticd.etcd import connection, watcher
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
@@ -23,6 +33,8 @@ from elasticd.etcd.store import EtcdLink, EtcdStore
 
 from .cluster import Cluster, freeze
 from .conftest import Heard, Proxy
+
+Open = Callable[..., EtcdStore]
 
 
 def budgets(heard: Heard) -> list[int]:
@@ -40,21 +52,11 @@ def write(store: EtcdStore, total: int) -> None:
     raise AssertionError("never applied")
 
 
-@pytest.fixture
-def stores() -> Iterator[list[EtcdStore]]:
-    """Stores put in here are closed at the end."""
-    made: list[EtcdStore] = []
-    yield made
-    for store in made:
-        store.close()
-
-
 def test_a_garbage_value_is_told_and_skipped_and_ends_no_watch(
-    etcd: Embedded, heard: Heard, stores: list[EtcdStore]
+    etcd: Embedded, heard: Heard, open_store: Open
 ) -> None:
     problems = Heard()
-    store = EtcdStore(etcd.access, "job", problems=problems)
-    stores.append(store)
+    store = open_store(etcd.access, problems=problems)
     with Client(etcd.access) as client:
         client.swap_raw(b"/elasticd/job/nodes/bad", b"\x80\x04 a pickle", 0)
         store.watch("", heard, prefix=True)
@@ -72,9 +74,8 @@ def test_a_garbage_value_is_told_and_skipped_and_ends_no_watch(
     ]
 
 
-def test_a_call_back_that_raises_ends_nothing(etcd: Embedded, heard: Heard, stores: list[EtcdStore]) -> None:
-    store = EtcdStore(etcd.access, "job", 2)
-    stores.append(store)
+def test_a_call_back_that_raises_ends_nothing(etcd: Embedded, heard: Heard, open_store: Open) -> None:
+    store = open_store(etcd.access, 2)
 
     def fail(what: Any) -> None:
         heard(what)
@@ -95,10 +96,9 @@ def _entries(what: Any) -> tuple[Any, ...]:
 
 
 def test_a_watch_that_fell_behind_a_compaction_lists_again(
-    etcd: Embedded, proxy: Proxy, heard: Heard, stores: list[EtcdStore]
+    etcd: Embedded, proxy: Proxy, heard: Heard, open_store: Open
 ) -> None:
-    near, far = EtcdStore(etcd.access, "job"), EtcdStore(EtcdAccess((proxy.endpoint,)), "job")
-    stores += [near, far]
+    near, far = open_store(etcd.access), open_store(EtcdAccess((proxy.endpoint,)))
     far.watch("", heard, prefix=True)
     heard.until(lambda: heard)
     proxy.mute()
@@ -116,16 +116,15 @@ def test_a_watch_that_fell_behind_a_compaction_lists_again(
 
 
 def test_a_watch_gone_mute_is_noticed_and_made_anew(
-    etcd: Embedded, proxy: Proxy, heard: Heard, stores: list[EtcdStore], monkeypatch: pytest.MonkeyPatch
+    etcd: Embedded, proxy: Proxy, heard: Heard, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watcher, "QUIET_S", 0.2)
     monkeypatch.setattr(watcher, "ANSWER_S", 0.5)
     kept = [(name, value) for name, value in connection._OPTIONS if "keepalive" not in name]
     monkeypatch.setattr(connection, "_OPTIONS", kept)  # gRPC shall not notice it first
-    near = EtcdStore(etcd.access, "job")
+    near = open_store(etcd.access)
     # The endpoint in front goes mute without a word; the other one serves.
-    far = EtcdStore(EtcdAccess((proxy.endpoint, etcd.endpoint)), "job")
-    stores += [near, far]
+    far = open_store(EtcdAccess((proxy.endpoint, etcd.endpoint)))
     far.watch("", heard, prefix=True)
     heard.until(lambda: heard)
     proxy.mute()
@@ -134,7 +133,7 @@ def test_a_watch_gone_mute_is_noticed_and_made_anew(
 
 
 def test_a_quiet_watch_is_not_taken_for_a_mute_one(
-    etcd: Embedded, heard: Heard, stores: list[EtcdStore], monkeypatch: pytest.MonkeyPatch
+    etcd: Embedded, heard: Heard, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = threading.Semaphore(0)
     monkeypatch.setattr(watcher, "QUIET_S", 0.05)
@@ -146,8 +145,7 @@ def test_a_quiet_watch_is_not_taken_for_a_mute_one(
     broken: list[StoreError] = []
     monkeypatch.setattr(watcher.rpc, "WatchProgressRequest", progress_request)
     monkeypatch.setattr(watcher.Watcher, "_broken", lambda self, error: broken.append(error))
-    store = EtcdStore(etcd.access, "job")
-    stores.append(store)
+    store = open_store(etcd.access)
     store.watch("", heard, prefix=True)
     for _ in range(5):
         assert asked.acquire(timeout=60)
@@ -157,7 +155,7 @@ def test_a_quiet_watch_is_not_taken_for_a_mute_one(
 
 
 def test_a_lease_is_held_from_before_it_was_asked_for(
-    etcd: Embedded, heard: Heard, stores: list[EtcdStore], monkeypatch: pytest.MonkeyPatch
+    etcd: Embedded, heard: Heard, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
     start = Connection.start
@@ -170,18 +168,16 @@ def test_a_lease_is_held_from_before_it_was_asked_for(
         start(self, *args, done=late, **kwargs)
 
     monkeypatch.setattr(Connection, "start", slow)
-    store = EtcdStore(etcd.access, "job", 5, clock=lambda: now[0])
-    stores.append(store)
+    store = open_store(etcd.access, 5, clock=lambda: now[0])
     store.hold_lease(heard)
     heard.until(lambda: heard)
     assert heard[0] == LeaseHeld(1000.0 + 5.0)
 
 
 def test_a_transaction_that_hangs_holds_up_no_keep_alive(
-    etcd: Embedded, heard: Heard, stores: list[EtcdStore], monkeypatch: pytest.MonkeyPatch
+    etcd: Embedded, heard: Heard, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = EtcdStore(etcd.access, "job", 2)
-    stores.append(store)
+    store = open_store(etcd.access, 2)
     let_go = threading.Event()
     call = Connection.call
 
@@ -202,11 +198,8 @@ def test_a_transaction_that_hangs_holds_up_no_keep_alive(
     assert isinstance(answers[0], Applied)
 
 
-def test_an_answer_that_blocks_holds_up_no_keep_alive(
-    etcd: Embedded, heard: Heard, stores: list[EtcdStore]
-) -> None:
-    store = EtcdStore(etcd.access, "job", 2)
-    stores.append(store)
+def test_an_answer_that_blocks_holds_up_no_keep_alive(etcd: Embedded, heard: Heard, open_store: Open) -> None:
+    store = open_store(etcd.access, 2)
     let_go, blocked = threading.Event(), threading.Event()
 
     def block(_: Any) -> None:
@@ -224,10 +217,9 @@ def test_an_answer_that_blocks_holds_up_no_keep_alive(
 
 
 def test_a_lease_that_runs_out_behind_a_mute_network_is_told_once_it_is_back(
-    etcd: Embedded, proxy: Proxy, heard: Heard, stores: list[EtcdStore]
+    etcd: Embedded, proxy: Proxy, heard: Heard, open_store: Open
 ) -> None:
-    near, far = EtcdStore(etcd.access, "job"), EtcdStore(EtcdAccess((proxy.endpoint,)), "job", 2)
-    stores += [near, far]
+    near, far = open_store(etcd.access), open_store(EtcdAccess((proxy.endpoint,)), 2)
     seen, answers = Heard(), Heard()
     near.watch("leader", seen)
     far.hold_lease(heard)
@@ -242,10 +234,9 @@ def test_a_lease_that_runs_out_behind_a_mute_network_is_told_once_it_is_back(
 
 
 def test_a_lease_revoked_unnoticed_refuses_a_leased_put(
-    etcd: Embedded, heard: Heard, stores: list[EtcdStore]
+    etcd: Embedded, heard: Heard, open_store: Open
 ) -> None:
-    store = EtcdStore(etcd.access, "job", 60)
-    stores.append(store)
+    store = open_store(etcd.access, 60)
     store.hold_lease(heard)
     heard.until(lambda: heard)
     assert store._lease is not None
@@ -259,24 +250,23 @@ def test_a_lease_revoked_unnoticed_refuses_a_leased_put(
 
 
 def test_silence_of_a_stopped_etcd_is_not_being_cut_off(
-    etcd: Embedded, heard: Heard, stores: list[EtcdStore]
+    etcd: Embedded, heard: Heard, open_store: Open
 ) -> None:
-    store = EtcdStore(etcd.access, "job", 2)
-    stores.append(store)
+    store = open_store(etcd.access, 2)
     store.hold_lease(heard)
     heard.until(lambda: heard)
     freeze(etcd.pid)
     heard.until(lambda: isinstance(heard[-1], StoreSilent))
     assert heard[-1].cut_off is False
     assert heard[-1].since < next(n.until for n in reversed(heard) if isinstance(n, LeaseHeld))
+    os.kill(etcd.pid, signal.SIGCONT)
 
 
 def test_silence_when_most_hosts_are_out_of_reach_is_being_cut_off(
-    etcd: Embedded, deaf: str, heard: Heard, stores: list[EtcdStore]
+    etcd: Embedded, deaf: str, heard: Heard, open_store: Open
 ) -> None:
     access = EtcdAccess((etcd.endpoint, deaf, deaf.replace("127.0.0.1", "localhost")))
-    store = EtcdStore(access, "job", 2)
-    stores.append(store)
+    store = open_store(access, 2)
     store.hold_lease(heard)
     heard.until(lambda: any(isinstance(n, LeaseHeld) for n in heard))
     freeze(etcd.pid)
@@ -324,19 +314,12 @@ def test_many_stores_share_one_link(etcd: Embedded, heard: Heard) -> None:
         link.close()
 
 
-def _report(n: int) -> Any:
-    from elasticd.core.facts import Report
-
+def _report(n: int) -> Report:
     return Report(f"n{n}", "i", 1)
 
 
-def test_writes_that_etcd_could_never_apply_are_a_bug_of_the_caller(
-    etcd: Embedded, stores: list[EtcdStore]
-) -> None:
-    from elasticd.core.ports import Delete
-
-    store = EtcdStore(etcd.access, "job")
-    stores.append(store)
+def test_writes_that_etcd_could_never_apply_are_a_bug_of_the_caller(etcd: Embedded, open_store: Open) -> None:
+    store = open_store(etcd.access)
     put = Put("budget", Budget())
     for writes in (
         (put, put),
@@ -354,23 +337,18 @@ def test_writes_that_etcd_could_never_apply_are_a_bug_of_the_caller(
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    built = Cluster(tmp_path, 3)
-    try:
-        built.start()
+    with Cluster(tmp_path, 3) as built:
         yield built
-    finally:
-        built.stop()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_losing_the_member_in_use_or_the_leader_loses_neither_lease_nor_watch(
-    how: signal.Signals, cluster: Cluster, heard: Heard, stores: list[EtcdStore]
+    how: signal.Signals, cluster: Cluster, heard: Heard, open_store: Open
 ) -> None:
     leader = cluster.leader()
     # The leader comes first, so that the member in use and the leader are lost at once.
     endpoints = sorted(cluster.endpoints, key=lambda endpoint: endpoint != leader.endpoint)
-    store = EtcdStore(EtcdAccess(tuple(endpoints), timeout_s=1.0), "job", 20)
-    stores.append(store)
+    store = open_store(EtcdAccess(tuple(endpoints), timeout_s=1.0), 20)
     news = Heard()
     store.hold_lease(news)
     store.watch("", heard, prefix=True)
@@ -387,10 +365,9 @@ def test_losing_the_member_in_use_or_the_leader_loses_neither_lease_nor_watch(
 
 
 def test_a_member_without_a_quorum_is_left_for_those_with_one(
-    cluster: Cluster, heard: Heard, stores: list[EtcdStore]
+    cluster: Cluster, heard: Heard, open_store: Open
 ) -> None:
-    store = EtcdStore(EtcdAccess(cluster.endpoints, timeout_s=1.0), "job", 20)
-    stores.append(store)
+    store = open_store(EtcdAccess(cluster.endpoints, timeout_s=1.0), 20)
     store.watch("", heard, prefix=True)
     write(store, 1)
     heard.until(lambda: budgets(heard) == [1])

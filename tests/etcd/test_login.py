@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,25 +20,23 @@ from elasticd.core.ports import Applied, LeaseHeld, Put
 from elasticd.etcd._client3 import grpc, rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
-from elasticd.etcd.connection import _credentials
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreRefused
 from elasticd.etcd.roles import Roles, all_below
 from elasticd.etcd.store import EtcdStore
 from tests import forkserver
 
-from .cluster import Authority, Cluster, Member, await_serving
+from .cluster import Cluster, GuardedEtcd, Member, await_serving
 from .conftest import Heard
 
 PATIENCE_S = 240.0
+PASSWORD = os.urandom(8).hex()  # of this run of the tests alone: others may run beside it
 
 
-@pytest.fixture
-def locked(tmp_path: Path) -> Iterator[Member]:
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
     """Wants a password: root's, or that of guest, who may not read elasticd's keys."""
-    cluster = Cluster(tmp_path, 1)
-    try:
-        cluster.start()
+    with Cluster(tmp_path_factory.mktemp("locked"), 1) as cluster:
         with grpc.insecure_channel(cluster.endpoints[0]) as channel:
             auth = rpc.AuthStub(channel)
             auth.RoleAdd(rpc.AuthRoleAddRequest(name="root"), timeout=10)
@@ -47,8 +45,6 @@ def locked(tmp_path: Path) -> Iterator[Member]:
             auth.UserAdd(rpc.AuthUserAddRequest(name="guest", password="guest"), timeout=10)
             auth.AuthEnable(rpc.AuthEnableRequest(), timeout=10)
         yield cluster.members[0]
-    finally:
-        cluster.stop()
 
 
 def as_user(etcd: Member | Embedded, name: str | None, password: str | None) -> EtcdAccess:
@@ -80,77 +76,67 @@ def test_a_password_where_none_is_wanted_says_so(etcd: Embedded) -> None:
         client.check()
 
 
-def test_a_denied_watch_is_told_rather_than_silent(locked: Member, heard: Heard) -> None:
-    store = EtcdStore(as_user(locked, "guest", "guest"), "job", problems=heard)
-    try:
-        store.watch("", lambda _: None, prefix=True)
-        heard.until(lambda: heard)
-        assert isinstance(heard[0], StoreRefused)
-        assert "denies access: permission denied" in str(heard[0])
-    finally:
-        store.close()
+def test_a_denied_watch_is_told_rather_than_silent(
+    locked: Member, heard: Heard, open_store: Callable[..., EtcdStore]
+) -> None:
+    store = open_store(as_user(locked, "guest", "guest"), problems=heard)
+    store.watch("", lambda _: None, prefix=True)
+    heard.until(lambda: heard)
+    assert isinstance(heard[0], StoreRefused)
+    assert "denies access: permission denied" in str(heard[0])
 
 
-def test_an_etcd_that_forgot_our_login_is_logged_into_again(locked: Member, heard: Heard) -> None:
-    store = EtcdStore(as_user(locked, "root", "s3cret"), "job", 2)
+def test_an_etcd_that_forgot_our_login_is_logged_into_again(
+    locked: Member, heard: Heard, open_store: Callable[..., EtcdStore]
+) -> None:
+    store = open_store(as_user(locked, "root", "s3cret"), 2)
     news, answers = Heard(), Heard()
-    try:
-        store.hold_lease(news)
-        store.watch("", heard, prefix=True)
-        store.transact((), (Put("budget", Budget()),), answers)
-        heard.until(lambda: heard)
-        news.until(lambda: news)
+    store.hold_lease(news)
+    store.watch("", heard, prefix=True)
+    store.transact((), (Put("budget", Budget()),), answers)
+    heard.until(lambda: heard)
+    news.until(lambda: news)
+    answers.until(lambda: answers)
+    for connection in store._link._connections:
+        assert connection._tokens
+        connection._tokens = {0: "forgotten.1"}
+    locked.kill()  # so that the watch, too, has to be asked for again
+    locked.start()
+    await_serving(as_user(locked, "root", "s3cret"))
+    again = len(news)
+    for _ in range(30):
+        answers.clear()
+        store.transact((), (Put("budget", Budget(total=1)),), answers)
         answers.until(lambda: answers)
-        for connection in store._link._connections:
-            assert connection._tokens
-            connection._tokens = {0: "forgotten.1"}
-        locked.kill()  # so that the watch, too, has to be asked for again
-        locked.start()
-        await_serving(as_user(locked, "root", "s3cret"))
-        again = len(news)
-        for _ in range(30):
-            answers.clear()
-            store.transact((), (Put("budget", Budget(total=1)),), answers)
-            answers.until(lambda: answers)
-            if isinstance(answers[0], Applied):
-                break
-        heard.until(lambda: any(e.fact == Budget(total=1) for what in heard for e in what.entries))
-        news.until(lambda: any(isinstance(n, LeaseHeld) for n in news[again:]))
-    finally:
-        store.close()
+        if isinstance(answers[0], Applied):
+            break
+    heard.until(lambda: any(e.fact == Budget(total=1) for what in heard for e in what.entries))
+    news.until(lambda: any(isinstance(n, LeaseHeld) for n in news[again:]))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedEtcd]:
+    """Knows root, and two users that may do what they like below /elasticd/a/ and nothing else: ``a``, by its
+    certificate, and ``p``, by a password."""
+    with GuardedEtcd(tmp_path_factory.mktemp("guarded")) as etcd:
+        etcd.require_login()
+        with Roles(etcd.known_as("root")) as roles:
+            roles.add_role("a")
+            for prefix in ("/elasticd/a/", "/elasticd.torchrun/a/"):
+                roles.add_permission("a", all_below(prefix))
+            for name, password in (("a", None), ("p", PASSWORD)):
+                roles.add_user(name, password)
+                roles.grant(name, "a")
+        yield etcd
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[tuple[EtcdAccess, EtcdAccess]]:
-    """An etcd with TLS and logins, as root and as ``a``, who may do what it likes below /elasticd/a/ and
-    nothing else."""
-    authority = Authority(tmp_path, "authority")
-    server, server_key = authority.issue("server", "127.0.0.1")
-    flags = ("--client-cert-auth", f"--trusted-ca-file={authority.cert}")
-    flags += (f"--cert-file={server}", f"--key-file={server_key}")
-    cluster = Cluster(tmp_path, 1, flags=flags, tls=True)
-
-    def known_as(name: str) -> EtcdAccess:
-        cert, key = authority.issue(name)
-        return EtcdAccess(
-            cluster.endpoints, tls=True, cacert=authority.cert, cert=cert, key=key, timeout_s=5.0
-        )
-
-    root, a = known_as("root"), known_as("a")
-    try:
-        cluster.start(root)
-        with Roles(root) as roles:
-            for name in ("root", "a"):
-                roles.add_role(name)
-                roles.add_user(name, None)
-                roles.grant(name, name)
-            for prefix in ("/elasticd/a/", "/elasticd.torchrun/a/"):
-                roles.add_permission("a", all_below(prefix))
-        with grpc.secure_channel(cluster.endpoints[0], _credentials(root)) as channel:
-            rpc.AuthStub(channel).AuthEnable(rpc.AuthEnableRequest(), timeout=10)
-        yield root, a
-    finally:
-        cluster.stop()
+def shared(guarded: GuardedEtcd) -> tuple[EtcdAccess, EtcdAccess]:
+    """An etcd without a key, as root and as ``a``."""
+    root = guarded.known_as("root")
+    with Client(root) as client:
+        client.delete_raw(b"/", prefix=True)
+    return root, guarded.known_as("a")
 
 
 def test_within_a_role_of_one_job_that_job_runs_and_is_steered_and_no_other_is_seen(
@@ -331,7 +317,8 @@ def test_plain_torchrun_runs_within_a_role_of_its_own(
     assert "permission denied" in done.stderr
 
 
-# Has a saver run, and looks for the password in the environment and the memory of whatever it may look at.
+# Has a saver run, and looks for the password in the environment and the memory of every process that it may
+# look at. It is told the password backwards.
 _THIEF = """
 import os, re, sys
 import torch
@@ -340,7 +327,7 @@ from elasticd import worker
 checkpoints = worker.Checkpoints(sys.argv[1])
 checkpoints.save({"w": torch.zeros(2)}, 1)
 assert checkpoints.wait(), checkpoints.last_error
-secret = b"".join([b"s3", b"cret"])
+secret = sys.argv[2].encode()[::-1]
 seen, found = set(), []
 for pid in filter(str.isdecimal, os.listdir("/proc")):
     if int(pid) == os.getpid():
@@ -376,10 +363,7 @@ print("found", *found, sep="\\n")
 def test_a_worker_cannot_read_the_password_of_its_agent_or_its_saver(
     shared: tuple[EtcdAccess, EtcdAccess], tmp_path: Path, way: str
 ) -> None:
-    root, a = shared
-    with Roles(root) as roles:
-        roles.add_user("p", "s3cret")
-        roles.grant("p", "a")
+    a = shared[1]
     script = tmp_path / "thief.py"
     script.write_text(_THIEF)
     options = [f"--etcd={a.url}", f"--etcd-cacert={a.cacert}", "--etcd-user=p"]
@@ -387,17 +371,25 @@ def test_a_worker_cannot_read_the_password_of_its_agent_or_its_saver(
     env = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
     piped = b""
     if way == "environment":
-        env["ELASTICD_ETCD_PASSWORD"] = "s3cret"
+        env["ELASTICD_ETCD_PASSWORD"] = PASSWORD
     else:  # that leaves nothing for a script to read
         options += ["--etcd-password-file=/dev/stdin"]
-        piped = b"s3cret\n"
+        piped = f"{PASSWORD}\n".encode()
     # As in a container: root may look into everybody's memory, unless this right is taken away.
     tame = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
     command = [*tame, str(Path(sys.executable).with_name("elasticd")), "run", *options]
-    command += ["--job=a", "--min=1", "--max=1", "--http=off", str(script), str(tmp_path / "saved")]
+    command += [
+        "--job=a",
+        "--min=1",
+        "--max=1",
+        "--http=off",
+        str(script),
+        str(tmp_path / "saved"),
+        PASSWORD[::-1],
+    ]
     done = subprocess.run(command, env=env, input=piped, capture_output=True, timeout=PATIENCE_S)
     said = done.stdout.decode()
     assert done.returncode == 0, done.stderr.decode()
     assert "seen run saver" in said, said
     assert said.rstrip().endswith("found"), said
-    assert b"s3cret" not in done.stderr
+    assert PASSWORD.encode() not in done.stderr

@@ -9,7 +9,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -18,31 +18,20 @@ import pytest
 from elasticd.cli.main import _exit_code
 from elasticd.core.facts import Budget
 from elasticd.core.ports import Applied, Put
-from elasticd.etcd._client3 import grpc, rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
-from elasticd.etcd.connection import _credentials
 from elasticd.etcd.embedded import Embedded, find_etcd
 from elasticd.etcd.errors import StoreRefused
 from elasticd.etcd.roles import Roles, all_below
 
-from .cluster import Authority, Cluster
+from .cluster import GuardedEtcd
 from .conftest import PATIENCE_S
 
 TRIES = 25  # to have a request under way just when roles change
 
 
-@dataclass(frozen=True)
-class Guarded:
-    """An etcd with TLS that asks who one is."""
-
-    authority: Authority
-    endpoints: tuple[str, ...]
-
-    def known_as(self, name: str) -> EtcdAccess:
-        """By the certificate of this common name."""
-        cert, key = self.authority.issue(name)
-        return EtcdAccess(self.endpoints, tls=True, cacert=self.authority.cert, cert=cert, key=key)
+class Guarded(GuardedEtcd):
+    """An etcd whose roles the command makes."""
 
     def by_password(self, user: str, password: str) -> EtcdAccess:
         return replace(self.known_as("nobody"), username=user, password=password)
@@ -83,26 +72,9 @@ def options(access: EtcdAccess) -> list[str]:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    folder = tmp_path_factory.mktemp("guarded")
-    authority = Authority(folder, "authority")
-    server, server_key = authority.issue("server", "127.0.0.1")
-    flags = ("--client-cert-auth", f"--trusted-ca-file={authority.cert}")
-    flags += (f"--cert-file={server}", f"--key-file={server_key}")
-    cluster = Cluster(folder, 1, flags=flags, tls=True)
-    etcd = Guarded(authority, cluster.endpoints)
-    root = etcd.known_as("root")
-    try:
-        cluster.start(root)
-        with Roles(root) as roles:
-            assert not roles.requires_login()
-            roles.add_role("root")
-            roles.add_user("root", None)
-            roles.grant("root", "root")
-        with grpc.secure_channel(cluster.endpoints[0], _credentials(root)) as channel:
-            rpc.AuthStub(channel).AuthEnable(rpc.AuthEnableRequest(), timeout=10)
+    with Guarded(tmp_path_factory.mktemp("guarded")) as etcd:
+        etcd.require_login()
         yield etcd
-    finally:
-        cluster.stop()
 
 
 def may_use(access: EtcdAccess, job: str) -> bool:

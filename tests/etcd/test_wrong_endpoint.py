@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,13 +14,13 @@ import pytest
 
 from elasticd.core.facts import Budget
 from elasticd.core.ports import Applied, LeaseHeld, Listing, Put
-from elasticd.etcd.access import EtcdAccess, parse_endpoints
+from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreRefused, StoreUnavailable, WrongEndpoint
 from elasticd.etcd.store import EtcdStore
 
-from .cluster import Authority, Cluster
+from .cluster import Authority, Cluster, GuardedEtcd
 from .conftest import Heard
 
 
@@ -34,21 +34,11 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path, "authority")
 
 
-@pytest.fixture
-def guarded(tmp_path: Path, authority: Authority) -> Iterator[EtcdAccess]:
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdAccess]:
     """An etcd that wants client certificates, and an access it lets in."""
-    cert, key = authority.issue("server", "127.0.0.1")
-    flags = (f"--cert-file={cert}", f"--key-file={key}", f"--trusted-ca-file={authority.cert}")
-    cluster = Cluster(tmp_path, 1, flags=(*flags, "--client-cert-auth"), tls=True)
-    mine, my_key = authority.issue("client")
-    access = parse_endpoints(
-        f"https://{cluster.endpoints[0]}", cacert=authority.cert, cert=mine, key=my_key, timeout_s=5.0
-    )
-    try:
-        cluster.start(access)
-        yield access
-    finally:
-        cluster.stop()
+    with GuardedEtcd(tmp_path_factory.mktemp("guarded")) as etcd:
+        yield etcd.known_as("client")
 
 
 @contextlib.contextmanager
@@ -86,15 +76,14 @@ def website() -> Iterator[str]:
         thread.join()
 
 
-def test_a_store_works_over_tls_with_client_certificates(guarded: EtcdAccess, heard: Heard) -> None:
-    store = EtcdStore(guarded, "job", 5)
-    try:
-        store.hold_lease(heard)
-        store.watch("", heard, prefix=True)
-        store.transact((), (Put("budget", Budget(), leased=True),), heard)
-        heard.until(lambda: {LeaseHeld, Listing, Applied} <= {type(what) for what in heard})
-    finally:
-        store.close()
+def test_a_store_works_over_tls_with_client_certificates(
+    guarded: EtcdAccess, heard: Heard, open_store: Callable[..., EtcdStore]
+) -> None:
+    store = open_store(guarded)
+    store.hold_lease(heard)
+    store.watch("", heard, prefix=True)
+    store.transact((), (Put("budget", Budget(), leased=True),), heard)
+    heard.until(lambda: {LeaseHeld, Listing, Applied} <= {type(what) for what in heard})
 
 
 def test_http_where_it_speaks_tls_says_to_use_https(guarded: EtcdAccess) -> None:
