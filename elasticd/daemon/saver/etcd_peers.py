@@ -29,14 +29,8 @@ _LOOK_S: Final = 5.0
 def listen(node: str, address: str) -> tuple[socket.socket, SaverAddress]:
     """Return a socket at a free port of the address, and the record that other savers need to call it. Raise
     OSError if the socket cannot listen."""
-    family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind(place)
-        listener.listen(64)
-    except OSError:
-        listener.close()
-        raise
+    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((address, 0), family=family, backlog=64)
     return listener, SaverAddress(node, address, listener.getsockname()[1], secrets.token_hex(16))
 
 

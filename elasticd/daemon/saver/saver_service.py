@@ -11,16 +11,15 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
-
-import msgspec
 
 from elasticd.channel.warden_messages import Ended
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.server.save_report import BEHIND, Fate, Footprint, SaveReport, from_line
 from elasticd.core.facts import SaverAddress
-from elasticd.daemon.saver import ADDRESS, OPTIONS
+from elasticd.daemon.saver import VARIABLE, SaverOptions
 from elasticd.etcd.access import EtcdAccess
 from elasticd.procs.warden_client import Warden, WardenError
 from elasticd.telemetry import describe, log
@@ -75,22 +74,15 @@ class SaverService:
         self._ready = threading.Event()
         self._ends: queue.SimpleQueue[bool] = queue.SimpleQueue()  # put is safe in signal handlers
         self._starter: threading.Thread | None = None
-        options = {
-            "endpoints": access.endpoints,
-            "tls": access.tls,
-            "cacert": str(access.cacert or ""),
-            "cert": str(access.cert or ""),
-            "key": str(access.key or ""),
-            "username": access.username or "",
-            "timeout_s": access.timeout_s,
-            "job": job,
-            "agent": os.getpid(),
-            "bytes_s": bytes_s,
-        }
         self._password = access.password
-        self._env = {**os.environ, OPTIONS: json.dumps(options)}
-        if replica_listener is not None:
-            self._env[ADDRESS] = msgspec.json.encode(replica_listener[1]).decode()
+        options = SaverOptions(
+            replace(access, password=None),
+            job,
+            os.getpid(),
+            bytes_s,
+            replica_listener[1] if replica_listener is not None else None,
+        )
+        self._env = {**os.environ, VARIABLE: options.encoded()}
         self._await()
 
     def _await(self) -> None:
