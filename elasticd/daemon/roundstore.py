@@ -59,9 +59,7 @@ class TorchRoundStores:
     def _reserve(self) -> int:
         try:
             family = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.socket(family, socket.SOCK_STREAM)
-            self._listener.bind((self._address, 0))
-            self._listener.listen(4096)
+            self._listener = socket.create_server((self._address, 0), family=family, backlog=4096)
         except OSError as error:
             raise CannotStart(f"cannot listen on {self._address}, this node's --address: {error}") from error
         port: int = self._listener.getsockname()[1]

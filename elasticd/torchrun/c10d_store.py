@@ -20,15 +20,8 @@ _BROKEN = b"broken"
 def listen(address: str) -> socket.socket:
     """Return a socket that listens on a free port of this address only. Members that connect before the store
     exists wait in its queue. Raises OSError."""
-    family, kind, proto, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, proto)
-    try:
-        listener.bind(where)
-        listener.listen(4096)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((address, 0), family=family, backlog=4096)
 
 
 def host(listener: socket.socket, address: str, timeout_s: float) -> Store:
