@@ -30,7 +30,7 @@ from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.procs.usage import Usage
-from elasticd.telemetry.catalog import BY_NAME
+from elasticd.telemetry.catalog import BY_NAME, METRICS, Type
 from elasticd.telemetry.gpus import GpuReading
 from elasticd.telemetry.metrics import Metrics
 from elasticd.telemetry.outage import Outage
@@ -43,17 +43,12 @@ StepTimes = Callable[[int, int], tuple[float, ...]]
 ReadPages = Callable[[], Mapping[int, PageContents]]
 
 _HAS_WORKER = (SlotState.STARTING, SlotState.RUNNING, SlotState.STOPPING)
-_COUNTED_BY_SLOT = (
-    "elasticd_worker_steps_total",
-    "elasticd_step_seconds",
-    "elasticd_worker_restarts_total",
-    "elasticd_worker_exits_total",
-    "elasticd_hangs_total",
-    "elasticd_samples_total",
-    "elasticd_nonfinite_steps_total",
-    "elasticd_worker_cpu_seconds_total",
-    "elasticd_time_seconds_total",
-)
+# Exported before their first event. The metrics of a GPU are not, since not every slot has a GPU.
+_COUNTED = [
+    metric
+    for metric in METRICS
+    if metric.type in (Type.COUNTER, Type.HISTOGRAM) and not metric.name.startswith("elasticd_gpu_")
+]
 _BY_SLOT = (
     "worker_rank",
     "worker_last_step_age_seconds",
@@ -110,19 +105,9 @@ class Meter:
         store.watch("checkpoint", self._checkpoint_seen)
         self.metrics = metrics = Metrics()
         metrics.set("elasticd_agent_uptime_seconds", began_at)
-        for name in (
-            "elasticd_rounds_total",
-            "elasticd_failures_charged_total",
-            "elasticd_detect_seconds",
-            "elasticd_recover_seconds",
-            "elasticd_checkpoints_total",
-            "elasticd_checkpoint_blocked_seconds",
-            "elasticd_checkpoint_duration_seconds",
-            "elasticd_etcd_request_seconds",
-            "elasticd_etcd_lease_renewals_total",
-            "elasticd_agent_cpu_seconds_total",
-        ):
-            metrics.start(name)
+        for metric in _COUNTED:
+            if "slot" not in metric.labels:
+                metrics.start(metric.name)
         self._slots: set[int] = set()
         self._shown: set[int] = set()  # slots that some status has shown
         self._begin(driver.state.me.slots[: config.limits.max])
@@ -131,8 +116,9 @@ class Meter:
         """Export metrics of these slots, starting at 0."""
         for slot in set(slots) - self._slots:
             self._slots.add(slot)
-            for name in _COUNTED_BY_SLOT:
-                self.metrics.start(name, slot)
+            for metric in _COUNTED:
+                if "slot" in metric.labels:
+                    self.metrics.start(metric.name, slot)
 
     # ------------------------------------------------------------ reasons
 
@@ -292,9 +278,8 @@ class Meter:
         before = self._workers.get(beat.slot)
         if before is None or beat.pid not in (0, before.pid):
             before = _Worker(beat.pid, round, now)
-        elif (
-            before.round != round or beat.step < before.step
-        ):  # the same process is in another round, and its CPU time continues
+        elif before.round != round or beat.step < before.step:
+            # The same process is in another round, and its CPU time continues.
             before = _Worker(before.pid, round, now, cpu_s=before.cpu_s)
         steps = beat.step - before.step
         if steps > 0:
