@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.cli import passwords
 from elasticd.cli.command_error import ETCD_UNREACHABLE, CommandError
-from elasticd.core.facts import Fact
-from elasticd.core.ports import Listing
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.etcd.errors import BadRecord, NoSpace, StoreError, StoreRefused, StoreUnavailable
-from elasticd.etcd.names import ROOT, check_name, job_prefix
+from elasticd.etcd.names import ROOT, job_prefix
 from elasticd.telemetry import describe, runs
 
 if TYPE_CHECKING:
@@ -31,8 +29,7 @@ class Place:
     shared: bool
 
     def ended(self, job: str) -> bool:
-        """Return whether this is the etcd of a standalone run that is over. Such an etcd does not come
-        back."""
+        """Whether this is the etcd of a standalone run that is over. Such an etcd does not come back."""
         if self.shared:
             return False
         from elasticd.etcd.registry import standalone_runs
@@ -48,8 +45,6 @@ def places(options: Mapping[str, Any], job: str | None = None) -> list[Place]:
         from elasticd.etcd.client import Client
 
         with etcd_errors_explained(), Client(access) as client:
-            if job is not None:
-                _check_name(job)
             _check(client, job)
             return [Place(access, _jobs(client, job), shared=True)]
     from elasticd.etcd.registry import standalone_runs
@@ -83,13 +78,6 @@ def there_are(names: Iterable[str]) -> str:
     known = sorted(set(names))
     verb = "are" if len(known) > 1 else "is"
     return f"there {verb} {describe.listing(known, most=10) or 'none'}"
-
-
-def _check_name(job: str) -> None:
-    try:
-        check_name(job, "job")
-    except ValueError as error:
-        raise CommandError(f"{error}.") from error
 
 
 def _check(client: Client, job: str | None) -> None:
@@ -126,9 +114,12 @@ def _ran_here(job: str) -> bool:
     return False
 
 
-def facts_of(listing: Listing) -> dict[str, Fact]:
-    """Return the facts, by key below the job's prefix."""
-    return {e.key: e.fact for e in listing.entries if e.fact is not None}
+def is_full(client: Client) -> bool:
+    """Whether etcd has no space. False for a user who may not ask. Raises StoreError."""
+    try:
+        return client.full()
+    except StoreRefused:
+        return False
 
 
 def unusable(job: str, bad: Sequence[BadRecord]) -> CommandError | None:

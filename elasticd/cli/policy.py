@@ -8,7 +8,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 
@@ -18,7 +18,6 @@ from elasticd.cli.options import RunOptions
 from elasticd.core.facts import Policy, Resume
 from elasticd.core.hang.judging import Patience
 
-T = TypeVar("T")
 Settings = Mapping[str, Any]
 
 SETTINGS: Final[Mapping[str, click.ParamType[Any]]] = {
@@ -142,8 +141,3 @@ def _torch_shutdown_s(environ: Mapping[str, str]) -> float | None:
     if not 0 <= seconds <= MOST:
         raise CommandError(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT is {text!r}; expected a number of seconds.")
     return float(seconds)
-
-
-def first(*values: T | None) -> T:
-    """Return the first value that is not None."""
-    return next(v for v in values if v is not None)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import suppress
 from typing import Any
 
 import click
 
 from elasticd.cli.command_error import ETCD_UNREACHABLE, CommandError
-from elasticd.cli.job_access import Place, etcd_errors_explained, facts_of, find, only_job, places, unusable
+from elasticd.cli.job_access import Place, etcd_errors_explained, find, is_full, only_job, places, unusable
 from elasticd.cli.option_types import Name
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import on_screen, say, table
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.errors import BadRecord, StoreRefused
+from elasticd.etcd.errors import BadRecord
 from elasticd.telemetry import describe, statustext
-from elasticd.telemetry.status import JobStatus, job_status
+from elasticd.telemetry.status import JobStatus, job_status, updated
 
 
 @click.command()
@@ -61,14 +60,12 @@ def _look(access: EtcdAccess, job: str) -> JobStatus:
 
     with etcd_errors_explained(), Client(access) as client:
         listing, bad = client.list(job)
-        full = False
-        with suppress(StoreRefused):  # the user may lack the permission
-            full = client.full()
+        full = is_full(client)
     if failure := unusable(job, bad):
         raise failure from bad[0]
     for error in bad:
         say(f"elasticd: {job}: {error}.", err=True)
-    return job_status(job, facts_of(listing), time.time(), etcd_full=full)
+    return job_status(job, updated({}, listing), time.time(), etcd_full=full)
 
 
 def _look_if_there(place: Place, job: str) -> JobStatus | None:

@@ -6,16 +6,15 @@ import queue
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 
 from elasticd.cli.command_error import CommandError
-from elasticd.cli.job_access import Place, facts_of, unusable
+from elasticd.cli.job_access import Place, is_full, unusable
 from elasticd.cli.say import say
 from elasticd.core.facts import Fact, Round
-from elasticd.core.ports import Listing, Seen
-from elasticd.etcd.errors import BadRecord, StoreError, StoreRefused, StoreUnavailable
-from elasticd.telemetry.status import JobStatus, job_status
+from elasticd.core.ports import Seen
+from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
+from elasticd.telemetry.status import JobStatus, job_status, updated
 from elasticd.telemetry.steprate import StepRates
 
 QUIET_S = 5.0  # after this time without a change, check whether etcd still responds
@@ -86,14 +85,7 @@ class _Watch:
             return
         if isinstance(seen, StoreError):
             raise CommandError(f"{seen}.") from seen
-        if isinstance(seen, Listing):
-            self._facts = facts_of(seen)
-        else:
-            for entry in seen.entries:
-                if entry.fact is None:
-                    self._facts.pop(entry.key, None)
-                else:
-                    self._facts[entry.key] = entry.fact
+        self._facts = updated(self._facts, seen)
         self._begun = self._begun or bool(self._facts)
         self._changed = True
         if self._away:
@@ -134,9 +126,7 @@ class _Watch:
         try:
             with Client(self._place.access) as client:
                 client.status()
-                full = False
-                with suppress(StoreRefused):  # the user may lack the permission
-                    full = client.full()
+                full = is_full(client)
         except StoreUnavailable as error:
             if self._place.ended(self._job):
                 raise CommandError(

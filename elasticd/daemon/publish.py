@@ -9,7 +9,7 @@ from collections.abc import Callable
 from elasticd.checkpoint.server.save_report import Fate, SaveReport, sentence
 from elasticd.core.facts import Fact, Node, Progress, SlotProgress
 from elasticd.core.lifecycle import Life
-from elasticd.core.ports import Applied, Listing, Put, Seen, Store
+from elasticd.core.ports import Applied, Put, Seen, Store
 from elasticd.core.reasons import Reason, WorkersStarted
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
@@ -22,7 +22,7 @@ from elasticd.daemon.usage_sampler import Sampler, Samples
 from elasticd.telemetry import describe
 from elasticd.telemetry.events import EventFile, event, of_agent
 from elasticd.telemetry.liveview import TerminalView
-from elasticd.telemetry.status import AgentStatus, JobStatus, LocalFacts, Note, SlotState, job_status
+from elasticd.telemetry.status import AgentStatus, JobStatus, LocalFacts, Note, SlotState, job_status, updated
 from elasticd.telemetry.steprate import StepRates
 
 SHOW_S = 0.5
@@ -195,13 +195,7 @@ class Publisher:
 
     def _progress_seen(self, seen: Seen) -> None:
         """Keep the nodes' progress. Runs on the store's thread."""
-        known = {} if isinstance(seen, Listing) else dict(self._others)
-        for entry in seen.entries:
-            if entry.fact is None:
-                known.pop(entry.key, None)
-            else:
-                known[entry.key] = entry.fact
-        self._others = known
+        self._others = updated(self._others, seen)
 
     def _status(self, mine: tuple[SlotProgress, ...], now: float) -> JobStatus:
         state, unready = self._driver.state, self._unready()
@@ -247,7 +241,7 @@ class Publisher:
         return {slot: _SHOWN[life] for slot, life in lives.items()}
 
     def _unready(self) -> str:
-        """Return why this node cannot train, in a sentence; empty if it can."""
+        """Return a sentence if this node cannot train; else an empty string."""
         state = self._driver.state
         if state.departure is not None or state.exiting is not None:
             return "this node is leaving the job"

@@ -36,6 +36,7 @@ from elasticd.core.facts import (
     Spec,
     Stragglers,
 )
+from elasticd.core.ports import Listing, Seen
 from elasticd.core.reasons import BelowMinimum
 from elasticd.telemetry import describe
 from elasticd.telemetry.goodput import goodput, totals
@@ -387,9 +388,8 @@ class _Picture:
     def _of_worker(self, beat: SlotProgress | None) -> SlotState:
         assert self.round is not None
         if self.round.phase is Phase.WAITING:
-            return (
-                SlotState.IDLE
-            )  # the record still has the last round's members, but their workers have ended
+            # The record still has the last round's members, but their workers have ended.
+            return SlotState.IDLE
         if self.round.phase is Phase.CLOSING:
             return SlotState.STOPPING
         return SlotState.RUNNING if beat is not None and beat.step else SlotState.STARTING
@@ -401,7 +401,7 @@ class _Picture:
     # ------------------------------------------------------------ the job
 
     def _need(self) -> Need | None:
-        """Return how many workers are missing, if a job without a live round waits for workers."""
+        """Return the numbers of workers, if a job without a live round waits for more of them."""
         spec, round = self.spec, self.round
         busy = round is not None and round.phase in (Phase.LIVE, Phase.ENDED)
         if spec is None or self.budget is None or busy or not self.complete:
@@ -446,6 +446,17 @@ class _Picture:
         if saved is None:
             return None
         return CheckpointStatus(saved.name, saved.step, saved.at, max(0.0, self.now - saved.at), saved.size)
+
+
+def updated(facts: Mapping[str, Fact], news: Seen) -> dict[str, Fact]:
+    """The facts, by key below the job's prefix, after news of a watch."""
+    known = {} if isinstance(news, Listing) else dict(facts)
+    for entry in news.entries:
+        if entry.fact is None:
+            known.pop(entry.key, None)
+        else:
+            known[entry.key] = entry.fact
+    return known
 
 
 def _one(facts: Mapping[str, Fact], key: str, kind: type[F]) -> F | None:
