@@ -11,49 +11,38 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 NODES_MAX = 100  # the most agents of one job on one machine that get different default names
 
 
-class Machine(Protocol):
-    """Facts about a machine. Methods are called only when needed, since some take time."""
-
-    def gpus(self) -> int:
-        """Return the number of GPUs that workers would see."""
-
-    def cores(self) -> int:
-        """Return the number of cores that this process may use, by affinity and by cgroup quota."""
-
-    def affinity_cores(self) -> int:
-        """Return the number of cores by affinity alone, as torchrun counts them."""
-
-    def torch_devices(self, kind: str) -> int | None:
-        """Return the number of devices of another kind ("xpu", or a backend's own name); None if torch does
-        not know the kind."""
-
-
-class ThisMachine:
-    """The machine that this process runs on."""
+class Machine:
+    """The machine that this process runs on. Some methods take time."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
 
     def gpus(self) -> int:
-        """Count the GPUs by CUDA_VISIBLE_DEVICES and NVIDIA's management library. An import of torch would
-        take 1.5 s and the memory of a CUDA context; only AMD's GPUs are counted by torch."""
+        """Return the number of GPUs that workers would see.
+
+        They are counted by CUDA_VISIBLE_DEVICES and NVIDIA's management library. An import of torch would
+        take 1.5 s and the memory of a CUDA context; only AMD's GPUs are counted by torch.
+        """
         if Path("/dev/kfd").exists():
             return self.torch_devices("cuda") or 0
         return visible(self._environ.get("CUDA_VISIBLE_DEVICES"), _nvml_count())
 
     def cores(self) -> int:
+        """Return the number of cores that this process may use, by affinity and by cgroup quota."""
         quota = _cgroup_cores()
         return self.affinity_cores() if quota is None else max(1, min(self.affinity_cores(), quota))
 
     def affinity_cores(self) -> int:
+        """Return the number of cores by affinity alone, as torchrun counts them."""
         return len(os.sched_getaffinity(0))
 
     def torch_devices(self, kind: str) -> int | None:
+        """Return the number of devices of another kind ("xpu", or a backend's own name); None if torch does
+        not know the kind."""
         import torch
 
         if kind not in ("cuda", "xpu", torch._C._get_privateuse1_backend_name()):
@@ -63,7 +52,7 @@ class ThisMachine:
 
 
 def visible(cuda_visible_devices: str | None, present: int) -> int:
-    """Return how many of ``present`` GPUs CUDA shows with this CUDA_VISIBLE_DEVICES (None: not set).
+    """Return the number of GPUs that CUDA shows of ``present`` with this CUDA_VISIBLE_DEVICES (None: unset).
 
     As in CUDA, the list ends at the first entry that names no device.
     """
@@ -103,7 +92,7 @@ def _cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def working_directory_fault() -> str:
-    """Return what is wrong if the working directory no longer exists; else an empty string."""
+    """Return a sentence if the working directory no longer exists; else an empty string."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -134,7 +123,7 @@ def reserve_node_name(name: str, job: str) -> Iterator[str]:
 
 
 def is_local_address(address: str) -> bool:
-    """Return whether this machine can listen on the address. A host name is accepted, because it may resolve
+    """Whether this machine can listen on the address. A host name is accepted, because it may resolve
     later."""
     try:
         ip = ipaddress.ip_address(address.strip("[]").partition("%")[0])

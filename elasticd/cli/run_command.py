@@ -18,7 +18,7 @@ from elasticd.checkpoint.store import CheckpointStore, store_at
 from elasticd.cli import passwords
 from elasticd.cli.begin import Stopped
 from elasticd.cli.command_error import CommandError
-from elasticd.cli.machine import ThisMachine, reserve_node_name, working_directory_fault
+from elasticd.cli.machine import Machine, reserve_node_name, working_directory_fault
 from elasticd.cli.options import CONTEXT_SETTINGS, REMOVED_OPTIONS, RunOptions, collect, run_options
 from elasticd.cli.run_configuration import plan
 from elasticd.daemon.config import RunConfig
@@ -72,7 +72,7 @@ def run(ctx: click.Context, /, **_: object) -> int:
 def _run(options: RunOptions, termination_log: TerminationLog) -> int:
     if unfit := torchparts.unfit():
         raise CommandError(unfit)
-    planned = plan(options, os.environ, ThisMachine())
+    planned = plan(options, os.environ, Machine())
     if untested := torchparts.untested(torchparts.installed()):
         planned = replace(planned, notes=(*planned.notes, untested))
     if unanswered := _try_store(planned.config):

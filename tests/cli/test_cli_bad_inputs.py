@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shlex
 from pathlib import Path
 
-import click
 import pytest
 
-from elasticd.cli.command_error import CommandError
-from elasticd.cli.machine import ThisMachine
-from elasticd.cli.main import _exit_code, _sentence
-from elasticd.cli.options import REMOVED_OPTIONS, collect
+from elasticd.cli.main import _exit_code
+from elasticd.cli.options import REMOVED_OPTIONS
 from elasticd.cli.run_command import _check_variables, run
-from elasticd.cli.run_configuration import Planned, plan
+from tests.cli.commandline import PretendMachine, planned, refused
 
 FILES = {
     "ok.py": b"print('ok')\n",
@@ -24,6 +21,7 @@ FILES = {
     "prog.sh": b"#!/bin/sh\necho hi\n",
     "file": b"x",
 }
+ETCD = "--etcd=http://127.0.0.1:1"
 
 
 @pytest.fixture
@@ -36,106 +34,192 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def planned(argv: Sequence[str]) -> Planned:
-    with run.make_context("run", list(argv)) as ctx:
-        return plan(collect(ctx, None), os.environ, ThisMachine())
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        # numbers
+        ("--min a", "--min a is not a whole number."),
+        ("--min 0", "--min 0 is less than 1."),
+        ("--min 1e3", "--min 1e3 is not a whole number"),
+        ("--min -1", "--min -1 is less than 1"),
+        ("--min \uff12", "is not a whole number"),
+        ("--min 1_0", "--min 1_0 is not a whole number"),
+        ("--max 0x10", "--max 0x10 is not a whole number"),
+        ("--max 1.5", "--max 1.5 is not a whole number."),
+        ("--max ''", "--max '' is not a whole number."),
+        ("--max -1", "--max -1 is less than 1"),
+        ("--max_restarts few", "--max-restarts few is not a whole number."),
+        ("--max-restarts -1", "--max-restarts -1 is less than 0"),
+        (f"--max-restarts {'9' * 23}", "is more than 1,000,000,000"),
+        (f"--min {'9' * 5000}", f"--min {'9' * 40}... is more than 1,000,000,000"),
+        (f"--min -{'9' * 5000}", "is less than 1"),
+        ("--local-ranks-filter a", "--local-ranks-filter 'a' is not a list of numbers"),
+        ("--local-ranks-filter -1", "not a list of numbers"),
+        (f"--local-ranks-filter {'9' * 5000}", "not a list of numbers"),
+        ("--start-method teleport", "'teleport' is not one of 'spawn', 'fork', 'forkserver'"),
+        ("--log-format xml", "'xml' is not one of 'auto', 'console', 'json'"),
+        # sizes
+        ("--min 4 --max 2", "--min 4 is above --max 2"),
+        ("--min 2 --nnodes 2", "--nnodes counts nodes"),
+        ("--slots 2 --nproc-per-node 2", "mean the same"),
+        ("--nnodes 3:2", "1 <= MIN <= MAX"),
+        ("--nnodes 0", "1 <= MIN <= MAX"),
+        ("--nnodes many", "neither a number nor MIN:MAX"),
+        ("--nnodes :", "neither a number nor MIN:MAX"),
+        ("--nnodes 1:2:3", "neither a number nor MIN:MAX"),
+        (f"--nnodes 1:{'9' * 20} {ETCD}", "is more than 1,000,000,000 nodes"),
+        ("--nnodes 2", "--etcd"),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1", "--etcd"),
+        ("--nnodes 2 --standalone", "--standalone"),
+        ("--nproc-per-node 0", "at least 1 worker"),
+        ("--nproc-per-node gpu", "does not have"),
+        ("--nproc-per-node xpu", "does not have"),
+        ("--nproc-per-node some", "none of a number"),
+        ("--nproc-per-node 1025", "--nproc-per-node 1025 is more than the 1024"),
+        ("--slots x", "neither a number nor auto"),
+        ("--slots 1.5", "neither a number nor auto"),
+        ("--slots ''", "neither a number nor auto"),
+        ("--slots -1", "at least 1"),
+        ("--slots 1025", "--slots 1025 is more than the 1024"),
+        ("--slots 1024 --spares 1", "1025 is more than the 1024"),
+        ("--slots 1 --min 2", "can never run --min 2"),
+        ("--spares 10000", "1024"),
+        ("--min 99999", "more than the 1024 workers that one node runs"),
+        ("--min 1025 --max 9999", "--min 1025 is more than the 1024"),
+        (f"--min=1 {ETCD}", "--max"),
+        (f"--min=9 --max=9 {ETCD}", "--job NAME"),
+        ("--unit=2 --min=3", "--min 3 is no multiple of --unit 2"),
+        ("--unit=2 --max=5", "--max 5 is no multiple of --unit 2"),
+        ("--unit=2 --nproc-per-node=3", "the number of workers, 3, is no multiple of --unit 2"),
+        ("--unit=4 --sizes=4,6", "--sizes 6 is no multiple of --unit 4"),
+        ("--unit=4 --slots=2 --max=4", "a unit of 4 workers does not fit on this node"),
+        (f"--unit=4 --slots=2 --max=4 --unit-within=node {ETCD} --job=j", "or give --unit-within any"),
+        ("--unit-within=node", "no effect without --unit N"),
+        ("--sizes=2,x", "'2,x' is no list of numbers of workers"),
+        ("--sizes=", "is no list of numbers of workers"),
+        ("--sizes=0,2", "is no list of numbers of workers"),
+        ("--sizes=2,4 --max=3", "--sizes has 4, which is above --max 3"),
+        ("--sizes=2,4 --min=3", "--sizes has 2, which is below --min 3"),
+        ("--sizes=2,4 --nnodes=2", "--nnodes counts nodes"),
+        # times
+        ("--join-timeout nan", "--join-timeout nan is not a finite number of seconds"),
+        ("--join-timeout inf", "not a finite number"),
+        ("--join-timeout 1e300", "is more than 1,000,000,000"),
+        ("--grow-cooldown -1", "--grow-cooldown -1 is less than 0"),
+        ("--grow-cooldown inf", "--grow-cooldown inf is not a finite number"),
+        ("--grow-cooldown soon", "--grow-cooldown soon is not a number of seconds."),
+        ("--node-ttl 1", "--node-ttl 1 is less than 2, and etcd keeps no lease shorter than that."),
+        ("--node-ttl 1e12", "is more than 1,000,000,000"),
+        *((f"--hang-after {after}", "--hang-after") for after in ("soon", "0", "-1", "nan", "inf")),
+        ("--hang-after 1e999", "neither auto nor off"),
+        ("--hang-after 1e300", "neither auto nor off"),
+        ("--rdzv-conf join_timeout=1e300", "is not a length of time"),
+        ("--rdzv-conf join_timeout=soon", "not a number"),
+        ('--rdzv-conf "timeout=5\'"', "--rdzv-conf timeout=5' is not a number"),
+        ("--rdzv-conf timeout=-1", "--rdzv-conf timeout=-1 is not a length"),
+        ("--rdzv-conf a", "key=value"),
+        ("--checkpoint-every 0", "--checkpoint-every"),
+        ("--checkpoint-every -5m", "--checkpoint-every"),
+        ("--checkpoint-rate 0", "--checkpoint-rate"),
+        ("--checkpoint-rate slow", "--checkpoint-rate: 'slow' is no number of bytes a second, such as"),
+        (f"--checkpoint-rate {'9' * 400}", "--checkpoint-rate"),
+        # places
+        ("--checkpoints bogus://x", "bogus"),
+        ("--checkpoints s3://", "s3:// names no folder"),
+        ("--checkpoints s3:///", "names no folder"),
+        ("--log-dir file", "cannot be written to: Not a directory"),
+        ("--log-dir /proc/x", "cannot be written to"),
+        ("--log-dir /dev/null/logs", "cannot be written to"),
+        ("--address 192.0.2.7", "not an address of this machine"),
+        ("--address 'a b'", "not an address"),
+        ("--master-port 70000", "--master-port 70000 is not a port"),
+        ("--master-port -1", "--master-port -1 is not a port"),
+        *(
+            (f"--http {place}", "is neither HOST:PORT (127.0.0.1:9408) nor off")
+            for place in ("9408", ":9408", "127.0.0.1", "127.0.0.1:port", f"127.0.0.1:{'9' * 5000}")
+        ),
+        ("--http 127.0.0.1:70000", "neither HOST:PORT"),
+        ("--http 203.0.113.9:80", "203.0.113.9 is not an address of this machine"),
+        ("--http-cert file", "--http-cert is given without --http-key"),
+        ("--http-key file", "--http-key is given without --http-cert"),
+        ("--http-cert file --http-key file", "no PEM certificate"),
+        ("--http-cert gone --http-key file", "No such file"),
+        ("--http-token-file gone", "--http-token-file gone: No such file"),
+        ("--http-token-file dir", "--http-token-file dir: Is a directory"),
+        ("--http-token-file /dev/null", "holds no token"),
+        ("--http-token-file latin.py", "holds no token"),
+        ("--http-token-file prog.sh", "holds no token"),
+        # etcd
+        ("--etcd ''", "no etcd endpoint"),
+        ("--etcd ,,", "no etcd endpoint"),
+        ("--etcd 'nonsense nonsense'", "malformed"),
+        ("--etcd http://", "names no host"),
+        ("--etcd http://a:99999", "malformed"),
+        ("--etcd http://a:0", "port 0"),
+        ("--etcd http://[::1", "malformed"),
+        ("--etcd http://user:pw@a:2379", "user name or password"),
+        ("--etcd ftp://a:1", "ftp"),
+        ("--etcd http://a:1,https://b:1", "mix"),
+        ("--etcd http://a:1 --standalone", "--standalone"),
+        ("--etcd https://a:1 --etcd-cacert dir", "Is a directory"),
+        ("--etcd https://a:1 --etcd-cert /nowhere", "/nowhere"),
+        ("--etcd-cacert /nowhere", "no --etcd"),
+        ("--rdzv-backend etcd", "--rdzv-endpoint"),
+        # names
+        ("--job a/b", "slash"),
+        ("--job ''", "empty"),
+        ("--job ..", "file paths"),
+        (f"--job {'x' * 500}", "500"),
+        ("--job --min", "begins with a dash"),
+        ("--job \x1b[31m", "cannot be seen"),
+        ("--node a/b", "slash"),
+        ("--node \u202e", "cannot be seen"),
+        ("--tee 4", "--tee '4'"),
+        ("--redirects 0:9", "--redirects"),
+        ("--redirects 10:3", "--redirects"),
+        ("--signals-to-handle SIGFOO", "SIGFOO"),
+        ("--signals-to-handle SIGKILL", "SIGKILL"),
+        ("--logs-specs nope", "nope"),
+        ("-m --no-python", "exclude each other"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_an_option_that_makes_no_sense_is_one_sentence(options: str, says: str, here: Path) -> None:
+    sentence = refused(*shlex.split(options), "ok.py")
+    assert says in sentence
+    assert "\n" not in sentence and "Traceback" not in sentence
 
 
-def refused(argv: Sequence[str]) -> str:
-    with pytest.raises((CommandError, click.ClickException)) as caught:
-        planned(argv)
-    if isinstance(caught.value, click.ClickException):
-        return _sentence(caught.value)
-    assert caught.value.code == 2
-    return caught.value.sentence
+def test_slots_beyond_the_gpus_are_refused_and_the_way_out_is_named(here: Path) -> None:
+    two = PretendMachine(gpu_count=2)
+    assert "CUDA_VISIBLE_DEVICES=" in refused("--slots", "3", "ok.py", machine=two)
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("script", "says"),
     [
-        # numbers
-        (["--min", "1e3", "ok.py"], "--min 1e3 is not a whole number"),
-        (["--min", "-1", "ok.py"], "--min -1 is less than 1"),
-        (["--min", "\uff12", "ok.py"], "is not a whole number"),
-        (["--min", "1_0", "ok.py"], "--min 1_0 is not a whole number"),
-        (["--max", "0x10", "ok.py"], "--max 0x10 is not a whole number"),
-        (["--max-restarts", "9" * 23, "ok.py"], "is more than 1,000,000,000"),
-        (["--min", "9" * 5000, "ok.py"], f"--min {'9' * 40}... is more than 1,000,000,000"),
-        (["--min", "-" + "9" * 5000, "ok.py"], "is less than 1"),
-        (["--slots", "1.5", "ok.py"], "neither a number nor auto"),
-        (["--slots", "", "ok.py"], "neither a number nor auto"),
-        (["--nnodes", ":", "ok.py"], "neither a number nor MIN:MAX"),
-        (["--nnodes", "1:2:3", "ok.py"], "neither a number nor MIN:MAX"),
-        (["--nnodes", "1:" + "9" * 20, "--etcd", "http://a:1", "ok.py"], "is more than 1,000,000,000 nodes"),
-        (["--spares", "10000", "ok.py"], "1024"),
-        (["--local-ranks-filter", "-1", "ok.py"], "not a list of numbers"),
-        (["--local-ranks-filter", "9" * 5000, "ok.py"], "not a list of numbers"),
-        (["--http", "127.0.0.1:" + "9" * 5000, "ok.py"], "neither HOST:PORT"),
-        # times
-        (["--join-timeout", "inf", "ok.py"], "not a finite number"),
-        (["--join-timeout", "1e300", "ok.py"], "is more than 1,000,000,000"),
-        (["--node-ttl", "1e12", "ok.py"], "is more than 1,000,000,000"),
-        (["--hang-after", "1e999", "ok.py"], "neither auto nor off"),
-        (["--hang-after", "1e300", "ok.py"], "neither auto nor off"),
-        (["--rdzv-conf", "join_timeout=1e300", "ok.py"], "is not a length of time"),
-        (["--checkpoint-every", "0", "ok.py"], "--checkpoint-every"),
-        (["--checkpoint-every", "-5m", "ok.py"], "--checkpoint-every"),
-        (["--checkpoint-rate", "0", "ok.py"], "--checkpoint-rate"),
-        (["--checkpoint-rate", "9" * 400, "ok.py"], "--checkpoint-rate"),
-        # places
-        (["--checkpoints", "bogus://x", "ok.py"], "bogus"),
-        (["--checkpoints", "s3://", "ok.py"], "s3:// names no folder"),
-        (["--checkpoints", "s3:///", "ok.py"], "names no folder"),
-        (["--log-dir", "file", "ok.py"], "cannot be written to: Not a directory"),
-        (["--log-dir", "/proc/x", "ok.py"], "cannot be written to"),
-        (["--http", "127.0.0.1:99999", "ok.py"], "neither HOST:PORT"),
-        (["--http-cert", "file", "ok.py"], "--http-cert is given without --http-key"),
-        (["--http-key", "file", "ok.py"], "--http-key is given without --http-cert"),
-        (["--http-cert", "file", "--http-key", "file", "ok.py"], "no PEM certificate"),
-        (["--http-cert", "gone", "--http-key", "file", "ok.py"], "No such file"),
-        (["--http-token-file", "gone", "ok.py"], "--http-token-file gone: No such file"),
-        (["--http-token-file", "dir", "ok.py"], "--http-token-file dir: Is a directory"),
-        (["--http-token-file", "/dev/null", "ok.py"], "holds no token"),
-        (["--http-token-file", "latin.py", "ok.py"], "holds no token"),
-        (["--http-token-file", "prog.sh", "ok.py"], "holds no token"),
-        (["--etcd", "", "ok.py"], "no etcd endpoint"),
-        (["--etcd", ",,", "ok.py"], "no etcd endpoint"),
-        (["--etcd", "nonsense nonsense", "ok.py"], "malformed"),
-        (["--etcd", "http://", "ok.py"], "names no host"),
-        (["--etcd", "http://a:99999", "ok.py"], "malformed"),
-        (["--etcd", "http://a:0", "ok.py"], "port 0"),
-        (["--etcd", "http://[::1", "ok.py"], "malformed"),
-        (["--etcd", "http://user:pw@a:2379", "ok.py"], "user name or password"),
-        (["--etcd", "https://a:1", "--etcd-cacert", "dir", "ok.py"], "Is a directory"),
-        # names
-        (["--job", "\x1b[31m", "ok.py"], "cannot be seen"),
-        (["--node", "\u202e", "ok.py"], "cannot be seen"),
-        (["--tee", "4", "ok.py"], "--tee '4'"),
-        (["--signals-to-handle", "SIGFOO", "ok.py"], "SIGFOO"),
-        # scripts
-        (["dir"], "is a directory"),
-        (["nope.py"], "does not exist"),
-        (["bin.py"], "null bytes"),
-        (["coding.py"], "nonsense"),
-        (["latin.py"], "latin.py:1"),
-        (["prog.sh"], "prog.sh:2"),
-        (["loop"], "symbolic links"),
-        ([""], "empty"),
-        (["x" * 5000], "File name too long"),
-        (["-m", ""], "empty"),
-        (["-m", "."], "no module named"),
-        (["-m", "nope.mod"], "no module named nope.mod"),
-        (["-m", "sys"], "sys is built into Python"),
-        (["--no-python", "nope"], "no program named nope"),
-        (["--no-python", "./file"], "not executable"),
-        (["--no-python", "./dir"], "is a directory"),
+        ("dir", "is a directory"),
+        ("nope.py", "does not exist"),
+        ("bin.py", "null bytes"),
+        ("coding.py", "nonsense"),
+        ("latin.py", "latin.py:1"),
+        ("prog.sh", "prog.sh:2"),
+        ("loop", "symbolic links"),
+        ("''", "empty"),
+        ("x" * 5000, "File name too long"),
+        ("-m ''", "empty"),
+        ("-m .", "no module named"),
+        ("-m nope.mod", "no module named nope.mod"),
+        ("-m sys", "sys is built into Python"),
+        ("-m job.py", "not a file"),
+        ("--no-python nope", "no program named nope"),
+        ("--no-python ./file", "not executable"),
+        ("--no-python ./dir", "is a directory"),
     ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+    ids=lambda value: value[:40],
 )
-def test_what_makes_no_sense_is_one_sentence(argv: list[str], says: str, here: Path) -> None:
-    sentence = refused(argv)
-    assert says in sentence
-    assert "Traceback" not in sentence
+def test_a_script_that_cannot_be_run_is_one_sentence(script: str, says: str, here: Path) -> None:
+    assert says in refused(*shlex.split(script))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +229,7 @@ def test_nonsense_in_the_environment_is_traced_to_it(
     variable: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "nonsense")
-    assert f"from the environment variable {variable}" in refused(["ok.py"])
+    assert f"from the environment variable {variable}" in refused("ok.py")
 
 
 @pytest.mark.parametrize("value", ["--5", "\u00b2"])
@@ -153,37 +237,36 @@ def test_a_switch_that_is_neither_yes_nor_no_is_traced_to_its_variable(
     value: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELASTICD_PLAIN", value)
-    assert "from the environment variable ELASTICD_PLAIN" in refused(["ok.py"])
+    assert "from the environment variable ELASTICD_PLAIN" in refused("ok.py")
 
 
 def test_a_switch_may_be_a_number_of_any_length(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTICD_AUDIT", "9" * 5000)
-    assert planned(["ok.py"]).config.audit is not None
+    assert planned("ok.py").config.audit is not None
 
 
 def test_the_environment_of_torch_s_agent_is_checked_as_well(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "9" * 400)
-    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in refused(["ok.py"])
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in refused("ok.py")
 
 
 def test_an_empty_variable_counts_as_unset_for_every_option(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = ["--job", "job", "ok.py"]
-    before = planned(argv).config
+    before = planned("--job", "job", "ok.py").config
     for option in run.params:
         if isinstance(option.envvar, str):
             monkeypatch.setenv(option.envvar, "")
     for option in REMOVED_OPTIONS:
         monkeypatch.setenv(f"ELASTICD_{option.replace('-', '_').upper()}", "")
     _check_variables(os.environ)
-    assert planned(argv).config == before
+    assert planned("--job", "job", "ok.py").config == before
 
 
 def test_a_rank_that_cannot_be_shown_is_noted(here: Path) -> None:
-    notes = planned(["--slots", "2", "--max", "2", "--local-ranks-filter", "0,7", "ok.py"]).notes
+    notes = planned("--slots", "2", "--max", "2", "--local-ranks-filter", "0,7", "ok.py").notes
     assert any("--local-ranks-filter names 7" in note for note in notes)
 
 

@@ -6,8 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -15,36 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.cli.command_error import CommandError
-from elasticd.cli.options import RunOptions, collect
+from elasticd.cli.log_options import _commas
+from elasticd.cli.main import _exit_code
 from elasticd.cli.run_command import run
-from elasticd.cli.run_configuration import Planned, plan
 from elasticd.core.facts import Limits, Policy, Resume
 from elasticd.core.hang.judging import Patience
 from elasticd.daemon.config import CommandKind, LogOptions
 from elasticd.telemetry.http import Tls
+from tests.cli.commandline import PretendMachine, parse, planned, refused
 from tests.etcd.cluster import Authority
 
-
-@dataclass(frozen=True)
-class Pretend:
-    """A machine with as many devices as a test wants."""
-
-    gpu_count: int = 0
-    core_count: int = 4
-    affinity: int = 16
-
-    def gpus(self) -> int:
-        return self.gpu_count
-
-    def cores(self) -> int:
-        return self.core_count
-
-    def affinity_cores(self) -> int:
-        return self.affinity
-
-    def torch_devices(self, kind: str) -> int | None:
-        return {"xpu": 0, "npu": 3}.get(kind)
+SHARED = "--etcd=http://127.0.0.1:1 --job=j"
 
 
 @pytest.fixture
@@ -54,42 +34,12 @@ def job(tmp_path: Path) -> str:
     return str(script)
 
 
-def parse(*argv: str) -> RunOptions:
-    with run.make_context("run", list(argv)) as ctx:
-        return collect(ctx, None)
-
-
-def planned(*argv: str, environ: Mapping[str, str] | None = None, machine: Pretend | None = None) -> Planned:
-    return plan(parse(*argv), environ or {"OMP_NUM_THREADS": "1"}, machine or Pretend())
-
-
-def complaint(*argv: str, machine: Pretend | None = None) -> str:
-    with pytest.raises(CommandError) as caught:
-        planned(*argv, machine=machine)
-    assert caught.value.code == 2
-    return caught.value.sentence
-
-
 # ---------------------------------------------------------------- the script's own arguments
 
 _words = st.one_of(
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12),
     st.sampled_from(
-        [
-            "--",
-            "-",
-            "",
-            "--logs",
-            "--log",
-            "--max",
-            "--max=3",
-            "--node",
-            "--run",
-            "-m",
-            "-t3",
-            "--help",
-            "--nnodes",
-        ]
+        ["", "--", "-", "--logs", "--log", "--max", "--max=3", "--node", "--run", "-m", "-t3", "--help"]
     ),
 )
 
@@ -116,13 +66,6 @@ def test_the_group_does_not_touch_them_either(args: list[str]) -> None:
 
     with cli.make_context("elasticd", ["run", "--plain", "job.py", *args]) as ctx:
         assert ctx._protected_args + ctx.args == ["run", "--plain", "job.py", *args]
-
-
-def test_torchruns_parser_would_have_tripped_over_such_a_flag() -> None:
-    from torch.distributed.run import get_args_parser
-
-    with pytest.raises(SystemExit):
-        get_args_parser().parse_args(["--nnodes", "1", "job.py", "--logs", "dir"])
 
 
 @pytest.mark.parametrize(
@@ -172,6 +115,7 @@ def torchruns_actions() -> dict[str, tuple[str, ...]]:
 
 
 def test_every_flag_that_torchrun_has_is_known_here_under_each_of_its_spellings() -> None:
+    assert set(SAMPLES) | SWITCHES == set(torchruns_actions()), "each is compared below"
     ours = {p.name: p for p in run.params if isinstance(p, click.Option)}
     for destination, spellings in torchruns_actions().items():
         assert destination in ours, f"torchrun has {spellings}, which elasticd run does not know"
@@ -210,10 +154,6 @@ SAMPLES = {
 SWITCHES = {"standalone", "module", "no_python", "run_path", "virtual_local_rank"}
 
 
-def test_there_is_a_sample_for_each_of_torchruns_flags() -> None:
-    assert set(SAMPLES) | SWITCHES == set(torchruns_actions())
-
-
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 @pytest.mark.parametrize("way", ["dash", "underscore", "environment"])
 def test_a_value_is_read_as_torchrun_reads_it(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +170,7 @@ def test_a_value_is_read_as_torchrun_reads_it(name: str, way: str, monkeypatch: 
     theirs = getattr(get_args_parser().parse_args(argv), name)
     ours = getattr(parse(*argv), name)
     if name.startswith("duplicate"):
-        ours = list(planned_lists(ours))
+        ours = list(_commas(ours))
     if name == "log_dir":
         ours = str(ours)
     if name in ("monitor_interval", "shutdown_timeout"):
@@ -238,12 +178,6 @@ def test_a_value_is_read_as_torchrun_reads_it(name: str, way: str, monkeypatch: 
     if way == "environment" and isinstance(theirs, str) and not isinstance(ours, str):
         theirs = type(ours)(theirs)
     assert ours == theirs
-
-
-def planned_lists(text: str) -> tuple[str, ...]:
-    from elasticd.cli.log_options import _commas
-
-    return _commas(text)
 
 
 @pytest.mark.parametrize("name", sorted(SWITCHES))
@@ -331,120 +265,46 @@ def test_flags_that_were_not_given_are_not_talked_about(job: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "machine", "limits", "slots"),
+    ("options", "machine", "limits", "slots"),
     [
-        ((), Pretend(), Limits(1, 1), 1),
-        (("--nproc-per-node", "4"), Pretend(), Limits(4, 4), 4),
-        (("--nproc-per-node", "gpu"), Pretend(gpu_count=8), Limits(8, 8), 8),
-        (("--nproc-per-node", "auto"), Pretend(gpu_count=2), Limits(2, 2), 2),
-        (("--nproc-per-node", "auto"), Pretend(), Limits(16, 16), 16),
-        (("--nproc-per-node", "cpu"), Pretend(gpu_count=2), Limits(16, 16), 16),
-        (("--nproc-per-node", "npu"), Pretend(), Limits(3, 3), 3),
-        (
-            ("--nnodes=2:4", "--nproc-per-node=8", "--etcd=http://127.0.0.1:1", "--job=j"),
-            Pretend(),
-            Limits(16, 32),
-            8,
-        ),
-        (("--nnodes=1:4", "--standalone", "--nproc-per-node=2"), Pretend(), Limits(2, 8), 2),
-        (("--min", "2", "--max", "8"), Pretend(), Limits(2, 8), 4),
-        (("--min", "2", "--max", "8"), Pretend(core_count=1), Limits(2, 8), 2),
-        (("--min", "2", "--max", "8"), Pretend(core_count=64), Limits(2, 8), 8),
-        (("--min", "2", "--max", "8"), Pretend(gpu_count=3), Limits(2, 8), 3),
-        (("--min", "2"), Pretend(), Limits(2, 4), 4),
-        (("--max", "3"), Pretend(), Limits(1, 3), 3),
-        (("--slots", "3"), Pretend(), Limits(3, 3), 3),
-        (("--slots", "auto"), Pretend(), Limits(4, 4), 4),
-        (("--min=1", "--max=2", "--slots=4"), Pretend(), Limits(1, 2), 4),
-        (("--max=2", "--slots=2", "--spares=1"), Pretend(), Limits(1, 2), 3),
-        (("--max=2", "--spares=1"), Pretend(gpu_count=2), Limits(1, 2), 2),
-        (("--min=6", "--max=8", "--etcd=http://127.0.0.1:1", "--job=j"), Pretend(), Limits(6, 8), 4),
-        (("--min=2", "--max=8", "--nproc-per-node=3"), Pretend(), Limits(2, 8), 3),
-        (("--unit=4",), Pretend(), Limits(4, 4, unit=4), 4),
-        (("--unit=3", "--slots=auto"), Pretend(), Limits(3, 3, unit=3), 3),
-        (("--unit=2", "--max=4"), Pretend(), Limits(2, 4, unit=2), 4),
-        (("--unit=3", "--min=3"), Pretend(), Limits(3, 3, unit=3), 3),
-        (("--sizes=8,2,4",), Pretend(), Limits(2, 8, sizes=(2, 4, 8)), 4),
-        (("--sizes=2,4", "--unit=2", "--min=1"), Pretend(), Limits(2, 4, unit=2, sizes=(2, 4)), 4),
-        (
-            ("--unit=8", "--max=16", "--slots=4", "--etcd=http://127.0.0.1:1", "--job=j"),
-            Pretend(),
-            Limits(8, 16, unit=8),
-            4,
-        ),
+        ("", {}, Limits(1, 1), 1),
+        ("--nproc-per-node 4", {}, Limits(4, 4), 4),
+        ("--nproc-per-node gpu", {"gpu_count": 8}, Limits(8, 8), 8),
+        ("--nproc-per-node auto", {"gpu_count": 2}, Limits(2, 2), 2),
+        ("--nproc-per-node auto", {}, Limits(16, 16), 16),
+        ("--nproc-per-node cpu", {"gpu_count": 2}, Limits(16, 16), 16),
+        ("--nproc-per-node npu", {}, Limits(3, 3), 3),
+        (f"--nnodes=2:4 --nproc-per-node=8 {SHARED}", {}, Limits(16, 32), 8),
+        ("--nnodes=1:4 --standalone --nproc-per-node=2", {}, Limits(2, 8), 2),
+        ("--min 2 --max 8", {}, Limits(2, 8), 4),
+        ("--min 2 --max 8", {"core_count": 1}, Limits(2, 8), 2),
+        ("--min 2 --max 8", {"core_count": 64}, Limits(2, 8), 8),
+        ("--min 2 --max 8", {"gpu_count": 3}, Limits(2, 8), 3),
+        ("--min 2", {}, Limits(2, 4), 4),
+        ("--max 3", {}, Limits(1, 3), 3),
+        ("--slots 3", {}, Limits(3, 3), 3),
+        ("--slots auto", {}, Limits(4, 4), 4),
+        ("--min=1 --max=2 --slots=4", {}, Limits(1, 2), 4),
+        ("--max=2 --slots=2 --spares=1", {}, Limits(1, 2), 3),
+        ("--max=2 --spares=1", {"gpu_count": 2}, Limits(1, 2), 2),
+        (f"--min=6 --max=8 {SHARED}", {}, Limits(6, 8), 4),
+        ("--min=2 --max=8 --nproc-per-node=3", {}, Limits(2, 8), 3),
+        (f"--min=5000 --max=9999 {SHARED}", {"core_count": 4096}, Limits(5000, 9999), 1024),
+        ("--min 1024", {}, Limits(1024, 1024), 1024),
+        ("--unit=4", {}, Limits(4, 4, unit=4), 4),
+        ("--unit=3 --slots=auto", {}, Limits(3, 3, unit=3), 3),
+        ("--unit=2 --max=4", {}, Limits(2, 4, unit=2), 4),
+        ("--unit=3 --min=3", {}, Limits(3, 3, unit=3), 3),
+        ("--sizes=8,2,4", {}, Limits(2, 8, sizes=(2, 4, 8)), 4),
+        ("--sizes=2,4 --unit=2 --min=1", {}, Limits(2, 4, unit=2, sizes=(2, 4)), 4),
+        (f"--unit=8 --max=16 --slots=4 {SHARED}", {}, Limits(8, 16, unit=8), 4),
     ],
 )
 def test_limits_and_slots_follow_from_what_is_given_and_what_the_machine_has(
-    argv: tuple[str, ...], machine: Pretend, limits: Limits, slots: int, job: str
+    options: str, machine: dict[str, int], limits: Limits, slots: int, job: str
 ) -> None:
-    config = planned(*argv, job, machine=machine).config
+    config = planned(*options.split(), job, machine=PretendMachine(**machine)).config
     assert (config.limits, config.slots) == (limits, slots)
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (("--min", "4", "--max", "2"), "--min 4 is above --max 2"),
-        (("--min", "2", "--nnodes", "2"), "--nnodes counts nodes"),
-        (("--slots", "2", "--nproc-per-node", "2"), "mean the same"),
-        (("--nnodes", "3:2"), "1 <= MIN <= MAX"),
-        (("--nnodes", "0"), "1 <= MIN <= MAX"),
-        (("--nnodes", "many"), "neither a number nor MIN:MAX"),
-        (("--nproc-per-node", "0"), "at least 1 worker"),
-        (("--nproc-per-node", "gpu"), "does not have"),
-        (("--nproc-per-node", "xpu"), "does not have"),
-        (("--nproc-per-node", "some"), "none of a number"),
-        (("--slots", "x"), "neither a number nor auto"),
-        (("--slots", "1024", "--spares", "1"), "1025 is more than the 1024"),
-        (("--slots", "-1"), "at least 1"),
-        (("--min", "99999"), "more than the 1024 workers that one node runs"),
-        (("--min", "1025", "--max", "9999"), "--min 1025 is more than the 1024"),
-        (("--slots", "1025"), "--slots 1025 is more than the 1024"),
-        (("--nproc-per-node", "1025"), "--nproc-per-node 1025 is more than the 1024"),
-        (("--slots", "1", "--min", "2"), "can never run --min 2"),
-        (("--min=1", "--etcd=http://127.0.0.1:1"), "--max"),
-        (("--nnodes", "2"), "--etcd"),
-        (("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1"), "--etcd"),
-        (("--nnodes", "2", "--standalone"), "--standalone"),
-        (("--min=9", "--max=9", "--etcd=http://127.0.0.1:1"), "--job NAME"),
-        (("--unit=2", "--min=3"), "--min 3 is no multiple of --unit 2"),
-        (("--unit=2", "--max=5"), "--max 5 is no multiple of --unit 2"),
-        (("--unit=2", "--nproc-per-node=3"), "the number of workers, 3, is no multiple of --unit 2"),
-        (("--unit=4", "--sizes=4,6"), "--sizes 6 is no multiple of --unit 4"),
-        (("--unit=4", "--slots=2", "--max=4"), "a unit of 4 workers does not fit on this node"),
-        (
-            (
-                "--unit=4",
-                "--slots=2",
-                "--max=4",
-                "--unit-within=node",
-                "--etcd=http://127.0.0.1:1",
-                "--job=j",
-            ),
-            "raise --slots, or give --unit-within any",
-        ),
-        (("--unit-within=node",), "no effect without --unit N"),
-        (("--sizes=2,x",), "'2,x' is no list of numbers of workers"),
-        (("--sizes=",), "is no list of numbers of workers"),
-        (("--sizes=0,2",), "is no list of numbers of workers"),
-        (("--sizes=2,4", "--max=3"), "--sizes has 4, which is above --max 3"),
-        (("--sizes=2,4", "--min=3"), "--sizes has 2, which is below --min 3"),
-        (("--sizes=2,4", "--nnodes=2"), "--nnodes counts nodes"),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused(argv: tuple[str, ...], says: str, job: str) -> None:
-    assert says in complaint(*argv, job)
-
-
-def test_a_world_may_be_larger_than_one_node(job: str) -> None:
-    large = ("--min=5000", "--max=9999", "--job=j", "--etcd=http://127.0.0.1:1")
-    config = planned(*large, job, machine=Pretend(core_count=4096)).config
-    assert (config.limits, config.slots) == (Limits(5000, 9999), 1024)
-    assert planned("--min", "1024", job).config.slots == 1024
-
-
-def test_slots_beyond_the_gpus_are_refused_and_the_way_out_is_named(job: str) -> None:
-    assert "CUDA_VISIBLE_DEVICES=" in complaint("--slots", "3", job, machine=Pretend(gpu_count=2))
 
 
 def test_the_command_line_beats_the_environment(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,37 +345,6 @@ def test_timeouts_of_rdzv_conf_are_ours_and_the_rest_is_told(job: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (("--etcd", "ftp://a:1"), "ftp"),
-        (("--etcd", "http://a:1,https://b:1"), "mix"),
-        (("--etcd", "http://a:1", "--standalone"), "--standalone"),
-        (("--etcd", "https://a:1", "--etcd-cert", "/nowhere"), "/nowhere"),
-        (("--etcd-cacert", "/nowhere"), "no --etcd"),
-        (("--rdzv-backend", "etcd"), "--rdzv-endpoint"),
-        (("--rdzv-conf", "a"), "key=value"),
-        (("--rdzv-conf", "join_timeout=soon"), "not a number"),
-        (("--rdzv-conf", "timeout=5'"), "--rdzv-conf timeout=5' is not a number"),
-        (("--rdzv-conf", "timeout=-1"), "--rdzv-conf timeout=-1 is not a length"),
-        (("--master-port", "70000"), "--master-port 70000 is not a port"),
-        (("--master-port", "-1"), "--master-port -1 is not a port"),
-        (("--job", "a/b"), "slash"),
-        (("--job", ""), "empty"),
-        (("--job", ".."), "file paths"),
-        (("--job", "x" * 500), "500"),
-        (("--job", "--min"), "begins with a dash"),
-        (("--node", "a/b"), "slash"),
-        (("--address", "192.0.2.7"), "not an address of this machine"),
-        (("--address", "a b"), "not an address"),
-    ],
-)
-def test_meeting_places_and_names_that_cannot_be_are_refused(
-    argv: tuple[str, ...], says: str, job: str
-) -> None:
-    assert says in complaint(*argv, job)
-
-
 def test_a_job_without_a_name_gets_a_readable_one_of_its_own(job: str) -> None:
     one, other = planned(job).config.job, planned(job).config.job
     assert one.startswith("job-") and other.startswith("job-") and one != other
@@ -549,10 +378,6 @@ def test_whether_to_resume_is_the_policy_s_and_the_workers_(job: str) -> None:
 def test_how_fast_checkpoints_are_written_is_the_agent_s_to_know(job: str) -> None:
     assert planned("--checkpoint-rate", "200M", job).config.checkpoint_rate == 200_000_000
     assert planned(job).config.checkpoint_rate is None
-    with pytest.raises(
-        CommandError, match="--checkpoint-rate: 'slow' is no number of bytes a second, such as"
-    ):
-        planned("--checkpoint-rate", "slow", job)
 
 
 def test_stragglers_are_reported_unless_they_are_to_be_drained(job: str) -> None:
@@ -605,15 +430,6 @@ def test_metrics_are_served_on_loopback_unless_somebody_says_otherwise(
         assert planned(job).config.http == meant
 
 
-@pytest.mark.parametrize("asked", ["9408", ":9408", "127.0.0.1", "127.0.0.1:port", "127.0.0.1:70000"])
-def test_where_nothing_can_be_served_is_refused_with_an_example(job: str, asked: str) -> None:
-    assert "127.0.0.1:9408" in complaint("--http", asked, job)
-
-
-def test_metrics_are_not_promised_at_an_address_of_another_machine(job: str) -> None:
-    assert "203.0.113.9 is not an address of this machine" in complaint("--http", "203.0.113.9:80", job)
-
-
 @pytest.mark.parametrize(
     ("where", "tls", "token", "note"),
     [
@@ -650,20 +466,6 @@ def test_hangs_are_judged_as_asked(job: str) -> None:
     assert planned("--hang-after", "20", job).config.patience == Patience(fixed_s=20)
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("--hang-after", "soon"),
-        ("--hang-after", "0"),
-        ("--hang-after", "-1"),
-        ("--hang-after", "nan"),
-        ("--hang-after", "inf"),
-    ],
-)
-def test_what_makes_no_sense_of_hangs_is_refused_in_a_sentence(argv: tuple[str, ...], job: str) -> None:
-    assert "--hang-" in complaint(*argv, job)
-
-
 def test_log_options_are_passed_on(job: str, tmp_path: Path) -> None:
     argv = ["--log-dir", str(tmp_path / "new" / "logs"), "-r", "3", "-t0:1", "--local-ranks-filter", "0,2"]
     environ = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}: ", "OMP_NUM_THREADS": "1"}
@@ -674,65 +476,7 @@ def test_log_options_are_passed_on(job: str, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (("-m", "--no-python"), "exclude each other"),
-        (("--tee", "5"), "--tee"),
-        (("--redirects", "0:9"), "--redirects"),
-        (("--redirects", "10:3"), "--redirects"),
-        (("--local-ranks-filter", "a"), "--local-ranks-filter"),
-        (("--signals-to-handle", "SIGNOPE"), "SIGNOPE"),
-        (("--signals-to-handle", "SIGKILL"), "SIGKILL"),
-        (("--logs-specs", "nope"), "nope"),
-        (("--log-dir", "/dev/null/logs"), "cannot be written"),
-        (("--log-dir", "/proc/elasticd-test"), "cannot be written"),
-    ],
-)
-def test_other_bad_values_are_refused(argv: tuple[str, ...], says: str, job: str) -> None:
-    assert says in complaint(*argv, job)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("--min", "0"),
-        ("--max", "-1"),
-        ("--min", "x"),
-        ("--join-timeout", "nan"),
-        ("--grow-cooldown", "-1"),
-        ("--grow-cooldown", "inf"),
-        ("--node-ttl", "0.5"),
-        ("--max-restarts", "-1"),
-        ("--start-method", "teleport"),
-        ("--log-format", "xml"),
-    ],
-)
-def test_values_out_of_range_are_refused(argv: tuple[str, str], job: str) -> None:
-    with pytest.raises(click.BadParameter) as caught:
-        parse(*argv, job)
-    assert argv[0] in caught.value.format_message()
-
-
 # ---------------------------------------------------------------- what runs
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (("--min", "a"), "--min a is not a whole number."),
-        (("--max", "1.5"), "--max 1.5 is not a whole number."),
-        (("--max", ""), "--max '' is not a whole number."),
-        (("--max_restarts", "few"), "--max-restarts few is not a whole number."),
-        (("--min", "0"), "--min 0 is less than 1."),
-        (("--grow-cooldown", "soon"), "--grow-cooldown soon is not a number of seconds."),
-        (("--node-ttl", "1"), "--node-ttl 1 is less than 2, and etcd keeps no lease shorter than that."),
-    ],
-)
-def test_what_is_no_number_is_told_in_a_sentence(argv: tuple[str, str], says: str, job: str) -> None:
-    with pytest.raises(click.BadParameter) as caught:
-        parse(*argv, job)
-    assert caught.value.format_message() == says
 
 
 def test_a_script_is_known_by_its_text(tmp_path: Path) -> None:
@@ -761,16 +505,12 @@ def test_a_module_is_found_without_importing_its_parents(
         ("--", "-x"),
     )
     assert planned("-m", "bundle.inner").config.command.target == "bundle.inner"
-    assert "no module named" in complaint("-m", "bundle.nothing")
-    assert "not a file" in complaint("-m", "job.py")
-    assert "without a __main__" in complaint("-m", "bundle")
+    assert "no module named" in refused("-m", "bundle.nothing")
+    assert "without a __main__" in refused("-m", "bundle")
 
 
-def test_a_program_is_looked_for_on_the_path(tmp_path: Path) -> None:
+def test_a_program_is_looked_for_on_the_path() -> None:
     assert planned("--no-python", "sh", "-c", "true").config.command.kind is CommandKind.PROGRAM
-    assert "no program named" in complaint("--no-python", "surely-not-there")
-    (tmp_path / "data").write_text("")
-    assert "not executable" in complaint("--no-python", str(tmp_path / "data"))
 
 
 def test_run_path_wins_over_no_python_as_with_torchrun(job: str) -> None:
@@ -780,7 +520,7 @@ def test_run_path_wins_over_no_python_as_with_torchrun(job: str) -> None:
 def test_a_syntax_error_is_shown_where_it_is(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text("import os\n\nprint('a'\nx = 1\n")
-    said = complaint(str(script))
+    said = refused(str(script))
     assert f"{script}:3" in said and "print('a'" in said
 
 
@@ -803,9 +543,7 @@ def test_another_interpreters_syntax_is_not_judged(tmp_path: Path) -> None:
 def test_another_interpreter_must_be_a_program(job: str, tmp_path: Path) -> None:
     environ = {"PATH": str(tmp_path)}
     for wrong in (str(tmp_path / "nothing"), "python9", str(tmp_path), job, ""):
-        with pytest.raises(CommandError, match="PYTHON_EXEC") as caught:
-            planned(job, environ={**environ, "PYTHON_EXEC": wrong})
-        assert caught.value.code == 2
+        assert "PYTHON_EXEC" in refused(job, environ={**environ, "PYTHON_EXEC": wrong})
     assert planned("--no-python", "/bin/sh", environ={**environ, "PYTHON_EXEC": "unused"})
     program(tmp_path / "python9")
     assert planned(job, environ={**environ, "PYTHON_EXEC": "python9"})
@@ -813,36 +551,26 @@ def test_another_interpreter_must_be_a_program(job: str, tmp_path: Path) -> None
 
 def test_binding_needs_its_program(job: str, tmp_path: Path) -> None:
     environ = {"PATH": str(tmp_path)}
-    with pytest.raises(CommandError, match="numactl, which is not on the PATH") as caught:
-        planned("--numa-binding", "node", job, environ=environ)
-    assert caught.value.code == 2
+    assert "numactl, which is not on the PATH" in refused("--numa-binding", "node", job, environ=environ)
     program(tmp_path / "numactl")
     assert planned("--numa-binding", "node", job, environ=environ).config.numa_binding == "node"
 
 
-def test_scripts_that_are_none_are_refused(tmp_path: Path) -> None:
-    assert "does not exist" in complaint(str(tmp_path / "no.py"))
-    assert "is a directory" in complaint(str(tmp_path))
-    assert "empty" in complaint("")
-    (tmp_path / "blob.py").write_bytes(b"\0\1\2")
-    assert "blob.py" in complaint(str(tmp_path / "blob.py"))
-
-
 def test_several_workers_get_one_thread_each_unless_told_otherwise(job: str) -> None:
-    options = parse("--slots", "2", job)
-    assert plan(options, {}, Pretend()).config.env == {"OMP_NUM_THREADS": "1"}
-    assert plan(options, {"OMP_NUM_THREADS": "3"}, Pretend()).config.env == {}
-    assert plan(parse(job), {}, Pretend()).config.env == {}
+    two = ("--slots", "2", job)
+    assert planned(*two, environ={}).config.env == {"OMP_NUM_THREADS": "1"}
+    assert planned(*two, environ={"OMP_NUM_THREADS": "3"}).config.env == {}
+    assert planned(job, environ={}).config.env == {}
 
 
 # ---------------------------------------------------------------- the real command
 
 
-def elasticd(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def elasticd(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ELASTICD_"))}
     return subprocess.run(
         [sys.executable, "-m", "elasticd.cli.main", *argv],
-        env={**clean, **(env or {})},
+        env={**clean, **env},
         capture_output=True,
         text=True,
         timeout=120,
@@ -868,16 +596,16 @@ def elasticd(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Com
         ("dance",),
     ],
 )
-def test_bad_usage_is_one_sentence_and_exit_code_2(argv: tuple[str, ...]) -> None:
-    done = elasticd(*argv)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("elasticd: ")
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_bad_usage_is_one_sentence_and_exit_code_2(
+    argv: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert _exit_code(argv) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("elasticd: ") and len(err.splitlines()) == 1
 
 
 def test_a_bad_value_in_the_environment_is_traced_to_it(job: str) -> None:
-    done = elasticd("run", job, env={"ELASTICD_MIN": "few"})
+    done = elasticd("run", job, ELASTICD_MIN="few")
     assert done.returncode == 2
     assert done.stderr == (
         "elasticd: --min few is not a whole number (from the environment variable ELASTICD_MIN).\n"

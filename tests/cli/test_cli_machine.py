@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.cli.machine import (
-    ThisMachine,
+    Machine,
     _cgroup_cores,
     default_node_name,
     is_local_address,
@@ -40,7 +40,7 @@ def test_gpus_are_counted_as_cuda_shows_them(told: str | None, present: int, see
 
 
 def test_there_is_at_least_one_core() -> None:
-    machine = ThisMachine({})
+    machine = Machine({})
     assert 1 <= machine.cores() <= machine.affinity_cores()
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from elasticd.etcd.embedded import find_etcd
-from tests.deploy.commandline import planned
+from tests.cli.commandline import planned
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -113,7 +113,7 @@ def test_with_tls_each_service_gets_files_that_are_made_and_an_agent_those_of_it
         }
         env = {key: str(targets.get(value, value)) for key, value in env.items()}
         script = AGENTS[name]["command"][1].replace("/opt/elasticd/workers/", f"{ROOT}/workers/")
-        etcd = planned([script], env).config.etcd
+        etcd = planned(script, environ=env).config.etcd
         assert etcd is not None and etcd.tls and etcd.cert == made / "job-gpt.crt"
 
 
@@ -123,7 +123,7 @@ def test_the_real_command_line_takes_what_an_agent_is_told(name: str) -> None:
     command, *argv = AGENTS[name]["command"]
     assert command == "run", "to the image's entry point"
     there = "/opt/elasticd/workers/"
-    config = planned([a.replace(there, f"{ROOT}/workers/") for a in argv], env).config
+    config = planned(*(a.replace(there, f"{ROOT}/workers/") for a in argv), environ=env).config
     assert config.job == "gpt" and f"agent-{config.node}" == name
     assert config.etcd is not None and config.etcd.url == "http://etcd:2379"
     assert "etcd" in SERVICES

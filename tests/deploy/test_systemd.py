@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.commandline import planned
+from tests.cli.commandline import planned
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "systemd"
@@ -82,6 +82,6 @@ def test_the_real_command_line_takes_what_the_unit_and_the_example_say(tmp_path:
     _, word, *rest = command.split()
     assert word == "run"
     argv = [part for w in rest for part in env[w.removeprefix("$")].split()]
-    config = planned(argv, {k: v for k, v in env.items() if not k.startswith("SCRIPT")}).config
+    config = planned(*argv, environ={k: v for k, v in env.items() if not k.startswith("SCRIPT")}).config
     assert config.job == "gpt" and config.etcd is not None and config.etcd.tls
     assert config.command.args == ("--steps=5000",)

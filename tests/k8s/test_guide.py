@@ -17,7 +17,7 @@ import yaml
 from elasticd.cli.main import cli
 from elasticd.cli.policy import SETTINGS
 from elasticd.cli.run_command import run
-from tests.deploy.commandline import VARIABLES
+from tests.cli.commandline import VARIABLES
 from tests.k8s.kinds import KINDS
 from tests.k8s.manifests import K8S, OVERLAYS, ROOT, build, of_kind, overlay, pods
 

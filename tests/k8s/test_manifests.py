@@ -10,7 +10,7 @@ import pytest
 
 from elasticd.cli.run_configuration import Planned
 from elasticd.etcd.embedded import find_etcd
-from tests.deploy import commandline
+from tests.cli import commandline
 from tests.k8s.manifests import (
     K8S,
     OVERLAYS,
@@ -333,7 +333,9 @@ def planned(made: Pods, index: int, tmp_path: Path, args: list[str] | None = Non
         return text.replace("/etc/elasticd/tls", str(tmp_path)).replace("/opt/elasticd", str(ROOT))
 
     return commandline.planned(
-        [here(word) for word in argv[2:]], {key: here(value) for key, value in env.items()}, GPUS
+        *map(here, argv[2:]),
+        environ={key: here(value) for key, value in env.items()},
+        machine=commandline.PretendMachine(GPUS, core_count=64),
     )
 
 

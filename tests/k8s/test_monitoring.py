@@ -12,9 +12,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.deploy.commandline import VARIABLES
+from tests.cli.commandline import VARIABLES
 from tests.k8s.kinds import KINDS
-from tests.k8s.manifests import K8S, ROOT, Object, build, matches, of_kind, overlay, pods
+from tests.k8s.manifests import K8S, ROOT, Object, Pods, build, matches, of_kind, overlay, pods
 from tests.k8s.test_schemas import VERSIONS
 
 DEPLOY = ROOT / "deploy"
@@ -64,32 +64,35 @@ def test_targets_bear_the_job_that_the_rules_ask_for() -> None:
     assert told <= {config["job_name"] for config in scraped}, "as outside of Kubernetes"
 
 
-@pytest.mark.parametrize("base", ["gpu", "spot", "pool", "existing-etcd", "kueue", "kubeflow"])
-def test_any_overlay_can_be_watched(base: str, tmp_path: Path) -> None:
-    made = {
-        "resources": [os.path.relpath(K8S / "overlays" / base, tmp_path)],
-        "components": [os.path.relpath(K8S / "components" / "monitoring", tmp_path)],
-    }
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(made))
-    objects = build(str(tmp_path))
-    assert len(of_kind(objects, "PrometheusRule")) == 1 and len(dashboard_maps(objects)) == len(DASHBOARDS)
-    (trains,) = [p for p in pods(objects) if p.trains]
-    ports = {p["name"] for p in trains.container["ports"]}
-    watched = [m for m in of_kind(objects, "PodMonitor") if matches(m["spec"]["selector"], trains.labels)]
-    assert [e["port"] for m in watched for e in m["spec"]["podMetricsEndpoints"]] == ["http"]
-    assert "http" in ports
-
-
-@pytest.mark.parametrize("base", ["monitoring", "gpu", "spot", "pool", "existing-etcd", "kueue"])
-def test_any_overlay_can_be_watched_over_tls_with_a_token(base: str, tmp_path: Path) -> None:
-    components = ["http-tls"] if base == "monitoring" else ["monitoring", "http-tls"]
+def built(tmp_path: Path, base: str, *components: str) -> tuple[Object, ...]:
     made = {
         "resources": [os.path.relpath(K8S / "overlays" / base, tmp_path)],
         "components": [os.path.relpath(K8S / "components" / name, tmp_path) for name in components],
     }
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(made))
-    objects = build(str(tmp_path))
+    return build(str(tmp_path))
+
+
+def monitor_of(objects: tuple[Object, ...]) -> tuple[Pods, Object]:
+    """The pods that train, and the only PodMonitor that watches them."""
     (trains,) = [p for p in pods(objects) if p.trains]
+    (monitor,) = [m for m in of_kind(objects, "PodMonitor") if matches(m["spec"]["selector"], trains.labels)]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] == "http" and "http" in {p["name"] for p in trains.container["ports"]}
+    return trains, monitor
+
+
+def test_kubeflows_overlay_can_be_watched(tmp_path: Path) -> None:
+    objects = built(tmp_path, "kubeflow", "monitoring")
+    assert len(of_kind(objects, "PrometheusRule")) == 1 and len(dashboard_maps(objects)) == len(DASHBOARDS)
+    monitor_of(objects)
+
+
+@pytest.mark.parametrize("base", ["monitoring", "gpu", "spot", "pool", "existing-etcd", "kueue"])
+def test_any_other_overlay_can_be_watched_over_tls_with_a_token(base: str, tmp_path: Path) -> None:
+    objects = built(tmp_path, base, *(["monitoring"] if base != "monitoring" else []), "http-tls")
+    assert len(of_kind(objects, "PrometheusRule")) == 1 and len(dashboard_maps(objects)) == len(DASHBOARDS)
+    trains, monitor = monitor_of(objects)
     for version in VERSIONS:
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": trains.spec}
         kubernetes_validate.validate(pod, version, strict=True)
@@ -101,7 +104,6 @@ def test_any_overlay_can_be_watched_over_tls_with_a_token(base: str, tmp_path: P
     probes = [trains.container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
     assert {probe["scheme"] for probe in probes} == {"HTTPS"}
     assert {probe["path"] for probe in probes} == {"/healthz", "/readyz"}, "which need no token"
-    (monitor,) = [m for m in of_kind(objects, "PodMonitor") if matches(m["spec"]["selector"], trains.labels)]
     jsonschema.validate(monitor, KINDS[monitor["apiVersion"], "PodMonitor"])
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["scheme"] == "https"
