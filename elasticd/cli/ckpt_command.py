@@ -62,16 +62,12 @@ class _Inspected:
     wrong: str
 
     def as_json(self) -> dict[str, Any]:
-        s = self.saved
-        told = {
-            "name": s.name,
-            "step": s.step,
-            "generation": s.round,
-            "world": s.world,
-            "at": s.at,
-            "size": s.size,
-        }
-        return {**told, "whole": not self.wrong, "wrong": self.wrong or None}
+        facts = {**_facts(self.saved), "at": self.saved.at, "size": self.saved.size}
+        return {**facts, "whole": not self.wrong, "wrong": self.wrong or None}
+
+
+def _facts(of: Saved | Manifest) -> dict[str, Any]:
+    return {"name": of.name, "step": of.step, "generation": of.round, "world": of.world}
 
 
 @ckpt.command()
@@ -116,13 +112,11 @@ def show(store: CheckpointStore, which: str | None, as_json: bool) -> None:
     if as_json:
         tensors = {k: {"dtype": t.dtype, "shape": t.shape} for k, t in index.tensors.items()}
         files = {f.name: f.size for f in manifest.files}
-        told = {
-            "name": manifest.name,
-            "step": manifest.step,
-            "generation": manifest.round,
-            "world": manifest.world,
-        }
-        say(json.dumps({**told, "files": files, "tensors": tensors, "objects": sorted(index.blobs)}))
+        say(
+            json.dumps(
+                {**_facts(manifest), "files": files, "tensors": tensors, "objects": sorted(index.blobs)}
+            )
+        )
         return
     saved_by = f"{describe.count(manifest.world, 'worker')} (generation {manifest.round})"
     say(f"{manifest.name}: step {manifest.step}, saved by {saved_by}, {describe.size(manifest.size)}")
@@ -155,9 +149,8 @@ def verify(store: CheckpointStore, which: str | None, every: bool) -> int:
         wrong = [looked.wrong] if looked.wrong else []
         if looked.manifest is not None:
             with _bar(f"step {saved.step}", looked.manifest.size) as advance:
-                for file, its in reading.verify(store, looked.manifest, advance):
-                    del file
-                    wrong += its
+                for _, faults in reading.verify(store, looked.manifest, advance):
+                    wrong += faults
         for sentence in wrong:
             say(f"elasticd: {sentence}.", err=True)
         say(f"{saved.name}: {'damaged' if wrong else 'whole'}")

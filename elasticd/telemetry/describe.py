@@ -45,7 +45,7 @@ _SIGNAL_HINTS: dict[str, str] = {
 
 
 def cause(cause: Cause) -> str:
-    """Return why a round began or ended, as a clause such as "a node was lost"."""
+    """Return the cause of a round's begin or end, as a clause such as "a node was lost"."""
     return _CAUSES[cause]
 
 
@@ -58,8 +58,8 @@ def signal_name(number: int) -> str:
 
 
 def ending(code: int, *, hung: bool = False) -> str:
-    """Return how a process ended. ``code``: its exit status, or minus the signal that killed it. ``hung``:
-    elasticd killed the process because it hung."""
+    """Return the end of a process in words. ``code``: its exit status, or minus the signal that killed it.
+    ``hung``: elasticd killed the process because it hung."""
     if code == 0:
         return "ended well"
     if hung:
@@ -84,7 +84,7 @@ def worker(node: str, exit: Exit) -> str:
 
 
 def failure(failure: Failure) -> str:
-    """Return which worker failed and how, in a clause without a full stop."""
+    """Return the worker that failed, and its end, in a clause without a full stop."""
     said = f": {first_line(failure.exit.message)}" if failure.exit.message.strip() else ""
     return f"{worker(failure.node, failure.exit)} {ending(failure.exit.code, hung=failure.exit.hung)}{said}"
 
@@ -183,7 +183,7 @@ def spent(seconds: Mapping[str, float]) -> str:
 
 
 def waiting(wait: r.Wait, now: float) -> str:
-    """Return why the job waits, in a sentence. ``now``: seconds since the epoch."""
+    """Return the reason for which the job waits, in a sentence. ``now``: seconds since the epoch."""
     match wait:
         case r.BelowMinimum(have, need, until, unit):
             if have >= need:
@@ -219,17 +219,9 @@ def _in(until: float, now: float) -> str:
 
 def sentence(reason: r.Reason, now: float) -> str:
     """Return a decision and its reason, in a sentence without a full stop."""
+    if isinstance(reason, r.Wait):
+        return waiting(reason, now)
     match reason:
-        case (
-            r.BelowMinimum()
-            | r.Settling()
-            | r.AwaitingRelease()
-            | r.AwaitingHeirs()
-            | r.AwaitingCheckpoint()
-            | r.AwaitingReturn()
-            | r.CoolingDown()
-        ):
-            return waiting(reason, now)
         case r.RoundFormed(number, world_size, nodes, why):
             return (
                 f"round {number} formed with {count(world_size, 'worker')} "
@@ -237,13 +229,8 @@ def sentence(reason: r.Reason, now: float) -> str:
             )
         case r.RoundClosing(number, why, nodes, failed):
             # The log of the worker's node, and the FailureCharged event, say how the worker failed.
-            who = (
-                f" ({worker(failed.node, failed.exit)})"
-                if failed
-                else f" ({listing(nodes)})"
-                if nodes
-                else ""
-            )
+            whose = worker(failed.node, failed.exit) if failed else listing(nodes)
+            who = f" ({whose})" if whose else ""
             return f"round {number} ends: {cause(why)}{who}"
         case r.FailureCharged(failed, spent, allowed):
             left = f"{spent} of {allowed} restarts spent" if spent <= allowed else "no restart is left"
@@ -350,7 +337,7 @@ def sentence(reason: r.Reason, now: float) -> str:
 
 
 def laggard(one: Laggard) -> str:
-    """Return which worker lags behind or has a bad GPU, in a clause without a full stop."""
+    """Return the worker that lags behind or has a bad GPU, in a clause without a full stop."""
     found = (
         r.SlotBad(one.node, one.slot, one.rank, one.why)
         if one.why
@@ -364,7 +351,7 @@ def _asker(signal_number: int) -> str:
 
 
 def ended(outcome: Outcome) -> str:
-    """Return how a job ended, as a verb such as "finished" or "failed"."""
+    """Return the end of a job, as a verb such as "finished" or "failed"."""
     match outcome:
         case Outcome.SUCCEEDED:
             return "finished"
@@ -390,8 +377,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def hang(verdict: Verdict) -> str:
-    """Return which ranks hang and where, in a clause such as "rank 3 on node b is in job.py:88, data loading;
-    the other 7 wait for it in all_reduce"."""
+    """Return the ranks that hang, and their places, in a clause such as "rank 3 on node b is in job.py:88,
+    data loading; the other 7 wait for it in all_reduce"."""
     if verdict.why is Why.DEADLOCK:
         return _deadlock(verdict)
     who = "; ".join(_culprit(verdict.why, look) for look in verdict.guilty[:3])
@@ -505,7 +492,7 @@ _NAMES: dict[type, tuple[str, Level]] = {
 
 
 def awaits(pid: int) -> str:
-    """Return what a slot waits for whose worker starts once this process is gone."""
+    """Return the state of a slot whose worker starts once this process is gone, as a verb."""
     return f"waits for process {pid} to be taken down by the kernel"
 
 
@@ -527,13 +514,7 @@ def event(reason: r.Reason) -> LogEvent:
     name, level = _NAMES[type(reason)]
     if isinstance(reason, r.WorkerEnded) and reason.code != 0:
         level = "warning"
-    if isinstance(reason, r.JobEnded) and reason.outcome in (
-        Outcome.FAILED,
-        Outcome.SHORT,
-        Outcome.DIVERGED,
-        Outcome.NOWHERE,
-        Outcome.REFUSED,
-    ):
+    if isinstance(reason, r.JobEnded) and reason.outcome not in (Outcome.SUCCEEDED, Outcome.STOPPED):
         level = "error"
     # The leader charges the failure right after it closes the round; that event has the long message.
     said_later = isinstance(reason, r.RoundClosing) and reason.cause.charged

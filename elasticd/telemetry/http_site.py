@@ -137,9 +137,8 @@ class _PageHandler(_TextHandler):
             names = ", ".join(sorted(self._names))
             self.refuse(HTTPStatus.MISDIRECTED_REQUEST, f"use this machine's address, or a name: {names}")
         elif self._token and not self._has_token(self._token):
-            self.set_header(
-                "WWW-Authenticate", 'Basic realm="elasticd"'
-            )  # a browser then asks for a password
+            # A browser then asks for a password.
+            self.set_header("WWW-Authenticate", 'Basic realm="elasticd"')
             why = "this page needs the token: send it as a Bearer token, or as the password of any user"
             self.refuse(HTTPStatus.UNAUTHORIZED, why)
 

@@ -20,12 +20,8 @@ from elasticd.telemetry.goodput import goodput
 Line = Mapping[str, Any]
 BINS_MAX = 80  # the most points of a plot
 _STRAGGLERS = ("worker.straggling", "slot.bad")
-_OTHER_SECTIONS = (
-    "worker.ended",
-    "failure.charged",
-    "workers.hung",
-    *_STRAGGLERS,
-)  # warnings with a section of their own
+# Warnings with a section of their own.
+_OTHER_SECTIONS = ("worker.ended", "failure.charged", "workers.hung", *_STRAGGLERS)
 _UNCHARGED = (Cause.NODE_LOST, Cause.WORLD_BROKEN)  # causes for which no worker failed
 _CHANGES = ("job.waiting", "workers.stopping", "workers.leaving", "round.awaiting_release")
 

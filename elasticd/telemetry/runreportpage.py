@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from html import escape
 
@@ -90,35 +90,29 @@ def render(r: RunReport, version: str, now: float) -> str:
             _section(
                 "Rounds",
                 ("round", "began", "lasted", "workers", "cause:t", "ended by:t", "worker time lost"),
-                (_round(one, r.began_at) for one in r.rounds),
-                len(r.rounds),
+                [_round(one, r.began_at) for one in r.rounds],
             ),
             _section(
                 "Failures",
                 ("when", "what:t", "worker time lost"),
-                (_failure(one, r.began_at) for one in r.failures),
-                len(r.failures),
-            )
-            if r.failures
-            else "",
+                [_failure(one, r.began_at) for one in r.failures],
+            ),
             _happened("Hangs", r.hangs, r.began_at, "evidence"),
             _happened("Stragglers and bad slots", r.stragglers, r.began_at),
             _happened("Checkpoints", r.checkpoints, r.began_at),
             _section(
                 "Slots",
                 ("node:t", "slot", "steps", "time of a step", "productive", "lost", "mostly to:t"),
-                map(_slot, r.slots),
-                len(r.slots),
+                [_slot(one) for one in r.slots],
             ),
             _section(
                 "Agents",
                 ("node:t", "slots", "began", "last line", "end:t"),
-                (
+                [
                     f"<td class=t>{escape(a.node)}<td>{a.slots}<td>{_since(a.began_at, r.began_at)}"
                     f"<td>{_since(a.ended_at, r.began_at)}<td class=t>{escape(a.fate)}"
                     for a in r.agents
-                ),
-                len(r.agents),
+                ],
             ),
             _happened("Warnings", r.warnings, r.began_at),
             f"<footer class=dim>Written by elasticd {escape(version)} on {_day(now)}, ",
@@ -207,25 +201,28 @@ def _slot(one: SlotPart) -> str:
 
 def _happened(title: str, events: Sequence[Event], since: float, place: str = "") -> str:
     """Return a section of events. ``place``: the field with a path to show below the text."""
-    rows = (
+    rows = [
         f"<td>{_since(float(e['at']), since)}<td class=t>{escape(str(e.get('node', '')))}"
         f"<td class='t w'>{escape(_capital(str(e.get('conclusion') or e.get('text') or e['event'])))}"
         + (f"<br><code class=dim>{escape(str(e[place]))}</code>" if place and e.get(place) else "")
         for e in events
-    )
-    return _section(title, ("when", "node:t", "what:t"), rows, len(events)) if events else ""
+    ]
+    return _section(title, ("when", "node:t", "what:t"), rows)
 
 
-def _section(title: str, head: Sequence[str], rows: Iterable[str], count: int) -> str:
+def _section(title: str, head: Sequence[str], rows: list[str]) -> str:
+    """Return a section with a table; empty without rows. A name in ``head`` that ends in ":t" is of a column
+    of text."""
+    if not rows:
+        return ""
     heads = "".join(
         f"<th{' class=t' if name.endswith(':t') else ''}>{name.removesuffix(':t')}" for name in head
     )
-    shown = list(rows)
     left_out = ""
-    if count > ROWS_MAX:
-        shown = [*shown[: ROWS_MAX // 2], *shown[-ROWS_MAX // 2 :]]
-        left_out = f"<p class=dim>{count - ROWS_MAX} more in between are left out.</p>"
-    body = "".join(f"<tr>{row}</tr>" for row in shown)
+    if len(rows) > ROWS_MAX:
+        left_out = f"<p class=dim>{len(rows) - ROWS_MAX} more in between are left out.</p>"
+        rows = [*rows[: ROWS_MAX // 2], *rows[-ROWS_MAX // 2 :]]
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
     return f"<h2>{title}</h2><div class=wide><table><tr>{heads}</tr>{body}</table></div>{left_out}"
 
 
