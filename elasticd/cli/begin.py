@@ -57,8 +57,8 @@ def _leave(sentence: str, code: int) -> NoReturn:
 
 
 def _unreadable() -> str:
-    """Return which file of Python or elasticd this user may not run or read, for example after ``su``; empty
-    if there is none."""
+    """Return a sentence about a file of Python or elasticd that this user may not run or read, for example
+    after ``su``; empty if there is none."""
     library = os.path.dirname(os.__file__)
     for path, way in ((sys.executable, os.X_OK), (library, os.R_OK | os.X_OK), (__file__, os.R_OK)):
         if path and not os.access(path, way):

@@ -38,7 +38,7 @@ def package_of(name: str) -> str:
 
 
 def _imported(statement: ast.stmt) -> list[str] | None:
-    """Return what the statement imports; None if it does anything else that has an effect."""
+    """Return the imports of the statement; None if it has any other effect."""
     match statement:
         case ast.Import(names):
             return [name.name for name in names]

@@ -121,13 +121,12 @@ def last_run(known: list[runs.KnownRun]) -> list[runs.KnownRun]:
 
 
 def _over(event: Event) -> bool:
-    """Return whether the event ends the whole job. Agents that start later belong to another run of that
-    name."""
+    """Whether the event ends the whole job. Agents that start later belong to another run of that name."""
     return event["event"] == "job.ended" or (event["event"] == files.ENDED and bool(event.get("outcome")))
 
 
 def living(started: Event) -> bool:
-    """Return whether the agent that wrote this first event is alive."""
+    """Whether the agent that wrote this first event is alive."""
     found = _process(started)
     if found is not None:
         os.close(found)

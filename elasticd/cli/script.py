@@ -114,9 +114,9 @@ def _read_module(name: str, own_python: bool) -> tuple[str, tuple[str, ...]]:
 
 
 def _first_imports(paths: Sequence[str], folder: str) -> tuple[str, ...]:
-    """Return what the program begins to import, if any of it is not of the standard library. ``paths``: of
-    the packages that ``python -m`` imports first, and of the program. ``folder``: leads the workers'
-    ``sys.path``."""
+    """Return the imports that the program begins with, if any of them is not of the standard library.
+    ``paths``: of the packages that ``python -m`` imports first, and of the program. ``folder``: leads the
+    workers' ``sys.path``."""
     homes = [os.path.dirname(os.__file__)]
     homes += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
 

@@ -44,7 +44,7 @@ class Observer:
         store.watch("stragglers", self._verdict_seen)
 
     def lags(self, node: str) -> Mapping[int, SlotLag]:
-        """Return how this node's workers compare with their peers, by slot."""
+        """Return the comparison of this node's workers with their peers, by slot."""
         return lags(self._measuring, self.found, node)
 
     def look_at_gpu(self, slot: int, reading: GpuReading) -> None:

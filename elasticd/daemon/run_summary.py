@@ -75,7 +75,7 @@ def began_at(last: Round | None, agent_began_at: float) -> float:
 
 
 def why_silent(why: str, access: EtcdAccess) -> str:
-    """Return why etcd has not answered, with a fault in a certificate, scheme or port if one is found."""
+    """Return the reason for etcd's silence, with a fault in a certificate, scheme or port if one is found."""
     found = diagnose(access)
     return why if found is None else f"{why}: {found}"
 

@@ -58,7 +58,7 @@ class StandaloneEtcd:
         self._server.stop()
 
     def wait_until_ready(self) -> EtcdAccess:
-        """Return how to reach the server. Raise CannotStart if the server does not start."""
+        """Return the access to the server. Raise CannotStart if the server does not start."""
         self._ready.wait()
         if isinstance(self._error, StoreError | WardenError | OSError):
             raise CannotStart(str(self._error)) from self._error

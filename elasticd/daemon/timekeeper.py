@@ -80,7 +80,7 @@ class Timekeeper:
         return (mine, *_others(self._store, mine.node, state.round))
 
     def _first_step_at(self, beat: SlotProgress, round: int) -> float:
-        """Return when the worker made the round's first step; 0 if its page no longer holds the time."""
+        """Return the time of the worker's first step in the round; 0 if its page no longer holds the time."""
         known_round, at = self._first_at.get(beat.slot, (0, 0.0))
         if known_round != round:
             times = self._step_times(beat.slot, 0)

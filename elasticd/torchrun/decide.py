@@ -133,7 +133,8 @@ def decide(me: str, address: str, view: RendezvousView, rules: Rules, now: float
 
 
 def changes_pending(me: str, entered: int, view: RendezvousView, rules: Rules) -> int:
-    """Return how many changes of membership make the world of round ``entered`` outdated; 0: train on.
+    """Return the number of changes of membership that make the world of round ``entered``
+    outdated. With 0, the node trains on.
 
     Counted are lost members, members and new nodes that wait for the next round, and this node itself if the
     others may have continued without it.
@@ -169,7 +170,7 @@ def living(view: RendezvousView) -> list[str]:
 
 
 def is_waiting(node: str, view: RendezvousView) -> bool:
-    """Return whether a live node waits for a round after the last one."""
+    """Whether a live node waits for a round after the last one."""
     return view.round is None or (
         view.round.rank_of(node) is None or view.nodes[node].record.after >= view.round.number
     )
@@ -180,8 +181,8 @@ def is_loopback(address: str) -> bool:
 
 
 def _patience_ends(chosen: list[str], newcomers: list[str], view: RendezvousView, rules: Rules) -> float:
-    """Return when to form the round. Survivors of the last round wait for nobody; new nodes wait for more new
-    nodes."""
+    """Return the time to form the round. Survivors of the last round wait for nobody; new nodes wait for
+    more new nodes."""
     if len(chosen) >= rules.max_nodes:
         return float("-inf")
     if rules.last_call_s is not None:

@@ -268,8 +268,8 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             membership.wait(sight, left_s)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many changes of membership ask for a new round. Lost members count too, because torch's
-        agent acts on this number alone."""
+        """Return the number of changes of membership that ask for a new round. Lost members count too,
+        because torch's agent acts on this number alone."""
         membership = self._membership
         if membership is None or self._ended:
             return 0

@@ -258,7 +258,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def connect(host: str, port: int) -> str:
-    """Return why a connection to this address fails; empty if it succeeds."""
+    """Return the error of a connection to this address; empty if it succeeds."""
     try:
         socket.create_connection((host.strip("[]"), port), timeout=CONNECT_S).close()
     except OSError as error:

@@ -55,7 +55,7 @@ def look_at_torch(said: dict[str, Any]) -> None:
 
 
 def group_of_one(dist: Any, torch: Any, backend: str, device: str) -> str:
-    """Return why a group of this process alone cannot be formed, or an empty string. The interface is chosen
+    """Return the error of a group of this process alone; empty if it can be formed. The interface is chosen
     as in a job."""
     try:
         dist.init_process_group(
