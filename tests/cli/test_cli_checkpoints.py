@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,17 +27,24 @@ def state(step: int) -> dict[str, object]:
     return {"model": {"w": torch.randn(300, 7), "b": torch.randn(5)}, "step": step, "note": ["a", step]}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Steps 1 to 3."""
-    checkpoints = Checkpoints(tmp_path / "run")
+    run = tmp_path_factory.mktemp("saved") / "run"
+    checkpoints = Checkpoints(run)
     for step in (1, 2, 3):
         assert checkpoints.save(state(step), step)
         assert checkpoints.wait() and not checkpoints.failed
     checkpoints.close()
-    yield tmp_path / "run"
+    yield run
     while saver_connection.started:
         saver_connection.started.pop().wait(60.0)
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of its own for each test."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
 def ckpt(*arguments: object) -> Result:
@@ -83,8 +91,6 @@ def test_which_world_saved_it_is_not_called_a_round_of_the_job(folder):
     later = Checkpoints(folder)
     assert later.save(state(4), 4) and later.wait()
     later.close()
-    while saver_connection.started:
-        saver_connection.started.pop().wait(60.0)
     told = [json.loads(line) for line in ckpt("ls", folder, "--json").stdout.splitlines()]
     assert [t["generation"] for t in told] == [1, 1, 2] and not any("round" in t for t in told)
     assert "GENERATION" in ckpt("ls", folder).stdout

@@ -21,7 +21,6 @@ from typing import Any
 
 import pyte
 import pytest
-from click.testing import CliRunner
 
 from elasticd.cli import job_commands
 from elasticd.cli.command_error import CommandError
@@ -363,15 +362,6 @@ def test_watching_a_standalone_run_ends_with_it(tmp_path: Path, monkeypatch: pyt
         assert err == "elasticd: the standalone run alone has ended, and its etcd with it.\n"
 
 
-def test_an_interrupted_watch_leaves_quietly(etcd: Client, server: Embedded) -> None:
-    put(etcd, "j", spec=SPEC, round=LIVE)
-    with watching("j", etcd=server) as process:
-        assert next_line(process)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 130 and "Traceback" not in err
-
-
 def test_top_draws_on_the_whole_terminal_and_gives_it_back_when_it_is_interrupted(
     etcd: Client, server: Embedded
 ) -> None:
@@ -405,11 +395,6 @@ def test_top_draws_on_the_whole_terminal_and_gives_it_back_when_it_is_interrupte
     assert any("slot 0" in line and "slot 1" in line for line in lines), lines
 
 
-def test_scale_by_the_click_runner_raises_a_complaint_and_no_traceback(etcd: Client) -> None:
-    result = CliRunner().invoke(job_commands.scale, ["nobody", "--max", "2"])
-    assert isinstance(result.exception, CommandError)
-
-
 def test_a_standalone_run_that_ended_since_it_was_found_has_ended_and_is_not_out_of_reach(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,3 +404,8 @@ def test_a_standalone_run_that_ended_since_it_was_found_has_ended_and_is_not_out
     with pytest.raises(CommandError) as met:
         job_commands._edit(gone, "j", lambda spec: spec)
     assert (met.value.sentence, met.value.code) == ("j has ended already.", 2)
+
+
+def test_top_without_a_terminal_names_the_command_to_use_instead(capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = elasticd(capfd, "top", "train")
+    assert code == 2 and "status --watch" in err

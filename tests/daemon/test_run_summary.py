@@ -166,17 +166,17 @@ def test_a_run_whose_reader_has_left_goes_on_to_its_end(tmp_path: Path, stream: 
     other = tmp_path / "other"
     try:
         with other.open("w") as file:
-            ended = subprocess.run(
-                [sys.executable, "-m", "elasticd.cli.main", "run", "--plain", str(tmp_path / "job.py")],
+            run = forkserver.Forked(
+                ["elasticd", "run", "--plain", str(tmp_path / "job.py")],
                 env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
-                stdin=subprocess.DEVNULL,
-                stdout=theirs if stream == "stdout" else file,
-                stderr=theirs if stream == "stderr" else file,
-                timeout=120,
+                cwd=tmp_path,
+                stdout=theirs if stream == "stdout" else file.fileno(),
+                stderr=theirs if stream == "stderr" else file.fileno(),
             )
+            code = run.wait(120)
     finally:
         os.close(theirs)
-    assert ended.returncode == 0, other.read_text()
+    assert code == 0, other.read_text()
     assert ("39999" if stream == "stderr" else "and so it ended") in other.read_text()
 
 

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, TokenExpired
 from elasticd.procs.warden_client import Warden, WardenError
+from tests import forkserver
 from tests.etcd.cluster import freeze
 
 
@@ -103,6 +105,35 @@ def whole(folder: Path, step: int, round: int) -> Saved:
 def committed(client: Client) -> list[int]:
     entry = client.get("j", "checkpoint")
     return [s.step for s in entry.fact.saved] if entry and isinstance(entry.fact, Checkpoint) else []
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A saver that serves in a thread. ``told``: its reports."""
+
+    name: str
+    told: queue.SimpleQueue[SaveReport]
+
+    def fate(self) -> SaveReport:
+        """The next report of how a checkpoint ended."""
+        while (report := self.told.get(timeout=60.0)).fate is Fate.COPIED:
+            pass
+        return report
+
+
+@contextmanager
+def serving(committer_of: Callable[[CheckpointStore], EtcdPointer], **more: Any) -> Iterator[Serving]:
+    listener, name = protocol.listen()
+    told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
+    saver = Saver(listener, committer_of=committer_of, linger_s=None, report=told.put, **more)
+    thread = threading.Thread(target=saver.serve)
+    thread.start()
+    try:
+        yield Serving(name, told)
+    finally:
+        saver.leave()
+        thread.join()
+        listener.close()
 
 
 def test_a_commit_is_in_etcd_and_copied_beside_the_checkpoints(server, client, tmp_path):
@@ -212,6 +243,10 @@ def test_a_commit_waits_for_an_etcd_that_is_away_and_gives_up_in_the_end(tmp_pat
         pointer.commit(saved(1, 1), Keep(), 1)
     assert now[0] >= 1.2
     assert not FilePointer(tmp_path).read().saved
+    now[0] = 0.0
+    assert not pointer.witness(1), "nobody is taken for in time meanwhile"
+    assert now[0] >= 1.2
+    pointer.close()
 
 
 def test_a_copy_that_was_not_written_is_written_later(server, client, tmp_path: Path):
@@ -242,19 +277,6 @@ def test_what_was_handed_over_in_time_is_committed_though_the_next_round_has_beg
     with pytest.raises(CommitRefused, match="round 5 has committed since"):
         pointer.commit(saved(7, 3), Keep(), 3, in_time=True)
     assert committed(client) == [6, 2]
-    pointer.close()
-
-
-def test_nobody_is_taken_for_in_time_while_etcd_is_away(tmp_path):
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    nobody = EtcdAccess(("127.0.0.1:9",), timeout_s=0.1)
-    pointer = EtcdPointer(nobody, "j", Disk(tmp_path), patience_s=1.2, clock=lambda: now[0], sleep=sleep)
-    assert not pointer.witness(1)
-    assert now[0] >= 1.2
     pointer.close()
 
 
@@ -294,22 +316,15 @@ def test_what_etcd_may_have_taken_is_not_removed_though_it_never_says_so(server,
     def sleep(seconds: float) -> None:
         now[0] += 100 * seconds
 
-    listener, name = protocol.listen()
-    told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     pointer = EtcdPointer(server.access, "j", Disk(tmp_path), clock=lambda: now[0], sleep=sleep)
     round_is(client, 3)
-    saver = Saver(listener, committer_of=lambda _: pointer, linger_s=None, report=told.put)
-    thread = threading.Thread(target=saver.serve)
-    thread.start()
-    hands_over(name, str(tmp_path), 3, 5, last=1).close()
-    assert fate(told).fate is Fate.COMMITTED
-    etcd = Mute(pointer, then)
-    hands_over(name, str(tmp_path), 3, 6, last=1).close()
-    report = fate(told)
-    assert report.fate is Fate.FAILED and report.why.endswith("; the commit may have succeeded")
-    saver.leave()
-    thread.join()
-    listener.close()
+    with serving(lambda _: pointer) as saver:
+        hands_over(saver.name, str(tmp_path), 3, 5, last=1).close()
+        assert saver.fate().fate is Fate.COMMITTED
+        etcd = Mute(pointer, then)
+        hands_over(saver.name, str(tmp_path), 3, 6, last=1).close()
+        report = saver.fate()
+        assert report.fate is Fate.FAILED and report.why.endswith("; the commit may have succeeded")
     assert etcd.took and committed(client) == [6]
     assert {parse_folder(n).step for n in Disk(tmp_path).names() if parse_folder(n)} == {5, 6}
     settle(server.access, "j")  # as the next saver does
@@ -318,8 +333,6 @@ def test_what_etcd_may_have_taken_is_not_removed_though_it_never_says_so(server,
 
 
 def test_a_saver_commits_once_an_etcd_that_stood_still_goes_on(server, client, tmp_path):
-    listener, name = protocol.listen()
-    told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     asked_again = threading.Event()
 
     def sleep(seconds: float) -> None:
@@ -329,11 +342,6 @@ def test_a_saver_commits_once_an_etcd_that_stood_still_goes_on(server, client, t
     access = replace(server.access, timeout_s=0.3)
     pointer = EtcdPointer(access, "j", Disk(tmp_path), sleep=sleep)
     round_is(client, 3)
-    saver = Saver(listener, committer_of=lambda _: pointer, linger_s=None, report=told.put)
-    thread = threading.Thread(target=saver.serve)
-    thread.start()
-    line = hands_over(name, str(tmp_path), 3, 5)
-    assert fate(told).step == 5
     transact = pointer._client.transact
 
     def stops(*args: Any) -> Answer:
@@ -341,19 +349,19 @@ def test_a_saver_commits_once_an_etcd_that_stood_still_goes_on(server, client, t
             freeze(server.pid)
         return transact(*args)
 
-    pointer._client.transact = stops  # type: ignore[method-assign,assignment]
-    try:
-        hands_over_more(line, 3, 6)
-        assert asked_again.wait(60.0)
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-    report = fate(told)
-    assert (report.fate, report.step) == (Fate.COMMITTED, 6), report.why
-    assert committed(client) == [5, 6] == [s.step for s in FilePointer(tmp_path).read().saved]
-    line.close()
-    saver.leave()
-    thread.join()
-    listener.close()
+    with serving(lambda _: pointer) as saver:
+        line = hands_over(saver.name, str(tmp_path), 3, 5)
+        assert saver.fate().step == 5
+        pointer._client.transact = stops  # type: ignore[method-assign,assignment]
+        try:
+            hands_over_more(line, 3, 6)
+            assert asked_again.wait(60.0)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        report = saver.fate()
+        assert (report.fate, report.step) == (Fate.COMMITTED, 6), report.why
+        assert committed(client) == [5, 6] == [s.step for s in FilePointer(tmp_path).read().saved]
+        line.close()
 
 
 def test_what_others_read_is_what_etcd_says_when_it_is_written(server, client, tmp_path):
@@ -403,39 +411,26 @@ def test_nothing_is_removed_while_others_go_by_a_file_that_cannot_be_written(
 
     there_is_room = threading.Event()
     monkeypatch.setattr(Disk, "replace", full)
-    listener, name = protocol.listen()
-    told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     said: list[str] = []
     round_is(client, 3)
-    saver = Saver(
-        listener,
-        committer_of=lambda store: EtcdPointer(server.access, "j", store),
-        linger_s=None,
-        say=said.append,
-        report=told.put,
-    )
-    thread = threading.Thread(target=saver.serve)
-    thread.start()
-    for step in (5, 6):
-        hands_over(name, str(tmp_path), 3, step, last=1).close()
-        assert fate(told).fate is Fate.COMMITTED
-    why = f"No space left on device ({POINTER})"
-    assert said == [f"step 6 is committed, but {POINTER} does not name it yet: {why}"]
-    newest = FilePointer(tmp_path).read().newest
-    assert newest is not None and open_manifest(Disk(tmp_path), newest).step == 5
-    if in_time:
-        there_is_room.set()
-    saver.leave()
-    thread.join()
-    listener.close()
+    with serving(lambda store: EtcdPointer(server.access, "j", store), say=said.append) as saver:
+        for step in (5, 6):
+            hands_over(saver.name, str(tmp_path), 3, step, last=1).close()
+            assert saver.fate().fate is Fate.COMMITTED
+        why = f"No space left on device ({POINTER})"
+        assert said == [f"step 6 is committed, but {POINTER} does not name it yet: {why}"]
+        newest = FilePointer(tmp_path).read().newest
+        assert newest is not None and open_manifest(Disk(tmp_path), newest).step == 5
+        if in_time:
+            there_is_room.set()
     there = FilePointer(tmp_path).read().saved
     assert [open_manifest(Disk(tmp_path), s).step for s in there] == [6 if in_time else 5]
     assert len([n for n in Disk(tmp_path).names() if parse_folder(n)]) == (1 if in_time else 2)
     if not in_time:  # whoever comes without this etcd will not find it
-        last = fate(told)
+        last = saver.fate()
         assert (last.fate, last.step) == (Fate.FAILED, 6)
         assert last.why == f"it is committed, but {POINTER} could not be updated: {why}"
-    assert told.empty()
+    assert saver.told.empty()
 
 
 def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tmp_path):
@@ -487,41 +482,24 @@ class Watched(EtcdPointer):
         return in_time
 
     def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
-        self.may_commit.wait()
+        self.may_commit.wait(60.0)
         return super().commit(new, keep, fence, in_time=in_time)
 
 
-def fate(told: queue.SimpleQueue[SaveReport]) -> SaveReport:
-    while (report := told.get(timeout=60.0)).fate is Fate.COPIED:
-        pass
-    return report
-
-
 def test_a_saver_finishes_for_workers_of_a_round_that_is_over_and_for_no_other(server, client, tmp_path):
-    listener, name = protocol.listen()
-    told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     pointer = Watched(server.access, Disk(tmp_path))
-    saver = Saver(listener, committer_of=lambda _: pointer, linger_s=None, report=told.put)
-    thread = threading.Thread(target=saver.serve)
-    thread.start()
-    try:
+    with closing(pointer), serving(lambda _: pointer) as saver:
         round_is(client, 3)
-        hands_over(name, str(tmp_path), 3, 6).close()  # and is killed
+        hands_over(saver.name, str(tmp_path), 3, 6).close()  # and is killed
         assert [pointer.witnessed.get(timeout=60.0) for _ in range(2)] == [True, True]  # one for the line
         round_is(client, 4)
         pointer.may_commit.set()
-        assert fate(told).fate is Fate.COMMITTED
-        late = hands_over(name, str(tmp_path), 3, 9)  # lives on beside the next
-        report = fate(told)
+        assert saver.fate().fate is Fate.COMMITTED
+        late = hands_over(saver.name, str(tmp_path), 3, 9)  # lives on beside the next
+        report = saver.fate()
         assert report.fate is Fate.FAILED and "saved in round 3, and now it is round 4" in report.why
         assert committed(client) == [6]
         late.close()
-    finally:
-        pointer.may_commit.set()
-        saver.leave()
-        thread.join()
-        listener.close()
-        pointer.close()
 
 
 def test_it_leaves_processors_and_disk_to_the_training_until_its_agent_ends(server, client, tmp_path):
@@ -652,34 +630,25 @@ def test_a_process_of_the_same_user_that_is_no_worker_plants_nothing(tmp_path):
     os.mkfifo(named)
     os.mkfifo(go_on)
     script = f'echo "$ELASTICD_SAVER" > {named}; cat {go_on}'
-    job = subprocess.Popen(
-        [
-            "elasticd",
-            "run",
-            "--standalone",
-            "--http=off",
-            "--nproc-per-node=1",
-            "--no-python",
-            "sh",
-            "-c",
-            script,
-        ],
-        executable=Path(sys.executable).with_name("elasticd"),
-        env=os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    options = ("--standalone", "--http=off", "--nproc-per-node=1", "--no-python")
+    with (tmp_path / "said").open("w") as said:
+        job = forkserver.Forked(
+            ["elasticd", "run", *options, "sh", "-c", script],
+            env=os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")},
+            cwd=tmp_path,
+            stdout=said.fileno(),
+            stderr=said.fileno(),
+        )
     try:
         name = named.read_text().strip()
         (tmp_path / "run").mkdir()
         with pytest.raises(ChannelClosed):
             plant(name, str(tmp_path / "run"))
         go_on.write_text("")
-        _, said = job.communicate(timeout=240)
+        assert job.wait(240) == 0
     finally:
         job.kill()
-        job.wait()
-    assert job.returncode == 0 and "no worker of this job was rejected" in said
+    assert "no worker of this job was rejected" in (tmp_path / "said").read_text()
     assert list((tmp_path / "run").iterdir()) == []
 
 

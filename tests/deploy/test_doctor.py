@@ -136,25 +136,19 @@ def test_nothing_is_left_in_the_etcd(etcd: EtcdAccess) -> None:
     examine(etcd)
     with Client(etcd) as client:
         assert not client.list_raw(b"/").items
-        response = client._connection.call("grant", _grant())
-        client.revoke(response.ID)
-
-
-def _grant() -> Any:
-    from elasticd.etcd._client3 import rpc
-
-    return rpc.LeaseGrantRequest(TTL=5)
 
 
 # ---------------------------------------------------------------- etcd
 
 
-def test_an_etcd_that_is_away_is_worth_another_try() -> None:
-    said = doctor("--etcd", "http://127.0.0.1:1", env={"PYTHON_EXEC": sys.executable})
+def test_an_etcd_that_is_away_is_told() -> None:
+    said = doctor("--etcd", "http://127.0.0.1:1", env={"PYTHON_EXEC": "/no/python"})
     assert said.about("etcd") == [
         ("wrong", "nothing listens at 127.0.0.1:1; start etcd there or correct the address")
     ]
-    assert said.code == 4, said
+    assert said.about("torch") == [
+        ("wrong", "/no/python cannot import torch: /no/python cannot be run: No such file or directory")
+    ]
 
 
 def test_how_fast_etcd_is_and_what_time_it_has_is_measured(etcd: EtcdAccess) -> None:
@@ -203,9 +197,9 @@ class Keys:
     access: EtcdAccess
 
 
-def serving_tls(folder: Path, address: str, *, expires_h: float = 24.0) -> Iterator[Keys]:
+def serving_tls(folder: Path, *, expires_h: float = 24.0) -> Iterator[Keys]:
     authority = Authority(folder, "authority")
-    cert, key = authority.issue("server", address, expires_h=expires_h)
+    cert, key = authority.issue("server", "127.0.0.1", expires_h=expires_h)
     flags = (
         "--client-cert-auth",
         f"--trusted-ca-file={authority.cert}",
@@ -239,7 +233,7 @@ def _await_port(endpoint: str) -> None:
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
-    yield from serving_tls(tmp_path_factory.mktemp("tls"), "127.0.0.1")
+    yield from serving_tls(tmp_path_factory.mktemp("tls"))
 
 
 def until_serving(access: EtcdAccess) -> list[Finding]:
@@ -265,12 +259,6 @@ def test_a_client_certificate_that_is_left_out_is_missed(tls: Keys) -> None:
     assert "certificate" in said
 
 
-def test_a_server_of_another_authority_is_not_trusted(tls: Keys, tmp_path: Path) -> None:
-    other = Authority(tmp_path, "other")
-    (said,) = wrong(findings_of_etcd(replace(tls.access, cacert=other.cert)))
-    assert "is not valid for" in said and ("self-signed" in said or "issuer" in said)
-
-
 def test_a_client_certificate_that_has_expired_is_named_with_its_file(tls: Keys) -> None:
     until_serving(tls.access)
     cert, key = tls.authority.issue("old", expires_h=-30)
@@ -285,14 +273,8 @@ def test_a_key_that_others_may_read_is_advised_against(tls: Keys) -> None:
     assert f"anybody on this machine can read the key {key}" in [f.says for f in found]
 
 
-def test_a_server_certificate_for_another_host_is_told(tmp_path: Path) -> None:
-    for keys in serving_tls(tmp_path, "192.0.2.1"):
-        (said,) = wrong(until_serving(keys.access))
-        assert "IP address mismatch" in said
-
-
 def test_a_server_certificate_that_has_expired_is_told(tmp_path: Path) -> None:
-    for keys in serving_tls(tmp_path, "127.0.0.1", expires_h=-30):
+    for keys in serving_tls(tmp_path, expires_h=-30):
         (said,) = wrong(until_serving(keys.access))
         assert "certificate has expired" in said
 
@@ -383,9 +365,6 @@ def test_a_machine_whose_name_is_not_known_is_as_fit_as_its_workers_are_told_an_
     ((grade, network),) = said.about("network")
     assert grade == "fine" and network.endswith("gloo uses near0")
     assert [grade for grade, _ in said.about("torch")] == ["fine"]
-    none = {**env, "GLOO_SOCKET_IFNAME": ""}
-    said = doctor("--etcd", "http://10.9.8.1:2379", "--address", "10.9.8.7", inside=inside, env=none)
-    assert [grade for grade, _ in said.about("network")] == ["wrong"]
 
 
 def test_an_interface_that_is_not_there_is_told_by_gloo_itself() -> None:
@@ -395,18 +374,16 @@ def test_an_interface_that_is_not_there_is_told_by_gloo_itself() -> None:
     assert grade == "wrong" and says.startswith("a group of gloo cannot be formed here") and "none9" in says
 
 
+LOOPBACK = "gloo would use loopback, as this machine's name NAME"
+
+
 @pytest.mark.parametrize(
     ("etcd", "environ", "hosts", "says"),
     [
         (REMOTE, {}, ("10.0.0.7",), "interfaces "),
         (None, {}, ("127.0.1.1",), "interfaces "),
-        (
-            REMOTE,
-            {},
-            ("127.0.1.1",),
-            "gloo would use loopback, as this machine's name NAME resolves to 127.0.1.1",
-        ),
-        (REMOTE, {}, (), "gloo would use loopback, as this machine's name NAME does not resolve"),
+        (REMOTE, {}, ("127.0.1.1",), f"{LOOPBACK} resolves to 127.0.1.1"),
+        (REMOTE, {}, (), f"{LOOPBACK} does not resolve"),
         (REMOTE, {"GLOO_SOCKET_IFNAME": "eth0"}, (), "interfaces "),
     ],
 )
@@ -435,11 +412,6 @@ def test_a_python_without_torch_is_told() -> None:
     ((grade, says),) = doctor().about("torch")
     assert grade == "wrong"
     assert says == f"{NO_TORCH} cannot import torch: ModuleNotFoundError: No module named 'torch'"
-
-
-def test_a_python_that_is_none_is_told() -> None:
-    ((_, says),) = doctor(env={"PYTHON_EXEC": "/no/python"}).about("torch")
-    assert says == "/no/python cannot import torch: /no/python cannot be run: No such file or directory"
 
 
 def imports(target: Path | str, *, module: bool = False) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -23,7 +24,29 @@ from elasticd.telemetry.status import (
     SlotStatus,
 )
 from tests.telemetry.madeup import AT, agent, job, node, running
-from tests.telemetry.test_statuspage import Read
+
+
+class Read(HTMLParser):
+    """What a browser would show, and what it would fetch."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+        self.feed(re.sub("<style>.*?</style>", "", page, flags=re.DOTALL))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "srcset") or (tag, name) == ("link", "href")
+        ]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x08words"
 
@@ -133,6 +156,17 @@ def test_nothing_in_a_status_reaches_a_terminal_or_a_page_but_as_text(view: str)
     page = statuspage.render(evil) if view == "page" else "".join(footer.render(evil, 120, 60))
     assert not re.search(r"\x1b[^\[]|\x1b\[[^m]*[A-Za-ln-z]|[\x00-\x08\x0b-\x1a\x7f-\x9f]", page)
     assert "words" in page
+
+
+def test_the_page_fetches_nothing_else() -> None:
+    page = statuspage.render(job())
+    read = Read(page)
+    assert not read.fetched and "script" not in read.tags and "http" not in page.replace("http-equiv", "")
+
+
+def test_the_page_says_first_what_is_waited_for() -> None:
+    page = statuspage.render(job(**WAITS, agent=LEAVES))
+    assert page.index("leaving") < page.index("waiting for 1 more worker") < page.index("Slots")
 
 
 def test_markup_in_a_status_is_shown_as_it_is_written() -> None:

@@ -28,61 +28,47 @@ def backend(etcd: Embedded, key: bytes) -> Iterator[EtcdV3RendezvousBackend]:
     connection.close()
 
 
-def test_its_name_is_the_one_torchrun_knows(backend: EtcdV3RendezvousBackend) -> None:
+def written(
+    backend: EtcdV3RendezvousBackend, state: bytes, token: object = None
+) -> tuple[bytes, object, bool]:
+    result = backend.set_state(state, token)
+    assert result is not None
+    return result
+
+
+def test_its_name_is_the_one_torchrun_knows_and_it_has_no_state_at_first(
+    backend: EtcdV3RendezvousBackend,
+) -> None:
     assert backend.name == "etcd-v3"
-
-
-def test_there_is_no_state_at_first(backend: EtcdV3RendezvousBackend) -> None:
     assert backend.get_state() is None
 
 
 def test_state_is_set_where_there_is_none_and_read_back(backend: EtcdV3RendezvousBackend) -> None:
-    result = backend.set_state(b"x")
-    assert result is not None
-    state, token, has_set = result
+    state, token, has_set = written(backend, b"x")
     assert (state, has_set) == (b"x", True)
     assert backend.get_state() == (b"x", token)
 
 
-def test_the_current_token_replaces_the_state_and_is_replaced(backend: EtcdV3RendezvousBackend) -> None:
-    first = backend.set_state(b"x")
-    assert first is not None
-    second = backend.set_state(b"y", first[1])
-    assert second is not None
-    assert (second[0], second[2]) == (b"y", True)
-    assert second[1] != first[1]
-
-
-def test_an_old_token_changes_nothing_and_returns_what_is_there(backend: EtcdV3RendezvousBackend) -> None:
-    first = backend.set_state(b"x")
-    assert first is not None
-    second = backend.set_state(b"y", first[1])
-    assert second is not None
-    assert backend.set_state(b"z", first[1]) == (second[0], second[1], False)
+def test_the_current_token_replaces_the_state_and_an_old_one_changes_nothing(
+    backend: EtcdV3RendezvousBackend,
+) -> None:
+    _, first, _ = written(backend, b"x")
+    state, second, has_set = written(backend, b"y", first)
+    assert (state, has_set) == (b"y", True) and second != first
+    assert written(backend, b"z", first) == (b"y", second, False)
+    assert written(backend, b"y", first) == (b"y", second, False), "though the state is the same"
 
 
 @pytest.mark.parametrize("token", [None, "invalid", b"invalid", 10**15, 0])
 def test_no_token_or_a_wrong_one_changes_nothing(backend: EtcdV3RendezvousBackend, token: object) -> None:
-    first = backend.set_state(b"x")
-    assert first is not None
-    assert backend.set_state(b"y", token) == (b"x", first[1], False)
+    _, first, _ = written(backend, b"x")
+    assert written(backend, b"y", token) == (b"x", first, False)
 
 
 def test_a_token_where_there_is_no_state_sets_none(backend: EtcdV3RendezvousBackend) -> None:
     assert backend.set_state(b"x", 7) is None
     assert backend.set_state(b"x", "invalid") is None
     assert backend.get_state() is None
-
-
-def test_setting_the_same_state_with_an_old_token_is_not_taken_for_success(
-    backend: EtcdV3RendezvousBackend,
-) -> None:
-    first = backend.set_state(b"x")
-    assert first is not None
-    second = backend.set_state(b"y", first[1])
-    assert second is not None
-    again = backend.set_state(b"y", first[1])
-    assert again is not None and again[2] is False
 
 
 @pytest.mark.parametrize(
