@@ -37,16 +37,17 @@ _COMMANDS = {
     "ckpt": "elasticd.cli.ckpt_command:ckpt",
     "etcd-role": "elasticd.cli.etcd_role_command:etcd_role",
     "doctor": "elasticd.cli.doctor.doctor_command:doctor",
+    "version": "elasticd.cli.main:version",
 }
 
 
 class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*_COMMANDS, *super().list_commands(ctx)]
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
-            return super().get_command(ctx, cmd_name)
+            return None
         module, _, name = _COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(import_module(module), name)
         return command
@@ -58,7 +59,7 @@ def cli() -> None:
     """Keeps PyTorch training running on machines that fail, get preempted, and come back."""
 
 
-@cli.command()
+@click.command()
 def version() -> None:
     """Print the version."""
     say(f"elasticd {__version__}")

@@ -290,7 +290,7 @@ def sentence(reason: r.Reason, now: float) -> str:
             return (
                 f"the world went from {before} to {size} workers, and with it the batches: a script that "
                 "counts its data in batches (epoch = step // len(loader)) repeats some samples and skips "
-                'others from here on; see "Count in samples" in README'
+                "others from here on; see docs/samples.md"
             )
         case r.TrainingBeganAgain(furthest):
             return (
@@ -446,7 +446,7 @@ _FOR = {
     Use.CHECKPOINTS: "worker.State with --checkpoints, or worker.Checkpoints",
     Use.DATA: "worker.Data",
 }
-_NAMES: dict[type, tuple[str, Level]] = {
+EVENTS: dict[type, tuple[str, Level]] = {
     r.BelowMinimum: ("job.waiting", "warning"),
     r.Settling: ("job.settling", "info"),
     r.AwaitingRelease: ("round.awaiting_release", "info"),
@@ -511,7 +511,7 @@ def _what_to_do(lingering: r.ProcessLingers) -> str:
 
 def event(reason: r.Reason) -> LogEvent:
     """Return the reason as a log event. Nested facts become flat fields (``node``, ``slot``, ``rank``)."""
-    name, level = _NAMES[type(reason)]
+    name, level = EVENTS[type(reason)]
     if isinstance(reason, r.WorkerEnded) and reason.code != 0:
         level = "warning"
     if isinstance(reason, r.JobEnded) and reason.outcome not in (Outcome.SUCCEEDED, Outcome.STOPPED):

@@ -1,5 +1,5 @@
 """The library for training scripts. A worker keeps its process, its model and every committed step while
-other workers die, are replaced, join and leave.
+other workers die, are replaced, join and leave::
 
     from elasticd import worker
 

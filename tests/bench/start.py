@@ -1,4 +1,5 @@
-"""What a start costs: from the command to the first step of all workers, and a kill a second later."""
+"""What a start costs: from the command to the first step of all workers, a kill a second later, and a kill
+once the job has trained for some time."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.bench.steps import Steps
 
 HERE = Path(__file__).parent
 NOTING = HERE / "noting"  # the scripts are as their users have them, so the steps are noted from outside
-KILLED_AFTER_S = 1.0
+PAUSES_S = (1.0, 10.0)  # from the first step of a world to the kill of a worker
 KILL_TIMEOUT_S = 180.0
 
 Launcher = Callable[[int, Path, Path, Sequence[object]], Launched]
@@ -31,12 +32,12 @@ Launcher = Callable[[int, Path, Path, Sequence[object]], Launched]
 class Start:
     """``took_s``: from the command until each worker has made a step. ``cpu_s``: of all processes until then,
     but for etcd, which has used ``etcd_cpu_s``. ``again_s``: from the ``kill -9`` of a worker to the first
-    step of the next world."""
+    step of the next world, for each kill."""
 
     took_s: float
     cpu_s: float
     etcd_cpu_s: float
-    again_s: float
+    again_s: tuple[float, ...]
 
 
 def _env(log: Path) -> Mapping[str, str]:
@@ -68,18 +69,24 @@ def start_once(launcher: Launcher, workers: int, job: Sequence[object]) -> Start
             if last is None:
                 raise RuntimeError(f"{len(ranks)} of {workers} workers start: {log.read_text()[-2000:]}")
             cpu_s, etcd_cpu_s = cpu_of_tree(launched.agents[0].pid)
-            time.sleep(KILLED_AFTER_S)
-            steps.read()
-            old, before = {s.rank: s.pid for s in steps.made}, len(steps.made)
-            killed_at = time.monotonic()
-            os.kill(old[workers - 1], signal.SIGKILL)
-            again = steps.first(lambda s: s.pid not in old.values(), KILL_TIMEOUT_S, before)
-            if again is None:
-                raise RuntimeError(f"no step follows the kill: {log.read_text()[-2000:]}")
-            return Start(last.at - began, cpu_s, etcd_cpu_s, again.at - killed_at)
+            again_s = tuple(_kill_after(pause, workers, steps, log) for pause in PAUSES_S)
+            return Start(last.at - began, cpu_s, etcd_cpu_s, again_s)
         finally:
             launched.stop()
             steps.close()
+
+
+def _kill_after(pause_s: float, workers: int, steps: Steps, log: Path) -> float:
+    """Kill the worker of the last rank, and return the seconds to the first step of the next world."""
+    time.sleep(pause_s)
+    steps.read()
+    old, before = {s.rank: s.pid for s in steps.made}, len(steps.made)
+    killed_at = time.monotonic()
+    os.kill(old[workers - 1], signal.SIGKILL)
+    again = steps.first(lambda s: s.pid not in old.values(), KILL_TIMEOUT_S, before)
+    if again is None:
+        raise RuntimeError(f"no step follows the kill: {log.read_text()[-2000:]}")
+    return again.at - killed_at
 
 
 def cpu_of_tree(pid: int) -> tuple[float, float]:
@@ -130,10 +137,13 @@ def _compared(name: str, job: Sequence[object], workers: int, pairs: int) -> str
                 "torchrun",
             ),
             report.table(f"{what}: CPU until then", cpu, "torchrun"),
-            report.table(
-                f"{what}: kill -9 of one a second later, to the next step",
-                {row: [s.again_s for s in starts] for row, starts in both.items()},
-                "torchrun",
-            ),
+            *[
+                report.table(
+                    f"{what}: kill -9 of one after {pause:g} s of steps, to the next step",
+                    {row: [s.again_s[n] for s in starts] for row, starts in both.items()},
+                    "torchrun",
+                )
+                for n, pause in enumerate(PAUSES_S)
+            ],
         ]
     )

@@ -41,7 +41,7 @@ def test_every_option_it_tells_is_one_of_its_command(name: str, flags: list[str]
     assert {f for f in flags if f not in {"--your", "--flags"}} <= known
 
 
-def test_the_codes_are_those_of_the_readme() -> None:
-    documented = (DEPLOY.parent / "README.md").read_text()
+def test_the_codes_are_those_of_the_documentation() -> None:
+    documented = (DEPLOY.parent / "docs/exit-codes.md").read_text()
     codes = re.findall(r"^\| ([\d, ]+) \|", documented, re.MULTILINE)
     assert codes and all(re.search(rf"^\| {code} \|", TEXT, re.MULTILINE) for code in codes)

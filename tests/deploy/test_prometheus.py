@@ -117,13 +117,13 @@ def test_an_alert_says_how_bad_it_is_and_where_to_read_what_to_do(rule: dict[str
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     assert rule["annotations"]["summary"]
     assert rule["annotations"]["runbook"] == f"deploy/prometheus/README.md#{name.lower()}"
-    (section,) = re.findall(rf"^### {name}\n\n(.+?)(?=\n#|\Z)", GUIDE, re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(rf"^## {name}\n\n(.+?)(?=\n#|\Z)", GUIDE, re.MULTILINE | re.DOTALL)
     assert len(section) > 80
 
 
 def test_the_guide_tells_of_no_alert_that_is_not() -> None:
-    assert re.findall(r"^### (\w+)", GUIDE, re.MULTILINE) and set(
-        re.findall(r"^### (\w+)", GUIDE, re.MULTILINE)
+    assert re.findall(r"^## (\w+)", GUIDE, re.MULTILINE) and set(
+        re.findall(r"^## (\w+)", GUIDE, re.MULTILINE)
     ) == set(ALERTS)
     known = set(ALERTS)
     alertmanager = (HERE / "alertmanager.yml").read_text()

@@ -50,7 +50,7 @@ def test_what_is_worth_another_try_is_restarted_and_nothing_else() -> None:
     documented = {
         int(code): again == "yes"
         for codes, again in re.findall(
-            r"^\| ([\d, ]+) \|.*\| (yes|no)? ?\|$", (ROOT / "README.md").read_text(), re.MULTILINE
+            r"^\| ([\d, ]+) \|.*\| (yes|no)? ?\|$", (ROOT / "docs/exit-codes.md").read_text(), re.MULTILINE
         )
         for code in codes.split(",")
     }

@@ -27,7 +27,7 @@ from tests.k8s.manifests import (
 )
 
 ALL = ["base", *OVERLAYS]
-RETRIED = {3, 4, 130, 143}  # DESIGN's exit codes, as README.md has them
+RETRIED = {3, 4, 130, 143}  # as docs/exit-codes.md has them
 FINAL = {1, 2, 5, 6, 7}
 GPUS = 8
 
