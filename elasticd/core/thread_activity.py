@@ -51,7 +51,7 @@ _ENGINE = re.compile(r"autograd[/\\](graph|__init__)\.py")
 _FETCHED = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
 _AWAITED = re.compile(r"\.(wait)\(")
 # elasticd's wrappers around torch's functions.
-_OURS = ("elasticd_waits.py", "elasticd_gpuclock.py", "elasticd_heartbeat.py")
+_OURS = ("elasticd_waits.py", "elasticd_heartbeat.py")
 _AROUND_WAIT = ("elasticd_waits.py", "measured")
 # In World.wait_for_value, a worker without a part of the batch waits for another rank to call a model.
 _WORLD = re.compile(r"elasticd[/\\]worker[/\\]world[/\\]group\.py$")

@@ -40,7 +40,6 @@ finally:
         "elasticd_mutex",
         "elasticd_recorder",
         "elasticd_waits",
-        "elasticd_gpuclock",
         "elasticd_ending",
         "elasticd_importing",
         "elasticd_afterfork",
