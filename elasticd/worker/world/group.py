@@ -18,7 +18,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from torch.distributed import distributed_c10d as c10d
 from elasticd.channel.worker_messages import Enter
 from elasticd.worker.world import destroying, message_timeouts
 from elasticd.worker.world.destroying import sockets
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 FORMING_S_MAX = 10.0  # the time for the workers, which are all ready, to connect to each other
 FORMING_S_MAX_EACH = 0.1  # additional time for each worker
@@ -59,6 +62,30 @@ def device() -> torch.device:
     mine = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(mine)
     return mine
+
+
+def mesh(unit: int | None = None) -> DeviceMesh:
+    """Return the present world as a mesh with the dimensions ``replicate`` and ``unit``.
+
+    The shape is (world size / unit, unit). Rank r is at (r // unit, r % unit): ``mesh()["unit"]`` has the
+    workers that hold one model together, ``mesh()["replicate"]`` those that hold the same part of it.
+
+    ``unit``: the number of workers in a unit; by default that of ``elasticd run --unit``, else 1. All ranks
+    call the function, once in each world, after the process group is made. Raises ValueError if the world is
+    no multiple of the unit.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = world_size()
+    if unit is None:
+        unit = int(os.environ.get("ELASTICD_UNIT", "1"))
+    if unit < 1:
+        raise ValueError(f"unit is {unit}: give a number that is 1 or more")
+    if size % unit:
+        raise ValueError(
+            f"a world of {size} workers has no whole units of {unit}; give `elasticd run --unit {unit}`"
+        )
+    return init_device_mesh(device().type, (size // unit, unit), mesh_dim_names=("replicate", "unit"))
 
 
 class WorldChanged(BaseException):
@@ -120,8 +147,10 @@ class World:
                 world_size=self.size,
                 timeout=timedelta(seconds=FORMING_S_MAX + FORMING_S_MAX_EACH * self.size),
             )
+            group = dist.group.WORLD
+            assert group is not None
             for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-                _world_group()._get_backend(torch.device(kind))._set_default_timeout(timeout)
+                group._get_backend(torch.device(kind))._set_default_timeout(timeout)
         with self._lock:
             self._formed = True
             leaves_early = self._leaves_early
@@ -440,12 +469,6 @@ def _abort_communicators() -> None:
     if nccl is not None:
         with contextlib.suppress(RuntimeError):  # the communicator was broken already
             nccl._group_end()
-
-
-def _world_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 @contextlib.contextmanager
