@@ -6,18 +6,20 @@ import functools
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.client.tensors import is_plain
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
 from elasticd.worker.commit.changes import SampledParameters
 from elasticd.worker.commit.contents import Contents
+from elasticd.worker.commit.plaindata import number_of
 from elasticd.worker.commit.shared import Shared
 from elasticd.worker.world.group import World, gathered
 
@@ -117,24 +119,21 @@ class Comparison:
     # ------------------------------------------------------------ parameters
 
     def _digest(self) -> int:
-        summary = hashlib.blake2b(digest_size=8)
-        for values in self._sampled.sample.read():
-            summary.update(_bytes(values))
-        return int.from_bytes(summary.digest(), "little") >> 1
+        values = b"".join(map(_bytes, self._sampled.sample.read()))
+        return number_of(hashlib.blake2b(values, digest_size=8))
 
     def _compare_parameters(self, world: World, ranks: Sequence[int]) -> None:
         sample = self._sampled.sample
         mine = sample.read()
-        parts = [m.cpu().view(torch.uint8) for m in mine]
-        packed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        if len({size for (size,) in gathered([len(packed)], world)}) > 1:
-            raise _diverged("the workers train different numbers of parameters")
         with world.or_over():
-            heard = [torch.empty_like(packed) for _ in range(world.size)]
-            dist.all_gather(heard, packed)
+            heard = RankGroup(in_step=True).gather(b"".join(map(_bytes, mine)))
+        if len({len(packed) for packed in heard}) > 1:
+            raise _diverged("the workers train different numbers of parameters")
         wrong: dict[int, list[int]] = {}
         slightly = False
-        usual = _unpacked(_commonest([heard[rank] for rank in ranks]), mine)
+        # Of several that are equally common, this is the one of the lowest rank.
+        [(commonest, _)] = Counter(heard[rank] for rank in ranks).most_common(1)
+        usual = _unpacked(commonest, mine)
         for rank in ranks:
             for number, ulps in sample.differing(usual, _unpacked(heard[rank], mine)).items():
                 if self._exact or ulps > ULPS_MAX:
@@ -173,14 +172,10 @@ def _diverged(what: str) -> Diverged:
     )
 
 
-def _commonest(heard: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the most common data; of several, the one with the lowest rank."""
-    texts = [_bytes(h) for h in heard]
-    return heard[max(range(len(texts)), key=lambda rank: (texts.count(texts[rank]), -rank))]
-
-
-def _unpacked(packed: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    parts = torch.split(packed, [like.nbytes for like in likes])
+def _unpacked(packed: bytes, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    parts = torch.split(
+        torch.frombuffer(bytearray(packed), dtype=torch.uint8), [like.nbytes for like in likes]
+    )
     return [part.clone().view(like.dtype) for part, like in zip(parts, likes, strict=True)]
 
 

@@ -4,6 +4,7 @@ without running code that the data contains."""
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -115,6 +116,11 @@ def unchanged(value: Any, given: Any) -> Any:
     if type(value) in (list, tuple) and type(value) is type(given) and len(value) == len(given):
         return type(value)(map(unchanged, value, given))
     return value
+
+
+def number_of(digest: hashlib.blake2b) -> int:
+    """Return 63 bits of the digest, which a tensor of integers can hold."""
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def alike(one: Any, other: Any) -> bool:

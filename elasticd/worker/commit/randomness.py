@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from elasticd.worker.commit.plaindata import number_of
+
 _MT19937_BYTES = 4 * 624 + 4  # the generator's 624 keys and the position in them
 
 
@@ -78,7 +80,7 @@ def _digest(state: Any) -> int:
     summary = hashlib.blake2b(digest_size=8)
     for part in parts:
         summary.update(part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
-    return int.from_bytes(summary.digest(), "little") >> 1
+    return number_of(summary)
 
 
 class GeneratorState:

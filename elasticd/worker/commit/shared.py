@@ -16,7 +16,7 @@ from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
 from elasticd.worker.commit.contents import Contents
-from elasticd.worker.commit.plaindata import plain_key
+from elasticd.worker.commit.plaindata import number_of, plain_key
 from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.gradients.buffers import SMALL
 from elasticd.worker.world.group import World, or_over
@@ -175,10 +175,12 @@ def _summary_of(value: Any, *, contents: bool = True, numbers: bool = False) -> 
     if len(shown) > SHOWN_MAX:
         shown = f"{shown[:SHOWN_MAX]}..."
     if not numbers:
-        return ValueSummary(_number(found), shown)
+        return ValueSummary(number_of(found), shown)
     coarse, apart = hashlib.blake2b(digest_size=8), _Numbers()
     _feed(coarse, value, contents, apart)
-    return ValueSummary(_number(found), shown, _number(coarse), apart.doubles.tobytes(), tuple(apart.counts))
+    return ValueSummary(
+        number_of(found), shown, number_of(coarse), apart.doubles.tobytes(), tuple(apart.counts)
+    )
 
 
 class _Numbers:
@@ -241,8 +243,4 @@ def _feed(summary: hashlib.blake2b, value: Any, contents: bool, numbers: _Number
 
 def _digest_of(summary: Summary) -> int:
     raw = repr(sorted((name, seen.digest) for name, seen in summary.items())).encode()
-    return _number(hashlib.blake2b(raw, digest_size=8))
-
-
-def _number(found: hashlib.blake2b) -> int:
-    return int.from_bytes(found.digest(), "little") >> 1
+    return number_of(hashlib.blake2b(raw, digest_size=8))

@@ -18,6 +18,7 @@ from torch.utils.data._utils import worker
 
 from elasticd.data.dealing import Batch, Portion, counts_of, parts_of
 from elasticd.data.order import transform_seed
+from elasticd.worker.commit.plaindata import number_of
 from elasticd.worker.commit.randomness import OwnRandomness
 
 OURS = ("batch_size", "batch_sampler", "drop_last", "generator", "in_order", "sampler", "shuffle")
@@ -196,7 +197,7 @@ def digest(samples: Any) -> int:
                 take(item)
 
     take(samples)
-    return int.from_bytes(summary.digest(), "little") >> 1 or 1
+    return number_of(summary) or 1
 
 
 class StreamInit:
