@@ -109,10 +109,9 @@ class Data:
                 raise ValueError(f"{name} is {number}: give a number that is 1 or more")
         self._global_batch, self._worker_batch = global_batch, worker_batch
         self._accumulate = accumulate
-        self._seed, self._epochs, self._drop_last = seed, epochs, drop_last
-        self.seed, self.consistent = seed, consistent
+        self.seed, self.epochs, self.consistent, self._drop_last = seed, epochs, consistent, drop_last
         self._asked_ranks = virtual_ranks
-        self._virtual_ranks = virtual_ranks or int(
+        self.virtual_ranks = virtual_ranks or int(
             os.environ.get(VIRTUAL_RANKS) or os.environ.get("WORLD_SIZE") or 1
         )
         self._check_ranks()
@@ -126,23 +125,15 @@ class Data:
             if drop_last:
                 next_batch(0, 0, length=self._order.length, size=batch or 0, drop_last=True)
         self._epoch = self._position = 0
-        self._read = 0  # a digest of the first samples read from a stream in this world
+        self.read = (
+            0  # a digest of the first samples read from a stream in this world; 0 before the first share
+        )
 
     @property
     def epoch(self) -> int:
         """The epoch of the next uncommitted sample: after an epoch's last commit, the next epoch. With an
         iterable dataset, the epoch changes only once the dataset's end has been read."""
         return self._next[0]
-
-    @property
-    def epochs(self) -> int | None:
-        """The number of epochs; None: without end."""
-        return self._epochs
-
-    @property
-    def virtual_ranks(self) -> int:
-        """The number of parts that the global batch is cut into."""
-        return self._virtual_ranks
 
     @property
     def position(self) -> int:
@@ -156,12 +147,15 @@ class Data:
 
     @property
     def _next(self) -> tuple[int, int]:
-        size = self._global_batch or (self._worker_batch or 0) * world_size()
         if self._order is None:
             return self.committed
-        drop, length = self._drop_last, self._order.length
-        batch = next_batch(self._epoch, self._position, length=length, size=size, drop_last=drop)
+        size, length = self._size(world_size()), self._order.length
+        batch = next_batch(*self.committed, length=length, size=size, drop_last=self._drop_last)
         return batch.epoch, batch.first
+
+    def _size(self, world: int) -> int:
+        """Return the size of a whole batch in a world of ``world`` workers."""
+        return self._global_batch or (self._worker_batch or 0) * world
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -170,7 +164,7 @@ class Data:
         batches = {
             "global_batch": self._global_batch or 0,
             "worker_batch": self._worker_batch or 0,
-            "virtual_ranks": self._virtual_ranks if self._global_batch else 0,
+            "virtual_ranks": self.virtual_ranks if self._global_batch else 0,
         }
         return {"order": dict(order), **batches, "drop_last": self._drop_last}
 
@@ -190,7 +184,7 @@ class Data:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a committed position. Raises DataChanged."""
         if self._asked_ranks is None and self._global_batch:
-            self._virtual_ranks = state["virtual_ranks"] or self._virtual_ranks
+            self.virtual_ranks = state["virtual_ranks"] or self.virtual_ranks
         mine, theirs = self.facts, {name: state[name] for name in self.facts}
         if mine != theirs:
             raise DataChanged(_difference(mine, theirs))
@@ -210,7 +204,7 @@ class Data:
     def growth(self, world: int) -> tuple[int, float]:
         """Return the batch size in a world of ``world`` workers, and the factor of its learning rates. Raises
         ValueError."""
-        batch = (self._worker_batch or 0) * world
+        batch = self._size(world)
         self._rate_batch = self._rate_batch or batch
         return batch, factor(self._rate or "none", batch / self._rate_batch)
 
@@ -221,19 +215,12 @@ class Data:
         return self._shares_of_stream(cutting) if self._order is None else self._shares_of_indices(cutting)
 
     def _cutting(self, rank: int, world: int) -> Cutting:
-        size = self._global_batch or (self._worker_batch or 0) * world
-        ranks = self._virtual_ranks if self._global_batch else world
-        return Cutting(rank, world, size, ranks, self._accumulate, self._drop_last)
+        ranks = self.virtual_ranks if self._global_batch else world
+        return Cutting(rank, world, self._size(world), ranks, self._accumulate, self._drop_last)
 
     @property
     def is_stream(self) -> bool:
         return self._order is None
-
-    @property
-    def read(self) -> int:
-        """A digest of the first samples read from a stream; 0 before the first share. It must be the same in
-        all workers."""
-        return self._read
 
     def portions(self, batch: Batch, world: int) -> tuple[int, ...]:
         """Return the number of parts of the batch that each worker of a world of this size has, by rank."""
@@ -246,7 +233,7 @@ class Data:
     # ------------------------------------------------------------ batches
 
     def _shares_of_indices(self, cutting: Cutting) -> Iterator[Share]:
-        order, epochs, committed = self._order, self._epochs, self.committed
+        order, epochs, committed = self._order, self.epochs, self.committed
         assert order is not None
 
         # The loader calls these functions ahead of time and keeps them, so they must not refer to self.
@@ -268,7 +255,7 @@ class Data:
 
         self._requests.begin = requests
         if self._loader is None:
-            indexed = Indexed(self._dataset, self._collate, self._seed)
+            indexed = Indexed(self._dataset, self._collate, self.seed)
             self._loader = loading.loader_of_indexed(indexed, self._requests, self._options)
         loaded = iter(self._loader)
         for batch in batches():
@@ -276,29 +263,29 @@ class Data:
         self._loader = None  # without the loader, its processes can end
 
     def _shares_of_stream(self, cutting: Cutting) -> Iterator[Share]:
-        if self._epochs is not None and self._epoch >= self._epochs:
+        if self.epochs is not None and self._epoch >= self.epochs:
             return
         stream = Stream(
             self._dataset,
             self._collate,
-            self._seed,
+            self.seed,
             epoch=self._epoch,
             position=self._position,
             cutting=cutting,
         )
-        self._read = 0
+        self.read = 0
         loaded = map(self._same_read, iter(loading.loader_of_stream(stream, self._options)))
         for first in loaded:
             if not first.samples:  # the part marks the end of an epoch
-                if self._epochs is not None and first.epoch + 1 >= self._epochs:
+                if self.epochs is not None and first.epoch + 1 >= self.epochs:
                     return
                 continue
             yield Share(first.batch, cutting.parts(first.samples), chain([first], loaded))
 
     def _same_read(self, fetched: Fetched) -> Fetched:
-        if fetched.read and self._read and fetched.read != self._read:
+        if fetched.read and self.read and fetched.read != self.read:
             raise _read_unlike("two loading processes of a worker")
-        self._read = self._read or fetched.read
+        self.read = self.read or fetched.read
         return fetched
 
     def check_read(self, reads: Sequence[int]) -> None:
@@ -311,11 +298,11 @@ class Data:
     def _check_ranks(self) -> None:
         if self._global_batch is None:
             return
-        least = self._virtual_ranks * self._accumulate
+        least = self.virtual_ranks * self._accumulate
         if self._global_batch < least:
             times = f" in {self._accumulate} pieces each" if self._accumulate > 1 else ""
             raise ValueError(
-                f"global_batch is {self._global_batch}, too few for {self._virtual_ranks} virtual ranks"
+                f"global_batch is {self._global_batch}, too few for {self.virtual_ranks} virtual ranks"
                 f"{times}: give a larger one, or fewer virtual_ranks (by default as many as --max)"
             )
 

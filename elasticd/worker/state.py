@@ -111,8 +111,8 @@ class State:
         """Yield the remaining steps, from the last committed one, until ``until`` steps are made.
 
         With ``data``, yield a Step for each, to the end of the data's epochs. Without, yield the steps'
-        numbers. With ``accumulate``, yield that many ``Micro`` for each step: DistributedDataParallel adds
-        gradients up in the last one only.
+        numbers. With ``accumulate``, yield that many ``MicroBatch`` for each step: DistributedDataParallel
+        adds gradients up in the last one only.
 
         A commit covers all steps yielded since the last one. A step that is not committed comes again in the
         next world, and when ``steps`` is called again.
@@ -126,7 +126,7 @@ class State:
         for its steps.
 
         With ``data``, an epoch is the data's, or ``steps`` steps. Without, an epoch is ``steps`` steps, whose
-        numbers (or ``Micro``) are yielded as by ``steps``.
+        numbers (or ``MicroBatch``) are yielded as by ``steps``.
 
         Work after an epoch's steps (an evaluation, a scheduler, ``epoch.stop()``) is committed when the
         script asks for the next epoch. If the world changes before that, the work comes again.

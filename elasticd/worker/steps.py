@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Micro:
+class MicroBatch:
     """One of the k micro-batches of a step, from ``state.steps(N, accumulate=k)``. ``step``: the step's
     number. ``turn``: the micro-batch's number in the step. After the ``last`` micro-batch, the script calls
     the optimizer's step and commits."""
@@ -212,7 +212,7 @@ class StepLoop:
         self._used = 0  # this worker's samples of these steps, without the open step
         self._open: Step | None = None
         self._numbered = False  # steps() yields numbers, since there is no data
-        self._micro: Micro | None = None
+        self._micro: MicroBatch | None = None
         self._epoch: Epoch | None = None
 
     def leave(self) -> None:
@@ -283,7 +283,7 @@ class StepLoop:
             self._warn_of_late_changes()
 
     def _of_numbers(self, until: int, accumulate: int) -> Iterator[Any]:
-        """Yield the steps' numbers; with ``accumulate`` above 1, a Micro for each micro-batch."""
+        """Yield the steps' numbers; with ``accumulate`` above 1, a MicroBatch for each."""
         self._numbered = True
         try:
             while self._number < until:
@@ -298,9 +298,9 @@ class StepLoop:
         finally:
             self._numbered, self._micro = False, None
 
-    def _micros(self, number: int, accumulate: int) -> Iterator[Micro]:
+    def _micros(self, number: int, accumulate: int) -> Iterator[MicroBatch]:
         for turn in range(accumulate):
-            self._micro = micro = Micro(number, turn, last=turn == accumulate - 1)
+            self._micro = micro = MicroBatch(number, turn, last=turn == accumulate - 1)
             with contextlib.nullcontext() if micro.last else self.committed.models.without_sums():
                 yield micro
 
