@@ -372,14 +372,6 @@ def train_and_swallow_everything(state, journal, accident, steps):
             accident("swallowed", step)
 
 
-def train_and_exit_on_errors(state, journal, accident, steps):
-    """The commonest wrapper of all."""
-    try:
-        train(state, journal, accident, steps)
-    except Exception:
-        sys.exit(1)
-
-
 def train_and_exit_on_anything(state, journal, accident, steps):
     try:
         train(state, journal, accident, steps)
@@ -387,27 +379,9 @@ def train_and_exit_on_anything(state, journal, accident, steps):
         raise SystemExit("training failed") from ValueError("of another kind")
 
 
-def train_and_fail_to_clean_up(state, journal, accident, steps):
-    cleaned = False
-    try:
-        train(state, journal, accident, steps)
-        cleaned = True
-    finally:
-        if not cleaned:
-            raise OSError("the folder is gone already")
-
-
 def train_and_return_whatever_happens(state, journal, accident, steps):
     with contextlib.suppress(BaseException):
         train(state, journal, accident, steps)
-
-
-def train_and_suppress_errors(state, journal, accident, steps):
-    """Suppress the errors of each step."""
-    journal.write(entered=state.step)
-    for step in state.steps(steps):
-        with contextlib.suppress(Exception):
-            make_step(state, journal, accident, step)
 
 
 def train_and_go_on_past_anything(state, journal, accident, steps):
@@ -498,8 +472,8 @@ def train_with_own_randomness(state, journal, accident, steps):
 
 
 def work_slowly(address: str, folder: str, name: str) -> None:
-    """The first worker takes longer to send the state, then to compute its part, and then to send a message
-    of the script's own, than one may take to connect."""
+    """The first worker takes longer to send the state, and then to send a message of the script's own, than
+    it may take to connect."""
     group.FORMING_S_MAX = 3.0
     send = exchange._send
 
@@ -516,8 +490,6 @@ def work_slowly(address: str, folder: str, name: str) -> None:
 def train_slowly(state, journal, accident, steps):
     for step in state.steps():
         for (x,) in step:
-            if worker.rank() == 0 and step.number == 0:
-                time.sleep(group.FORMING_S_MAX + 0.5)
             step.backward(state.model(x).square().mean())
         if worker.rank() == 0 and step.number == 1:
             time.sleep(group.FORMING_S_MAX + 0.5)

@@ -147,6 +147,7 @@ def test_a_full_disk_leaves_a_gap_that_is_told_and_no_torn_line(tmp_path, monkey
     assert any("3 notes before step 3 could not be written" in finding(f) for f in judge(files).findings)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not may_mount(), reason="nothing may be mounted here")
 def test_a_recorder_on_a_disk_that_was_full_goes_on_when_there_is_room():
     inside = 'd=$(mktemp -d) && mount -t tmpfs -o size=64k t $d && exec "$@" $d'
