@@ -32,6 +32,7 @@ from elasticd.cli.main import _COMMANDS
 
 ELASTICD: Final = "elasticd.cli.begin:main"
 TORCHRUN: Final = "torch.distributed.run:main"
+PROGRAM: Final = "tests.forkserver:execute"  # the text of a Python program, and its arguments
 
 _IMPORTED: Final = (
     "elasticd.cli.begin",
@@ -97,11 +98,12 @@ class Forked:
 
 
 def run(
-    argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout_s: float
+    argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout_s: float, entry: str = ELASTICD
 ) -> subprocess.CompletedProcess[str]:
-    """Run an ``elasticd`` command to its end. Raises subprocess.TimeoutExpired."""
+    """Run a command to its end. Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        command = Forked(argv, env=env, cwd=cwd, stdout=out.fileno(), stderr=err.fileno())
+        files = {"stdout": out.fileno(), "stderr": err.fileno()}
+        command = Forked(argv, env=env, cwd=cwd, entry=entry, **files)
         code = command.wait(timeout_s)
         out.seek(0)
         err.seek(0)
@@ -168,6 +170,10 @@ def _tell(line: int, number: int) -> None:
         pass  # the test is over
 
 
+def execute() -> None:
+    exec(sys.argv.pop(1), {"__name__": "__main__"})
+
+
 def main() -> None:
     for name in (*_IMPORTED, *(place.partition(":")[0] for place in _COMMANDS.values())):
         importlib.import_module(name)
@@ -184,7 +190,7 @@ def main() -> None:
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:1] = [str(Path(sys.executable).parent), *given]  # as in the script
     module, _, name = request["entry"].partition(":")
-    sys.exit(getattr(sys.modules[module], name)())
+    sys.exit(getattr(importlib.import_module(module), name)())
 
 
 if __name__ == "__main__":

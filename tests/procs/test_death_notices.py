@@ -22,7 +22,7 @@ from elasticd.procs.linux import is_ready, stat_of
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
-from tests.procs.agents import PATIENCE_S
+from tests.procs.agents import PATIENCE_S, wait_until
 from tests.procs.conftest import Bench
 from tests.procs.undead import Undead
 
@@ -240,34 +240,35 @@ def _news(procs: LocalProcs) -> queue.SimpleQueue[WorkerNews]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """A warden that gives up soon on processes that run, and on those that are being taken down."""
-    shorter = "import elasticd.procs.warden as w; w._LAST_REAPING_S = w.TAKING_DOWN_S = 0.2; "
+def impatient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """A warden and an agent that wait 0.2 s for killed processes that run, and a minute, or the parameter's
+    seconds, for those that the kernel takes down."""
+    taking_down_s = getattr(request, "param", 60.0)
+    shorter = (
+        f"import elasticd.procs.warden as w; w._LAST_REAPING_S, w.TAKING_DOWN_S = 0.2, {taking_down_s}; "
+    )
     begin, call = warden_client._PROGRAM.split("from elasticd.procs.warden", 1)
     monkeypatch.setattr(warden_client, "_PROGRAM", f"{begin}{shorter}from elasticd.procs.warden{call}")
+    monkeypatch.setattr(warden_client, "_KILL_ORPHANS_S", 0.2)
     bench = Bench(Warden.start())
     yield bench
     bench.close()
 
 
-def _wait_for_words(caplog: pytest.LogCaptureFixture, words: str, closing: threading.Thread) -> None:
-    while words not in caplog.text:
-        assert closing.is_alive(), caplog.text
-
-
 def test_the_warden_closes_once_the_kernel_has_taken_a_process_down(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    impatient: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pid = _start(bench, bench.procs([sys.executable, "-c", UNDEAD]))
-    closing = threading.Thread(target=bench.warden.close, args=(0.0,))
+    pid = _start(impatient, impatient.procs([sys.executable, "-c", UNDEAD]))
+    closing = threading.Thread(target=impatient.warden.close, args=(0.0,))
     with Undead(pid) as undead:
         closing.start()
         undead.wait_for_the_exit()
-        _wait_for_words(caplog, f"the kernel is still taking down processes {pid}", closing)
+        wait_until(lambda: f"still taking down processes {pid}" in caplog.text, "it says so")
     closing.join(PATIENCE_S)
-    assert not closing.is_alive() and bench.warden.left == () and not os.path.exists(f"/proc/{pid}")
+    assert not closing.is_alive() and impatient.warden.left == () and not os.path.exists(f"/proc/{pid}")
 
 
+@pytest.mark.parametrize("impatient", [0.2], indirect=True)
 def test_the_warden_says_which_processes_it_leaves(impatient: Bench) -> None:
     pid = _start(impatient, impatient.procs([sys.executable, "-c", UNDEAD]))
     with Undead(pid):
@@ -277,16 +278,16 @@ def test_the_warden_says_which_processes_it_leaves(impatient: Bench) -> None:
 
 
 def test_a_killed_warden_leaves_processes_that_the_kernel_takes_down_to_the_end_of_its_agent(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    impatient: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pid = _start(bench, bench.procs([sys.executable, "-c", UNDEAD]))
-    closing = threading.Thread(target=bench.warden.close, args=(0.0,))
+    pid = _start(impatient, impatient.procs([sys.executable, "-c", UNDEAD]))
+    closing = threading.Thread(target=impatient.warden.close, args=(0.0,))
     with Undead(pid):
-        os.kill(bench.warden.pid, signal.SIGKILL)
-        (exit,) = bench.wait()
+        os.kill(impatient.warden.pid, signal.SIGKILL)
+        (exit,) = impatient.wait()
         assert exit.fenced and os.path.exists(f"/proc/{pid}")
         closing.start()
-        _wait_for_words(caplog, f"the kernel is still taking down processes {pid}", closing)
+        wait_until(lambda: f"still taking down processes {pid}" in caplog.text, "it says so")
     closing.join(PATIENCE_S)
     assert not closing.is_alive() and not os.path.exists(f"/proc/{pid}")
 
@@ -295,14 +296,14 @@ def test_a_killed_warden_leaves_processes_that_the_kernel_takes_down_to_the_end_
 
 
 def test_more_workers_than_one_system_call_takes_are_watched(tmp_path: Path) -> None:
-    notices, pages = DeathNotices(8 * MUTEX), [Page(tmp_path / f"page{n}") for n in range(200)]
+    notices, pages = DeathNotices(8 * MUTEX), [Page(tmp_path / f"page{n}") for n in range(130)]
     argv = [sys.executable, "-S", "-c", MANY, BOOT_DIR, str(8 * MUTEX), *(str(page.path) for page in pages)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         pids = list(map(int, process.stdout.readline().split()))
         for n, (pid, page) in enumerate(zip(pids, pages, strict=True)):
             notices.watch(n, pid, str(page.path))
-        for n in (199, 0):
+        for n in (129, 0):
             os.kill(pids[n], signal.SIGKILL)
             assert is_ready(notices.fd, select.POLLIN, PATIENCE_S)
             assert notices.take() == [(n, -signal.SIGKILL)]

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from elasticd.core.ports import Assignment
 from elasticd.procs.page import BOOT_DIR, MAGIC, Page, shared_memory_dir
 from tests.procs.agents import PATIENCE_S, PROGRAMS
 from tests.procs.conftest import Bench
@@ -23,46 +24,14 @@ def _steps(bench: Bench) -> int:
     return bench._made[-1].steps()[10]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "made"),
-    [
-        ("torch.optim.AdamW(model.parameters())", 0),
-        ("torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)", None),  # it does not count
-        ("resumed(torch.optim.Adam(model.parameters()))", 7),
-    ],
-)
-def test_the_steps_of_an_unmodified_torch_script_are_counted_and_those_made_before_if_it_counts_them(
-    bench: Bench, optimizer: str, made: int | None
+def test_the_steps_of_an_unmodified_torch_script_are_counted_and_a_compiled_step_is_compiled_once(
+    bench: Bench,
 ) -> None:
-    program = f"""
-import torch
-model = torch.nn.Linear(2, 2)
-def train(optimizer, steps):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-def resumed(optimizer):
-    state = {{"step": torch.tensor(7.0), "exp_avg": torch.zeros(2, 2), "exp_avg_sq": torch.zeros(2, 2)}}
-    bias = {{"step": torch.tensor(7.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}}
-    optimizer.load_state_dict({{**optimizer.state_dict(), "state": {{0: state, 1: bias}}}})
-    return optimizer
-train({optimizer}, 3)
-"""
-    before = time.time()
-    (exit,) = bench.run(program, env={"OMP_NUM_THREADS": "1"})
-    assert exit.code == 0, exit.traceback
-    (progress,) = bench._made[-1].progress()
-    assert (progress.slot, progress.rank, progress.step, progress.base) == (10, 0, 3, made)
-    assert before - 1 < progress.at < time.time() + 1
-
-
-def test_a_compiled_step_is_counted_and_compiled_once(bench: Bench) -> None:
     program = """
 import torch, warnings
 warnings.simplefilter("error", UserWarning)
 model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.AdamW(model.parameters())
 step = torch.compile(lambda: optimizer.step(), backend="eager")
 for _ in range(12):
     model(torch.ones(1, 2)).sum().backward()
@@ -70,9 +39,40 @@ for _ in range(12):
 from torch._dynamo.utils import counters
 assert counters["stats"]["unique_graphs"] == 1, counters
 """
+    before = time.time()
     (exit,) = bench.run(program, env={"OMP_NUM_THREADS": "1"})
     assert exit.code == 0, exit.traceback
-    assert _steps(bench) == 12
+    (progress,) = bench._made[-1].progress()
+    assert (progress.slot, progress.rank, progress.step, progress.base) == (10, 0, 12, 0)
+    assert before - 1 < progress.at < time.time() + 1
+
+
+def test_steps_that_were_made_before_are_told_if_the_optimizer_counts_them(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """In two workers, forked from a process that has imported torch."""
+    script = tmp_path / "job.py"
+    script.write_text("""
+import os, torch
+model = torch.nn.Linear(2, 2)
+if os.environ["RANK"] == "0":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # it does not count
+else:
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"step": torch.tensor(7.0), "exp_avg": torch.zeros(2, 2), "exp_avg_sq": torch.zeros(2, 2)}
+    bias = {"step": torch.tensor(7.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state, 1: bias}})
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+""")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    procs = bench.procs([sys.executable, str(script)], zygote=True, imports=("torch",), base_env=env)
+    procs.expect(Assignment(0, 0, 0, {"RANK": "0"}))
+    bench.start(procs, 2)
+    assert [exit.code for exit in bench.wait(2)] == [0, 0], bench.console.written
+    assert [(one.step, one.base) for one in procs.progress()] == [(3, None), (3, 7)]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
 from elasticd.procs.page import BOOT_DIR
+from tests import forkserver
 
 PROGRAM = """
 import json, sys, threading, time
@@ -190,12 +190,16 @@ print(json.dumps(seen))
 """
 
 
-def test_what_a_worker_waits_for_is_told_from_its_own_work() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, BOOT_DIR], capture_output=True, text=True, timeout=120
-    )
+def _run(program: str, folder: Path) -> str:
+    """Run it in a process that has imported torch. Return what it prints."""
+    argv = ["-c", program, BOOT_DIR, str(folder)]
+    done = forkserver.run(argv, env=os.environ, cwd=folder, timeout_s=120, entry=forkserver.PROGRAM)
     assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    return done.stdout
+
+
+def test_what_a_worker_waits_for_is_told_from_its_own_work(tmp_path: Path) -> None:
+    seen = json.loads(_run(PROGRAM, tmp_path))
     assert seen["usual"][0] == seen["waited"][0] == 1, "once for each backward pass"
     assert seen["waited"][1] >= 0.4
     assert seen["own"][1] < 0.4, "a slow backward pass is its own"
@@ -205,13 +209,7 @@ def test_what_a_worker_waits_for_is_told_from_its_own_work() -> None:
 def test_what_fsdp2_waits_for_is_measured_in_those_who_wait_and_not_in_the_one_who_is_late(
     tmp_path: Path,
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SHARDED, BOOT_DIR, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    _run(SHARDED, tmp_path)
     early, late = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
     # Of three groups each gathers and reduces; the two that are not the root gather once more to go back.
     assert early["usual"][0] == late["usual"][0] == 3 + 2 + 3
@@ -222,13 +220,9 @@ def test_what_fsdp2_waits_for_is_measured_in_those_who_wait_and_not_in_the_one_w
     )
 
 
-def test_the_time_without_a_processor_is_told_but_for_what_falls_into_waits() -> None:
+def test_the_time_without_a_processor_is_told_but_for_what_falls_into_waits(tmp_path: Path) -> None:
     """On one processor, with three others that never leave it."""
-    done = subprocess.run(
-        [sys.executable, "-c", STARVED, BOOT_DIR], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    seen = json.loads(_run(STARVED, tmp_path))
     took_s, delayed_s = seen["own"]
     assert delayed_s > 0.3 and took_s - delayed_s == pytest.approx(0.3, rel=0.1)
     took_s, delayed_s = seen["waiting"]
