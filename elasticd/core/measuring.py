@@ -55,7 +55,7 @@ def measure(
     bad GPU, and why.
     """
     crew = state.crew
-    window_s = state.policy_source.policy.straggler_window_s
+    window_s = state.policy.straggler_window_s
     known = replace(known, due=now + max(PERIOD_S_MIN, window_s / PERIODS))
     if crew is None or not crew.alive or crew.order or crew.fenced or crew.round.number != known.round:
         known = Measuring(known.due, known.number, crew.round.number if crew is not None else 0)

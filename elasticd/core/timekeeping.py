@@ -69,7 +69,7 @@ def keep_time(
     at_work = {b.slot: _at_work(known, number, b, first_at.get(b.slot, 0.0)) for b in beats}
     ledger = known.ledger.see(_last_steps(known.ledger, at_work), now)
     slots = _slots(state, ledger)
-    alive = state.crew.alive if state.crew is not None else frozenset()
+    alive = state.alive
     ledger = ledger.see({slot: _seen(state, slot, alive, at_work.get(slot), hung) for slot in slots}, now)
     run = state.seen["spec"].created if state.spec is not None else known.run
     known = replace(known, ledger=ledger, run=run)
@@ -136,7 +136,7 @@ def not_at_work(state: AgentState, slot: int, alive: frozenset[int]) -> Kind | N
 
 def _slots(state: AgentState, ledger: Ledger) -> list[int]:
     """Return as many slots as the job may have workers, and any other slot that has had a worker."""
-    most = (state.spec or state.wanted).limits.max
+    most = state.limits.max
     used = {*ledger.slots, *(state.crew.member.slots if state.crew is not None else ())}
     return [slot for n, slot in enumerate(state.me.slots) if n < most or slot in used]
 

@@ -334,7 +334,7 @@ class Meter:
         metrics.choose("elasticd_job_phase", s.phase)
         metrics.set("elasticd_leader", state.leads is not None)
         metrics.set("elasticd_restart_budget_left", s.budget_left)
-        metrics.set("elasticd_restart_budget_size", state.policy_source.policy.restarts_max)
+        metrics.set("elasticd_restart_budget_size", state.policy.restarts_max)
         metrics.set("elasticd_etcd_up", state.etcd.silent is None and state.etcd.lease_until is not None)
         metrics.set("elasticd_etcd_full", bool(state.etcd.full))
         if view is None or view.nodes is None:

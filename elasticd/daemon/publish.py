@@ -215,7 +215,7 @@ class Publisher:
         """Return the facts that this agent knows. Its own node's facts are newer than etcd's."""
         state, view, name = self._driver.state, self._driver.view, self._config.node
         known = self._others | {key: e.fact for key, e in state.seen.items() if e.fact is not None}
-        known["spec"] = state.policy_source
+        known["spec"] = state.spec or state.wanted
         me, own, port = state.me, state.registration.own, state.store_port
         released = state.released.round
         known[me.key] = (own.fact if own is not None else None) or Node(

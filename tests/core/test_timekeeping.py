@@ -42,7 +42,7 @@ def test_a_slot_without_a_worker_at_work_does_one_thing(
     phase: Phase, nodes: dict[str, int], more: dict[str, object], kind: Kind
 ) -> None:
     known = state(phase, nodes, **more)
-    assert not_at_work(known, 0, known.crew.alive if known.crew is not None else frozenset()) is kind
+    assert not_at_work(known, 0, known.alive) is kind
 
 
 def test_who_has_not_joined_yet_is_on_its_way() -> None:

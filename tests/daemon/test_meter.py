@@ -67,7 +67,7 @@ def meter(*, leads: bool = True) -> tuple[Meter, Store]:
         leads=Leadership("a", "a#1") if leads else None,
         crew=None,
         round=None,
-        policy_source=new.policy_source,
+        policy=new.policy,
         etcd=new.etcd,
     )
     driver = SimpleNamespace(state=state, view=None)

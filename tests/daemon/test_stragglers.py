@@ -88,7 +88,7 @@ class Agent:
             ),
             round=round,
             guard=StillThere(f"nodes/{name}", 4),
-            policy_source=SimpleNamespace(policy=Policy()),
+            policy=Policy(),
         )
         self.store = store
         self.said: list[Reason] = []

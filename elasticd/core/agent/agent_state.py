@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticd.core.age import Age
 from elasticd.core.agent_messages import Action, LeaveJob, Tag, Transact
-from elasticd.core.facts import Leadership, Member, Phase, Report, Round, Spec
+from elasticd.core.facts import Leadership, Limits, Member, Phase, Policy, Report, Round, Spec
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Entry, Guard, StillThere, StoreSilent, Write
 from elasticd.core.reasons import Reason
@@ -297,7 +297,7 @@ class AgentState:
         needed = round is not None and not self.over and self.me.node in round.leaving
         if departure.at_once or round is None:
             return departure.patient_until
-        half_s = self.policy_source.policy.shutdown_s / 2
+        half_s = self.policy.shutdown_s / 2
         checkpoint_by = min(round.resizes_by, departure.patient_until + half_s)
         return max(departure.patient_until, checkpoint_by, round.leave_by if needed else 0.0)
 
@@ -318,15 +318,26 @@ class AgentState:
     @property
     def empty(self) -> bool:
         """Whether no worker process is left on this node."""
-        return not self.standbys and (self.crew is None or not self.crew.alive)
+        return not self.standbys and not self.alive
 
     @property
     def gone(self) -> bool:
         return self.exiting is not None and self.empty
 
     @property
-    def policy_source(self) -> Spec:
-        return self.spec or self.wanted
+    def policy(self) -> Policy:
+        """The job's policy; before the spec is known, the policy of the command line."""
+        return (self.spec or self.wanted).policy
+
+    @property
+    def limits(self) -> Limits:
+        """The job's limits, in the same way."""
+        return (self.spec or self.wanted).limits
+
+    @property
+    def alive(self) -> frozenset[int]:
+        """See ``Crew.alive``; empty without a crew."""
+        return self.crew.alive if self.crew is not None else frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def follow_the_round(do: Decisions) -> None:
     state, round = do.state, do.state.round
     if round is None or not state.registration.joined:
         return
-    policy = state.policy_source.policy
+    policy = state.policy
     if state.over:
         return  # ``leaving.end_with_the_job`` stops the workers
     if round.anew:
@@ -122,7 +122,7 @@ def leave(do: Decisions, planned: bool, signal: int, grace_s: float) -> None:
     begins = before is None or (before.planned and not planned)
     if before is not None and not begins and (before.hurried or not hurried):
         return
-    leave_s = do.state.policy_source.policy.part_s if hurried else None
+    leave_s = do.state.policy.part_s if hurried else None
     do.crew(order=Leaving(planned, hurried, grace_s), workers=_told(crew, Life.LEAVING))
     do.actions.append(LeaveRound(planned, signal, grace_s, leave_s, _going(do)))
     if begins:

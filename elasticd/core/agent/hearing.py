@@ -188,7 +188,7 @@ def _lease(do: Decisions, news: LeaseNews) -> None:
     state = do.state
     match news:
         case LeaseHeld(until):
-            ttl_s = state.policy_source.policy.node_ttl_s
+            ttl_s = state.policy.node_ttl_s
             if do.now > until - 3 / 4 * ttl_s:  # a late answer: etcd was stopped, and may drop leases now
                 _distrust_absences(do)
             _hear_from_store(do)
@@ -197,7 +197,7 @@ def _lease(do: Decisions, news: LeaseNews) -> None:
             _hear_from_store(do)
             do.registration(own=None, reported=None)
             do.etcd(lease_until=None)
-            do.reasons.append(LeaseLost(state.policy_source.policy.node_ttl_s, late_s))
+            do.reasons.append(LeaseLost(state.policy.node_ttl_s, late_s))
         case StoreSilent(_, cut_off):
             if state.etcd.silent is None or state.etcd.silent.cut_off != cut_off:
                 fence = max(state.etcd.fence, do.now) if cut_off and not state.config.alone else None
@@ -218,7 +218,7 @@ def _hear_from_store(do: Decisions) -> None:
 
 def _distrust_absences(do: Decisions) -> None:
     """Count no node as lost for one TTL: after an outage other agents may be about to register."""
-    do.etcd(absence_counts_from=do.now + do.state.policy_source.policy.node_ttl_s)
+    do.etcd(absence_counts_from=do.now + do.state.policy.node_ttl_s)
 
 
 def _waits(do: Decisions, event: WorkerWaiting) -> None:
@@ -311,7 +311,7 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
             WorkerEnded(event.round, exit.slot, exit.rank, exit.code, exit.message, exit.hung, log)
         )
     if missed:
-        leave(do, False, SIGTERM, do.state.policy_source.policy.broken_s)
+        leave(do, False, SIGTERM, do.state.policy.broken_s)
 
 
 def _signalled(do: Decisions, signal: int) -> None:

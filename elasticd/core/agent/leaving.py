@@ -26,7 +26,7 @@ def end_with_the_job(do: Decisions) -> None:
     state, round = do.state, do.state.round
     if round is None or not state.registration.joined or not state.over or state.ended_before_joining:
         return
-    stop(do, SIGTERM, state.policy_source.policy.broken_s)
+    stop(do, SIGTERM, state.policy.broken_s)
     if do.state.exiting is None:
         do.set(exiting=exit_of_the_job(round))
 
@@ -60,7 +60,7 @@ def depart(do: Decisions) -> None:
     if state.crew is not None:
         unanswered = state.crew.order is None
         if unanswered and (do.now >= until or not state.reaches_etcd):
-            stop(do, departure.workers_signal, state.policy_source.policy.shutdown_s)
+            stop(do, departure.workers_signal, state.policy.shutdown_s)
         elif unanswered:
             do.wakes.append(until)
         if do.state.crew is not None and (do.state.crew.alive or not do.now >= until):
@@ -96,7 +96,7 @@ def finish_leaving(do: Decisions) -> None:
     if leave is None:
         return
     if not do.state.empty:
-        stop(do, SIGTERM, do.state.policy_source.policy.broken_s)
+        stop(do, SIGTERM, do.state.policy.broken_s)
         dismiss(do)
         return
     do.set(crew=None)

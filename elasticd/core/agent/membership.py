@@ -61,7 +61,7 @@ def move_the_fence(do: Decisions) -> None:
     until = state.etcd.lease_until or 0.0
     if state.etcd.silent is not None and not state.etcd.silent.cut_off:
         last_proof = max(state.etcd.silent.since, state.etcd.silent.as_of)
-        until = max(until, last_proof + state.policy_source.policy.node_ttl_s)
+        until = max(until, last_proof + state.policy.node_ttl_s)
     if until > state.etcd.fence:
         do.etcd(fence=until)
         do.actions.append(Fence(until))
@@ -241,7 +241,7 @@ def _wait_for_name(do: Decisions, holder: Node) -> None:
         do.registration(name_taken_until=None)  # no lease runs out while etcd is away: begin again later
         return
     if state.registration.name_taken_until is None:
-        until = do.now + 2 * state.policy_source.policy.node_ttl_s + 1.0
+        until = do.now + 2 * state.policy.node_ttl_s + 1.0
         do.registration(name_taken_until=until)
         do.reasons.append(NameTaken(until))
         if holder.host == state.me.host:

@@ -31,7 +31,7 @@ def keep_standbys(do: Decisions, stays: bool) -> None:
     if have > wanted and full:
         kept = [slot for slot in sorted(state.standbys) if state.standbys[slot] is not Life.STOPPING]
         _dismiss(do, kept[wanted:])
-    busy = state.standbys.keys() | (state.crew.alive if state.crew else frozenset())
+    busy = state.standbys.keys() | state.alive
     chosen: list[int] = []
     later: dict[int, int] = {}
     for slot in state.me.slots:
@@ -71,9 +71,8 @@ def _wanted(state: AgentState) -> tuple[int, bool]:
 
     A worker that ended here counts as missing at once, before its round closes.
     """
-    spec, round = state.spec, state.round
+    round, limits = state.round, state.limits
     assert round is not None
-    limits = (spec or state.wanted).limits
     acting = 0
     if round.phase in (Phase.LIVE, Phase.CLOSING):
         acting = round.world_size - sum(len(m.slots) for m in round.members if m.node in round.leaving)
@@ -123,4 +122,4 @@ def _dismiss(do: Decisions, slots: list[int]) -> None:
     slots = [slot for slot in slots if standbys[slot] is not Life.STOPPING]
     if slots:
         do.set(standbys={**standbys, **{slot: become(standbys[slot], Life.STOPPING) for slot in slots}})
-        do.actions.append(StopWorkers(SIGTERM, do.state.policy_source.policy.broken_s, tuple(slots)))
+        do.actions.append(StopWorkers(SIGTERM, do.state.policy.broken_s, tuple(slots)))
