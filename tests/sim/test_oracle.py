@@ -174,8 +174,10 @@ def _restarts_cost_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 LIKELY: dict[Break, frozenset[str]] = {  # the faults under which a breakage soon shows
+    _no_guards: frozenset({"pause"}),
+    _loss_charged: frozenset({"crash"}),
     _release_unasked: frozenset({"drain", "scale"}),
-    _never_enough: frozenset({"bad_slot", "user_failure"}),
+    _never_enough: frozenset({"user_failure"}),
     _no_fence: frozenset({"pause"}),
     _finished_too_early: frozenset({"user_failure"}),
     _victims_condemned: frozenset({"asleep", "blind"}),
