@@ -46,6 +46,7 @@ def test_a_job_that_is_to_stop_at_a_loss_that_is_no_number_does_and_its_ledger_k
     assert spent["checkpoint"] > 0 and spent["productive"] > 0, spent
 
 
+@pytest.mark.slow
 def test_a_job_that_is_to_go_back_at_a_loss_that_is_no_number_goes_on_from_its_checkpoint(
     standalone: Cluster, tmp_path: Path
 ) -> None:

@@ -205,6 +205,7 @@ def test_an_agent_gives_up_with_4_when_etcd_stays_away_beyond_its_grace(
     cluster.until_gone(world.players)
 
 
+@pytest.mark.slow
 def test_one_of_three_etcds_may_be_killed_and_another_leader_elected(
     clusters: MakeCluster, tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def _evidence(cluster: Cluster, round: int) -> set[str]:
     return {file.name for e in told for file in (cluster.folder / e["evidence"]).iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nodes_find_out_together_whose_worker_hangs(cluster: Cluster) -> None:
     cluster.limits = (2, 2)

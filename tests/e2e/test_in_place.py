@@ -168,6 +168,7 @@ def test_a_unit_that_lost_a_worker_is_left_out_until_it_is_whole_again(residents
     residents.finish(*nodes)
 
 
+@pytest.mark.slow
 def test_survivors_of_a_killed_worker_do_not_wait_long_for_one_that_sleeps(residents: Residents) -> None:
     residents.cluster.limits = (2, 3)
     residents.cluster.policy |= {
@@ -304,6 +305,7 @@ def test_a_node_that_leaves_or_comes_and_scaling_restart_nobody_elsewhere(reside
     assert residents.cluster.round.restarts == 0
 
 
+@pytest.mark.slow
 def test_a_job_of_one_worker_moves_to_another_node_and_loses_no_step(residents: Residents) -> None:
     """The other node has no worker when the first is asked to leave, as no more than one is wanted."""
     residents.cluster.limits = (1, 1)

@@ -150,6 +150,7 @@ def test_the_wrong_scheme_for_etcd_is_one_sentence(
     assert scheme in refused(a)
 
 
+@pytest.mark.slow
 def test_something_else_in_etcds_place_is_one_sentence(clusters: MakeCluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections, never answers
         cluster = clusters(f"http://127.0.0.1:{mute.getsockname()[1]}")

@@ -20,6 +20,7 @@ def until_the_last_round(player: Player) -> Script:
     return Script(steps=None if player.round == 1 else 10)
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_a_worker_is_killed_and_only_its_death_is_charged(cluster: Cluster) -> None:
     cluster.limits = (2, 2)
     cluster.direct(until_the_last_round)

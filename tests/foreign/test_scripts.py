@@ -105,6 +105,7 @@ def test_accelerates_own_training_checks_pass(launcher: Launcher) -> None:
     assert "DistributedType.MULTI_CPU" in ended.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "way"), [("test_ops", "path"), ("test_sync", "module")])
 def test_accelerates_other_checks_pass(launcher: Launcher, script: str, way: str) -> None:
     """Without a GPU these join a gloo group and leave it without a word, sometimes before the other

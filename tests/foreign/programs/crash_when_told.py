@@ -25,9 +25,9 @@ def main():
         if told.item():
             break
         time.sleep(0.01)
+    print(f"rank {rank} attempt {attempt} {'forked' if gc.get_freeze_count() else 'fresh'}")
     if attempt == 0:
         sys.exit(1)
-    print(f"rank {rank} attempt {attempt} {'forked' if gc.get_freeze_count() else 'fresh'}")
     dist.destroy_process_group()
 
 
