@@ -17,7 +17,7 @@ from elasticd.channel.framing import close_all
 
 @contextlib.contextmanager
 def descriptors(count: int) -> Iterator[None]:
-    """As if all descriptors of this process but ``count`` were in use."""
+    """Use up all descriptors of this process but ``count``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + count, hard))
@@ -50,7 +50,7 @@ class Accepts:
         patch.setattr(socket.socket, "accept", noted)
 
     def time_of(self, attempts: int) -> float:
-        """Wait for so many. Return the seconds from the first to the last."""
+        """Wait for this many attempts. Return the seconds from the first to the last."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._times) >= attempts, 60.0)
             return self._times[attempts - 1] - self._times[0]

@@ -1,4 +1,4 @@
-"""Packets between two ends, with their files; and what an end does with packets that are none of ours."""
+"""Packets between two ends, with their files; and packets that are not valid."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_nothing_is_waited_for_where_nothing_is_to_be(ends: tuple[Agent, WardenE
 def test_what_the_other_end_said_before_it_went_is_heard(ends: tuple[Agent, WardenEnd]) -> None:
     agent, warden = ends
     agent.send(SpareWorker(1))
-    warden.send(Spawned(1, 2))  # never read, by which the kernel reports a reset first
+    warden.send(Spawned(1, 2))  # never read, so the kernel reports a reset first
     agent.close()
     assert warden.receive() == (SpareWorker(1), [])
     with pytest.raises(ChannelClosed, match="has closed"):
@@ -153,7 +153,7 @@ def test_an_end_that_is_closed_closes_what_it_had_queued(ends: tuple[Agent, Ward
         assert open_files() == before - 2
 
 
-# ---------------------------------------------------------------- packets that are none of ours
+# ---------------------------------------------------------------- packets that are not valid
 
 
 @given(st.binary(min_size=1, max_size=300), st.integers(0, 3))

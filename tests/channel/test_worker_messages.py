@@ -1,4 +1,4 @@
-"""What a worker tells its agent of its state."""
+"""The state of a waiting worker."""
 
 from elasticd.channel.worker_messages import Holds, Waiting
 from elasticd.core.age import Age

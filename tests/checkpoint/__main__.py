@@ -1,6 +1,6 @@
-"""``python -m tests.checkpoint --tries 300``: kill whoever takes part in a save, at drawn instants of it.
+"""``python -m tests.checkpoint --tries 300``: kill processes that take part in a save, at random instants.
 
-A seed draws the same tries again; the machine's own timing it does not bring back.
+A seed brings the same tries, but not the same timing of the machine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.checkpoint.chaos import VICTIMS, Broken, Chaos
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.checkpoint", description=__doc__)
     parser.add_argument("--tries", type=int, default=300)
-    parser.add_argument("--seed", type=int, help="else one is drawn")
-    parser.add_argument("--only", default=",".join(VICTIMS), help="these victims, of %(default)s")
+    parser.add_argument("--seed", type=int, help="default: a random one")
+    parser.add_argument("--only", default=",".join(VICTIMS), help="kill only these, of %(default)s")
     asked = parser.parse_args()
     victims = tuple(asked.only.split(","))
     if set(victims) - set(VICTIMS):
         parser.error(f"--only takes some of {', '.join(VICTIMS)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which leaves nothing behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit stops the job and its processes
     seed = random.randrange(1 << 32) if asked.seed is None else asked.seed
     print(f"seed {seed}", flush=True)
     began = time.monotonic()

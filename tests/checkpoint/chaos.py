@@ -1,8 +1,8 @@
-"""Kill workers, savers, agents and whole nodes of a real job at drawn instants of its saves, again and again.
+"""Kill workers, savers, agents and whole nodes of a real job at random instants of its saves, many times.
 
 The job is two agents on this machine, three workers that save each step, copies in the other node's
-memory, and an etcd. After each kill: whoever resumes does so from a whole state of one step, and from
-none older than what was committed; what is committed reads back whole; and new saves are committed.
+memory, and an etcd. After each kill, workers resume from a whole state of one step that is not older than
+the newest commit; all committed checkpoints read back whole; and new saves are committed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ PROGRAMS: Final = Path(__file__).parent / "programs" / "chaos"
 VICTIMS: Final = ("worker", "saver", "agent", "node")
 SLOTS: Final = {"a": 2, "b": 1}
 PATIENCE_S: Final = 120.0
-_REACHED_S: Final = 10.0  # for an instant that may not come, as nothing is removed or copied just then
+_REACHED_S: Final = 10.0  # an instant may not come, for example if nothing is to be removed
 _PACE: Final = {"--max-restarts": "1000000", "--grow-cooldown": "0.1", "--node-ttl": "2"}
 _POLICY: Final = {"quarantine_after": 0, "futile_max": 0, "settle_s": 0.2, "broken_s": 0.3}
 
-# Each with how often it comes in one save, more or less.
+# About how often each event comes in one save.
 _OF_SAVER: Final = {"write": 4, "fsync": 6, "after fsync": 6, "send": 12}
 _OF_WHO_COMMITS: Final = dict.fromkeys(
     ("rename", "after rename", "mkdir", "remove", "after remove", "transact", "after transact"), 1
@@ -53,25 +53,25 @@ _OF_BEGINNING: Final = {"say OpenWorld": 1, "say PlanShard": 1, "say ShareBuffer
 
 
 class Broken(AssertionError):
-    """Something got through."""
+    """A checkpoint was lost or torn, or the job does not go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """``who`` kills a ``victim`` of ``node`` at an ``event``, once ``skip`` of them have passed, when
-    ``part`` of what it is about has been done."""
+    """``who`` kills a ``victim`` of ``node`` at an ``event``, after ``skip`` such events, when ``part`` of
+    the call is done."""
 
     victim: str
     node: str
     slot: int
-    who: str  # a name, or how it begins
+    who: str  # a name, or the beginning of a name
     event: str
     skip: int
     part: float
 
     @property
     def begins(self) -> bool:
-        """Whether it happens at the beginning of a world, to whoever does it."""
+        """Whether the event comes only at the beginning of a world."""
         return self.event in _OF_BEGINNING
 
     @property
@@ -101,7 +101,7 @@ def draw(chance: random.Random, victims: tuple[str, ...] = VICTIMS) -> Try:
 
 @dataclass
 class Chaos:
-    """A job that is hurt. ``tell`` is given a line for each try."""
+    """The job, and the tries. ``tell`` gets a line for each try."""
 
     folder: Path
     seed: int
@@ -112,7 +112,7 @@ class Chaos:
     missed: int = 0
     _heard: list[dict[str, Any]] = field(default_factory=list)
     _newest: Saved | None = None
-    _floors: list[tuple[float, int]] = field(default_factory=list)  # when it was seen, which step
+    _floors: list[tuple[float, int]] = field(default_factory=list)  # when each committed step was seen
     _judged: int = 0
 
     def __enter__(self) -> Self:
@@ -141,7 +141,7 @@ class Chaos:
             self._socket.close()
 
     def run(self, tries: int, victims: tuple[str, ...] = VICTIMS) -> None:
-        """Raises Broken at the first that gets through."""
+        """Make the tries. Raises Broken."""
         chance = random.Random(self.seed)
         self._goes_on()
         for number in range(tries):
@@ -151,7 +151,7 @@ class Chaos:
     # ------------------------------------------------------------ one try
 
     def _hurt(self, one: Try) -> str:
-        """What came of it."""
+        """Make one try. Return the outcome in words."""
         self._see()
         first = len(self._heard)
         order = {"who": one.who, "event": one.event, "skip": one.skip, "part": one.part}
@@ -170,7 +170,7 @@ class Chaos:
         if not fired or not fired[0]["pids"]:
             self.missed += 1
             self._goes_on()
-            return "it was gone already" if fired else "that did not come"
+            return "the victim was gone already" if fired else "the event did not come"
         self.reached[one.victim] += 1
         self.stages[one.stage] += 1
         killed = fired[0]["at"]
@@ -194,7 +194,7 @@ class Chaos:
         return f"committed {floor}, resumed {from_}, then committed {step}"
 
     def _goes_on(self, after: int = 0) -> int:
-        """Wait until a later step is committed, and judge all that has happened until then; its step."""
+        """Wait until a later step is committed, and check all that has happened. Return that step."""
         before = max(after, self._see())
         self._until_or_break(lambda: self._see() > before, f"more than step {before} is committed")
         self._judge()
@@ -202,7 +202,7 @@ class Chaos:
         return self._see()
 
     def _judge(self) -> None:
-        """Whoever resumed had what was committed before it began to load, or newer, all of one step."""
+        """Check that workers have resumed from one step, and from none older than the commits before."""
         for message in self._heard[self._judged :]:
             if message["is"] == "torn":
                 raise Broken(f"a torn state was loaded: {message['why']}")
@@ -213,7 +213,7 @@ class Chaos:
         self._judged = len(self._heard)
 
     def _verify(self) -> None:
-        """Read back all that is committed; what is let go meanwhile need not be there."""
+        """Read back all committed checkpoints. Those that retention drops meanwhile may be missing."""
         store = store_at(self._path)
         for saved in self._committed().saved:
             try:
@@ -249,7 +249,7 @@ class Chaos:
         return fact
 
     def _see(self) -> int:
-        """The newest step that is committed; it never goes back."""
+        """The newest committed step. Raises Broken if an older one was the newest."""
         newest = self._committed().newest
         if self._newest is not None and (newest is None or newest.step < self._newest.step):
             raise Broken(f"{self._newest} was committed, and now {newest} is the newest")
@@ -258,13 +258,14 @@ class Chaos:
         self._floors.append((time.monotonic(), step))
         return step
 
-    # ------------------------------------------------------------ what its processes say
+    # ------------------------------------------------------------ messages of the processes
 
     def _said(self, what: str, first: int = 0) -> list[dict[str, Any]]:
         return [m for m in self._heard[first:] if m["is"] == what]
 
     def _until(self, holds: Callable[[], Any], patience_s: float) -> Any:
-        """Until it does, which is looked at whenever somebody says something, and ten times a second."""
+        """Wait until ``holds`` returns a true value, and return it; ask after each message, and ten times a
+        second."""
         deadline = time.monotonic() + patience_s
         while not (found := holds()) and time.monotonic() < deadline:
             self._socket.settimeout(0.1)

@@ -34,7 +34,7 @@ def training(seed: int, width: int = 96) -> dict[str, Any]:
         "optimizer": optimizer,
         "schedule": schedule,
         "progress": {"position": seed, "name": f"seed {seed}"},
-        "table": torch.randn(2500, 1000),  # more than one block
+        "table": torch.randn(1100, 1000),  # more than one block
     }
 
 

@@ -54,10 +54,10 @@ def check(state: dict[str, Any], step: int) -> None:
     assert bool((state["w"] == step).all()) and bool((state["b"] == step).all()), "a torn state"
 
 
-def commit(checkpoints: Checkpoints, *steps: int) -> None:
+def commit(checkpoints: Checkpoints, *steps: int, elements: int = ELEMENTS) -> None:
     """Save these steps, each once the one before it is committed."""
     for step in steps:
-        assert checkpoints.save(filled(step), step)
+        assert checkpoints.save(filled(step, elements), step)
         assert checkpoints.wait() and not checkpoints.failed, checkpoints.last_error
 
 

@@ -1,4 +1,4 @@
-"""What is alike in more than being equal."""
+"""Comparison of values with their types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def with_types(value: Any) -> Any:
-    """Equal only for what is alike in the types of keys and containers, too."""
+    """A value that is equal only if the types of keys and containers are equal too."""
     if isinstance(value, torch.Tensor):
         return (
             "tensor",

@@ -15,6 +15,9 @@ import pytest
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
+from elasticd.checkpoint.store import remote
+
+PART = 8 << 20  # bytes; tests need not send the usual 16 MiB to have a file in two parts
 KEY, SECRET = "AKIAELASTICDTESTS", "never+to/be=seen"
 
 Environ = dict[str, Any]
@@ -23,9 +26,10 @@ Answer = Callable[[str, list[tuple[str, str]]], Any]
 
 @dataclass(slots=True)
 class Fault:
-    """``of``: whether a request (method, path and query) is hit; it lets ``fine`` of those pass, then
-    hits ``bad``. ``how``: "500", "drop" (the connection, with some of the body read), "mute" (the same, but
-    what is asked for is done), "hold" (until ``gate`` is set) or "flip" (a random bit of the answer)."""
+    """``of``: whether the fault applies to a request (method, path and query). ``fine`` such requests pass,
+    and the next ``bad`` fail. ``how``: "500", "drop" (the connection, with some of the body read), "mute"
+    (the same, but the request is carried out), "hold" (until ``gate`` is set) or "flip" (a random bit of
+    the answer)."""
 
     how: str
     of: Callable[[str, str], bool]
@@ -69,7 +73,7 @@ class S3Server:
         return fault
 
     def holds(self, of: Callable[[str, str], bool], fine: int = 0) -> threading.Event:
-        """Requests wait until what is returned is set; ``stuck`` is when one does."""
+        """Have requests wait until the returned event is set. ``stuck`` is set once one waits."""
         self.stuck.clear()
         return self.fails("hold", of, fine=fine).gate
 
@@ -81,14 +85,14 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client's process needs to be let in."""
+        """The variables that a client needs."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_MAX_ATTEMPTS": "3",  # a test need not wait for the usual five
+            "AWS_MAX_ATTEMPTS": "3",  # the default is five
             "AWS_CONFIG_FILE": "/dev/null",
             "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
         }
@@ -122,9 +126,7 @@ class S3Server:
                 start, "403 Forbidden", "InvalidAccessKeyId", "The key does not exist in our records."
             )
         with self._one if "HTTP_IF_MATCH" in environ or "HTTP_IF_NONE_MATCH" in environ else nullcontext():
-            return self._real(
-                environ, start
-            )  # which looks first and writes then, and the real S3 does at once
+            return self._real(environ, start)  # moto compares and then writes; S3 does both at once
 
     def _fail(self, fault: Fault, environ: Environ, start: Answer) -> Iterable[bytes]:
         if fault.how == "drop":
@@ -155,14 +157,15 @@ class _Quiet(WSGIRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Tests print what they have to say."""
+        """Print nothing."""
 
 
 @contextmanager
 def serving() -> Iterator[S3Server]:
-    """One that the environment names, with an empty bucket called bucket."""
+    """A server that the environment names, with an empty bucket called bucket."""
     server = S3Server()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "PART", PART)
         for name, value in server.environment.items():
             patch.setenv(name, value)
         boto3.client("s3").create_bucket(Bucket="bucket")

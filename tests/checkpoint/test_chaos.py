@@ -1,4 +1,4 @@
-"""A few of the tries of ``python -m tests.checkpoint``, which makes hundreds."""
+"""A few tries of ``python -m tests.checkpoint``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules whose ``state_dict`` gives copies of their tensors, or what is no tensor of theirs."""
+"""Modules whose ``state_dict`` gives copies of their tensors, or other tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_module_that_gives_copies_is_loaded_all_the_same(opened: Callable[...,
 
 
 def test_a_model_that_is_flattened_and_sharded_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    """Its own state would be whole, and its optimizer's that of one rank."""
+    """The module's state would be whole, and its optimizer's only that of one rank."""
     for said in in_world(2, tmp_path, flattened, str(tmp_path / "run")):
         assert len(said) == 2
         for sentence in said:

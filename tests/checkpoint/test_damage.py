@@ -1,4 +1,4 @@
-"""What plain DCP lets through (nearly every flipped bit and zeroed page), tried on ours."""
+"""Damage that plain DCP loads without a word (nearly every flipped bit and zeroed page) is noticed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
 from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
+from tests.checkpoint.faults import check, commit, filled
 
-TRIES = 300  # as many as plain DCP was tried with: it loaded 296 flipped bits and 59 of 60 zeroed pages
+TRIES = 300  # of as many, plain DCP loaded 296 flipped bits, and 59 of 60 zeroed pages
 PAGES = 60
 CUTS = 60
 PAGE = 4096
@@ -140,15 +141,13 @@ def test_no_flipped_bit_is_loaded(damaged):
             noticed += damaged.found() == 1
             stream.seek(at)
             stream.write(bytes([byte]))
-    assert noticed == TRIES  # every block of such a shard is read, frames and gaps included
+    assert noticed == TRIES  # all blocks of the shard are read, with frames and gaps
     assert damaged.found() == 2
 
 
 def test_no_flipped_bit_of_a_manifest_or_of_the_metadata_is_loaded(opened, tmp_path):
     path, checkpoints = tmp_path / "run", opened()
-    for step in (1, 2):
-        assert checkpoints.save({"w": torch.full((64,), step), "step": step}, step)
-        assert checkpoints.wait() and not checkpoints.failed, checkpoints.last_error
+    commit(checkpoints, 1, 2, elements=64)
     store, newest = Disk(path), FilePointer(path).read().saved[-1]
     chance = random.Random(seed := random.randrange(1 << 32))
     print("seed", seed)
@@ -157,9 +156,9 @@ def test_no_flipped_bit_of_a_manifest_or_of_the_metadata_is_loaded(opened, tmp_p
         for _ in range(TRIES // 3):
             at, bit = chance.randrange(len(whole)), 1 << chance.randrange(8)
             file.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
-            state = {"w": torch.zeros(64, dtype=torch.int64), "step": 0}
+            state = filled(0, elements=64)
             found = checkpoints.load(state)
-            assert found == state["step"] and bool((state["w"] == found).all())
+            check(state, found)
             if file.name == MANIFEST:
                 assert found == 1
             else:  # only plain DCP reads this file
@@ -276,7 +275,7 @@ def test_a_whole_folder_of_another_save_is_noticed(damaged):
 def test_the_damaged_tensor_is_named(damaged, caplog):
     file = shard(damaged.path, 2)
     with file.open("r+b") as stream:
-        stream.seek(file.stat().st_size - 3_000_000)  # the last and biggest
+        stream.seek(file.stat().st_size - 100_000)  # in the last and largest tensor
         stream.write(b"\xff" * 8)
     assert damaged.found() == 1
     assert "(of table" in caplog.text
@@ -294,14 +293,14 @@ def test_none_whole_is_an_error_and_not_a_fresh_start(damaged):
 
 @pytest.fixture
 def fatal(monkeypatch: pytest.MonkeyPatch) -> list[Fatal]:
-    """What the agent is told the job is to end with."""
+    """The reasons for which the agent is told to end the job."""
     said: list[Fatal] = []
     monkeypatch.setattr(agentpage, "fatal", said.append)
     return said
 
 
 def uncaught(load: Callable[[], object]) -> str:
-    """It ends this process, as far as that goes in a test; what the agent finds in the error file."""
+    """The message that the agent finds in the error file, if an error of ``load`` ends the process."""
     file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     try:
         load()
@@ -321,7 +320,7 @@ def test_what_no_other_try_would_find_otherwise_ends_the_job_unless_the_script_k
         shard(damaged.path, step).unlink()
     with pytest.raises(NoCheckpoint):
         damaged.checkpoints.load(damaged.state)
-    assert fatal == [Fatal.BAD_DATA], "it was caught"
+    assert fatal == [Fatal.BAD_DATA], "the script has caught it"
     assert uncaught(lambda: damaged.checkpoints.load(damaged.state)).startswith("no checkpoint is whole: ")
     (damaged.path / POINTER).write_bytes(b"{")
     assert "no checkpoint beside it is whole" in uncaught(lambda: damaged.checkpoints.load(damaged.state))
@@ -408,7 +407,7 @@ def test_a_damaged_record_beside_which_nothing_is_whole_is_no_fresh_start(damage
     with pytest.raises(NoCheckpoint, match=f"{POINTER} is damaged: .*, and no checkpoint beside it is whole"):
         damaged.checkpoints.load(damaged.state)
     assert damaged.checkpoints.save(training(3), 3) and damaged.checkpoints.wait()
-    assert damaged.checkpoints.load(damaged.state) == 3, "it holds up no later one"
+    assert damaged.checkpoints.load(damaged.state) == 3, "later checkpoints are committed"
 
 
 def test_a_record_of_a_newer_version_is_neither_guessed_at_nor_written_over(tmp_path):
@@ -452,7 +451,9 @@ def test_an_object_that_could_not_be_loaded_is_refused_when_it_is_saved(opened):
         opened().save({"odd": Path("/x")}, 1)
     checkpoints = opened()
     assert checkpoints.save({"odd": 0.0}, 1)
-    with pytest.raises(TypeError, match="odd could not be loaded again"):  # nor when it becomes such a one
+    with pytest.raises(
+        TypeError, match="odd could not be loaded again"
+    ):  # also when the value becomes such an object
         checkpoints.save({"odd": np.float64(1)}, 2)
     assert checkpoints.save({"odd": 1.0}, 2) and checkpoints.wait() and not checkpoints.failed
 

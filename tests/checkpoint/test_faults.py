@@ -98,7 +98,7 @@ def die_at_random(forker: Helper, path: Path, tries: int, monkeypatch: pytest.Mo
         for _ in range(chance.choice((1, 1, 2, 3))):
             step += 1
             checkpoints.save(filled(step), step)
-        time.sleep(chance.random() * 0.02)  # a random instant is what is tried here
+        time.sleep(chance.random() * 0.02)  # a random instant
         os.kill(pid, signal.SIGKILL)
         checkpoints.wait(60.0)
         newest = checkpoints.newest.step if checkpoints.newest else 0
@@ -135,7 +135,7 @@ def test_a_worker_killed_at_any_instant_loses_nothing_it_had_handed_over(forker,
         _, _, pid = worlds.until("pid")
         worlds.until("resumed")
         _, _, step, folder = worlds.until("handed")
-        time.sleep(chance.random() * 0.02)  # a random instant is what is tried here
+        time.sleep(chance.random() * 0.02)  # a random instant
         os.kill(int(pid), signal.SIGKILL)
         while not (told := [line for line in forker.said if folder in line]):
             forker.until("")
@@ -180,8 +180,8 @@ def test_each_file_is_durable_before_the_next_depends_on_it(forker, saving, tmp_
     done = [line.replace(f"{path}/", "").replace(folder, "FOLDER") for line in forker.said]
     first, fresh = dict.fromkeys(line.split()[1] for line in done if line.endswith(".new"))
     assert [line for line in done if line.startswith(("opens", "syncs", "renames"))] == [
-        f"syncs {tmp_path}",  # the name of the folder of all
-        f"syncs {path}",  # and that of this one
+        f"syncs {tmp_path}",  # for the name of the folder of all checkpoints
+        f"syncs {path}",  # for the name of this checkpoint's folder
         "opens FOLDER/__0_0.distcp",
         "syncs FOLDER/__0_0.distcp",
         "opens FOLDER/.metadata",
@@ -190,7 +190,7 @@ def test_each_file_is_durable_before_the_next_depends_on_it(forker, saving, tmp_
         "opens .committed.json.lock",
         f"opens {first}",
         f"syncs {first}",
-        f"renames {first} committed.json",  # which names none yet
+        f"renames {first} committed.json",  # a record without a checkpoint
         f"syncs {path}",
         "opens FOLDER/elasticd.json",
         "syncs FOLDER/elasticd.json",
@@ -207,7 +207,7 @@ def test_each_file_is_durable_before_the_next_depends_on_it(forker, saving, tmp_
 def test_an_error_once_it_is_committed_costs_no_checkpoint(forker, saving, tmp_path, call, fine):
     path = tmp_path / "run"
     checkpoints = saving(last=1, fail=[call, fine, 1, errno.EIO])
-    commit(checkpoints, 1, 2)  # the first has none to remove
+    commit(checkpoints, 1, 2)  # after the first commit there is none to remove
     forker.until("committed step 2 ")
     assert f"spoiled {call}" in forker.said
     assert resumed(path) == 2
@@ -227,7 +227,7 @@ def test_what_counted_before_a_pointer_that_may_not_be_durable_stays(forker, sav
     forker.until("committed step 2 ")
     assert "spoiled fsync" in forker.said
     assert resumed(path) == 2
-    (path / POINTER).write_bytes(before)  # what a power cut may lead to
+    (path / POINTER).write_bytes(before)  # as after a power cut
     assert resumed(path) == 1
     (path / POINTER).write_bytes(after)
     commit(checkpoints, 3)
@@ -291,7 +291,7 @@ def test_a_store_that_does_not_say_what_was_saved_before_costs_no_save_but_that(
     monkeypatch.setenv("ELASTICD_ROUND", "7")
     before = Checkpoints(path)
     commit(before, 1)
-    monkeypatch.setenv("ELASTICD_ROUND", "1")  # of a new etcd
+    monkeypatch.setenv("ELASTICD_ROUND", "1")  # as with a new etcd
     last_round, asked = FilePointer.last_round, []
 
     def fails_once(pointer):
@@ -318,7 +318,7 @@ def test_a_store_that_does_not_say_what_was_saved_before_costs_no_save_but_that(
 def test_the_rate_holds_up_neither_training_that_waits_for_the_disk_nor_what_those_who_left_handed_over(
     forker, saving
 ):
-    checkpoints = saving(bytes_s=1)  # days for each
+    checkpoints = saving(bytes_s=1)  # a save takes days
     commit(checkpoints, 1)
     assert checkpoints.save(filled(2), 2)
     checkpoints._line.listen_while(lambda: True, 0.1)
@@ -338,7 +338,7 @@ def test_saves_are_skipped_and_counted_while_those_before_them_cannot_be_committ
             step += 1
             if checkpoints.save(filled(step), step):
                 handed_over.append(step)
-                checkpoints.wait(0.2)  # it is written, and its memory free
+                checkpoints.wait(0.2)  # until it is written, and its memory is free
         assert len(folders(path)) <= len(handed_over) == 4
     assert checkpoints.wait() and not checkpoints.failed
     assert [saved.step for saved in FilePointer(path).read().saved] == handed_over
@@ -382,7 +382,7 @@ def test_two_jobs_that_save_into_one_folder_at_once_never_mix(saving, tmp_path):
     for step in range(1, 11):
         for number, job in enumerate(jobs):
             job.save(filled(step + 100 * number), step + 100 * number)
-        resumed(path)  # one step's, all of it
+        resumed(path)  # all of one step
     for job in jobs:
         assert job.wait()
     newest = FilePointer(path).read().newest
@@ -455,7 +455,7 @@ def test_a_rank_that_cannot_copy_fails_that_checkpoint_and_none_after_it(forker,
     first, second = (folder_name(step, 1, "0000000a", step) for step in (5, 6))
     lines[1].send(MissSave(first, 5, "there is no memory"))
     assert "rank 1 could not copy its shard: there is no memory" in hears(lines[0], SaveFailed).why
-    hands_over(lines[0], 5, first)  # it has taken longer
+    hands_over(lines[0], 5, first)  # after the other rank's message
     hears(lines[0], BufferFree)
     for line in lines:
         hands_over(line, 6, second)
@@ -474,8 +474,8 @@ def test_a_rank_that_cannot_copy_on_another_node_is_not_waited_for(forker, joins
 def test_a_shard_lost_on_another_node_is_waited_for_only_until_that_node_has_written_a_later_one(
     forker, joins, tmp_path
 ):
-    deaf = forker.saver(fail=["rename", 0, 2, errno.EIO])  # which can say neither that it has it nor that not
-    here, there = (joins(name, r, 2, locals_=[r]) for r, (name, _) in enumerate((forker.saver(), deaf)))
+    mute = forker.saver(fail=["rename", 0, 2, errno.EIO])  # it can write no receipt, good or bad
+    here, there = (joins(name, r, 2, locals_=[r]) for r, (name, _) in enumerate((forker.saver(), mute)))
     names = {step: folder_name(step, 1, "0000000a", step) for step in (5, 6)}
     for step, name in names.items():
         for line in (here, there):
@@ -512,7 +512,7 @@ def test_a_rank_that_never_came_fails_what_the_others_handed_over_once_they_are_
     new = joins(name, 0, 1, "0000000b", 2)
     hands_over(new, 6, folder_name(6, 2, "0000000b", 1))
     hears(new, SaveCommitted)
-    assert held_by(pid) == 64  # and nothing of the world before
+    assert held_by(pid) == 64  # nothing of the world before
 
 
 def test_worlds_of_several_nodes_that_save_once_each_do_not_fill_the_memory(forker, joins):
@@ -523,7 +523,7 @@ def test_worlds_of_several_nodes_that_save_once_each_do_not_fill_the_memory(fork
         hands_over(line, round, folder_name(round, round, token, 1))
         hears(line, SaveWritten)
         line.close()
-    assert held_by(pid) <= 4 * 64  # of the newest, two before it, and one of which it has yet to hear
+    assert held_by(pid) <= 4 * 64  # the newest, two before it, and one that just came
 
 
 def test_of_worlds_of_several_nodes_five_shards_of_a_worker_are_held_at_most_and_two_in_the_end(joins):
@@ -551,7 +551,7 @@ def test_one_writer_that_fails_beside_others_that_do_not_publishes_nothing(forke
     lines = [joins(name, rank, 4) for rank in range(4)]
     folder = folder_name(7, 1, "0000000a", 1)
     (tmp_path / "run" / folder).mkdir(parents=True)
-    (tmp_path / "run" / folder / "__2_0.distcp").touch()  # whoever is to write it finds that it cannot
+    (tmp_path / "run" / folder / "__2_0.distcp").touch()  # rank 2's shard cannot be written
     for line in lines:
         hands_over(line, 7, folder)
     for line in lines:
@@ -594,17 +594,17 @@ def test_nonsense_ends_that_conversation_and_no_other(forker, joins):
     for raw, files in (
         (b"[]", []),
         (b"[" * 50_000, []),
-        (WORKER_TO_SAVER.encode(SaveShard(1, 0, 5, "x", 1.0)), []),  # of no plan
-        (SAVER_TO_WORKER.encode(SaveWritten("x")), []),  # what only a saver says
+        (WORKER_TO_SAVER.encode(SaveShard(1, 0, 5, "x", 1.0)), []),  # a save without a plan
+        (SAVER_TO_WORKER.encode(SaveWritten("x")), []),  # a message of savers
         (whole, []),  # without its file
         (whole, [empty]),  # with one that is cut off
-        (whole, [long]),  # whose index would be longer than it
-        (whole, [sparse]),  # that is longer than any memory
+        (whole, [long]),  # with one that announces a longer index
+        (whole, [sparse]),  # with one that is longer than any memory
         (whole.replace(b"3", b"-3"), [layout]),
         (whole, [empty, empty]),
         (whole[:-1], [empty]),
         (whole.replace(b"3", b'"3"'), [empty]),
-        (whole.replace(b"3", b"%d" % (1 << 63)), [layout]),  # more than a size can be
+        (whole.replace(b"3", b"%d" % (1 << 63)), [layout]),  # of a size beyond 64 bits
     ):
         bad = protocol.connect(name)
         socket.send_fds(bad.socket, [raw], files)
@@ -630,7 +630,7 @@ def test_a_peer_that_does_not_read_its_answers_stops_no_other_and_gets_all_when_
     hears(past, SaveCommitted)
     past.close()
     deaf = protocol.connect(name)
-    deaf.socket.settimeout(5.0)  # until neither its answers nor its questions have room
+    deaf.socket.settimeout(5.0)  # until the socket has room for no more questions
     asked = 0
     with contextlib.suppress(ChannelClosed):
         while True:

@@ -83,39 +83,39 @@ def begin(gpu: Lazy, state: dict) -> tuple:
     lasting = stepped(state, flat)
     into = {key: torch.zeros_like(t) for key, t in flat.tensors.items()}
     before = {key: t.clone() for key, t in flat.tensors.items()}
-    landed = offload(gpu, list(into.values()), list(flat.tensors.values()), [k in lasting for k in into])
-    assert landed is not None
-    return landed, into, before
+    copied = offload(gpu, list(into.values()), list(flat.tensors.values()), [k in lasting for k in into])
+    assert copied is not None
+    return copied, into, before
 
 
 def test_what_is_copied_late_is_what_was_saved_and_a_step_waits_for_it(trained):
     model, optimizer = trained
-    landed, into, before = begin(gpu := Lazy(), {"model": model, "optimizer": optimizer})
-    model(torch.randn(8, 4)).sum().backward()  # the next forward changes what the batches were like
-    assert not landed.done() and torch.equal(into["model.1.running_mean"], before["model.1.running_mean"])
-    assert not into["model.0.weight"].any(), "parameters are under way still"
+    copied, into, before = begin(gpu := Lazy(), {"model": model, "optimizer": optimizer})
+    model(torch.randn(8, 4)).sum().backward()  # the forward pass changes the batch norm's buffers
+    assert not copied.done() and torch.equal(into["model.1.running_mean"], before["model.1.running_mean"])
+    assert not into["model.0.weight"].any(), "parameters are not copied yet"
     optimizer.step()
-    assert landed.result(60.0) == ""
+    assert copied.result(60.0) == ""
     assert all(torch.equal(into[key], before[key]) for key in before)
     assert not torch.equal(model[0].weight, before["model.0.weight"]) and gpu.copies[-1].done.is_set()
 
 
 def test_what_a_script_changes_by_itself_before_it_was_copied_fails_that_save(trained):
     model, optimizer = trained
-    landed, _, _ = begin(gpu := Lazy(), {"model": model, "optimizer": optimizer})
+    copied, _, _ = begin(gpu := Lazy(), {"model": model, "optimizer": optimizer})
     with torch.no_grad():
         model[0].weight.clamp_(max=0.1)
     gpu.copies[-1].run()
-    assert "changed before they were copied" in landed.result(60.0)
+    assert "changed before they were copied" in copied.result(60.0)
 
 
 def test_a_change_by_the_script_before_the_optimizer_steps_is_noticed_as_well(trained):
     model, optimizer = trained
-    landed, _, _ = begin(Lazy(), {"model": model, "optimizer": optimizer})
+    copied, _, _ = begin(Lazy(), {"model": model, "optimizer": optimizer})
     with torch.no_grad():
         model[0].weight.clamp_(max=0.1)
     optimizer.step()
-    assert "changed before they were copied" in landed.result(60.0)
+    assert "changed before they were copied" in copied.result(60.0)
 
 
 def test_only_what_optimizers_of_the_state_step_is_copied_late(trained):

@@ -49,7 +49,7 @@ def saver(forker: Helper, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
 
 
 def save(path: Path, *steps: int) -> None:
-    """By workers that end then."""
+    """Save by a worker that then ends."""
     checkpoints = Checkpoints(path)
     commit(checkpoints, *steps)
     checkpoints.close()
@@ -138,7 +138,7 @@ def test_memory_older_than_what_was_committed_is_not_taken(saver, forker, tmp_pa
     ours = os.environ["ELASTICD_SAVER"]
     name, _ = forker.saver()
     monkeypatch.setenv("ELASTICD_SAVER", name)
-    save(tmp_path / "run", 5)  # elsewhere
+    save(tmp_path / "run", 5)  # by workers of another node
     monkeypatch.setenv("ELASTICD_SAVER", ours)
     state, after = filled(0), Checkpoints(tmp_path / "run")
     assert after.load(state) == 5 and after.tier == "disk"
@@ -189,7 +189,7 @@ def test_training_waits_once_for_a_saver_that_is_stopped_and_goes_back_to_it_lat
         saver.resume()
     assert patience == [None] and checkpoints.failed == 3
     assert checkpoints.last_error.endswith("no answer for 0.5 s")
-    checkpoints._line._silent_until = 1e-9  # a minute later
+    checkpoints._line._silent_until = 1e-9  # as after a minute
     assert checkpoints.save(filled(4), 4) and checkpoints.wait()
     assert patience == [None, 30.0] and checkpoints.newest.step == 4
     checkpoints.close()
@@ -199,9 +199,11 @@ def test_a_saver_that_takes_long_to_answer_is_waited_for_as_long_as_it_lives(mon
     monkeypatch.setattr(protocol, "SILENCE_S", 2.0)
     with served() as name, contextlib.closing(protocol.connect(name)) as line:
         answers: list[object] = []
-        asking = threading.Thread(target=lambda: answers.append(protocol.answer(line)))  # to nothing, as yet
+        asking = threading.Thread(
+            target=lambda: answers.append(protocol.answer(line))
+        )  # before it has asked anything
         asking.start()
-        asking.join(2.5)  # past the silence
+        asking.join(2.5)  # longer than SILENCE_S
         assert asking.is_alive()
         line.send(AskOffers("/nowhere"))
         asking.join()
@@ -230,11 +232,11 @@ def test_memory_is_given_back_once_it_is_of_no_use(saver, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     commit(checkpoints, 1, 2, 3)
     size = held_by(saver.pid) // 2
-    assert size >= filled(0)["w"].nbytes  # two shards while it trains
+    assert size >= filled(0)["w"].nbytes  # two shards of a worker that trains
     checkpoints.close()
     after = Checkpoints(tmp_path / "run")
     assert after.load(filled(0)) == 3
-    assert held_by(saver.pid) == size  # one of those who are gone
+    assert held_by(saver.pid) == size  # one shard of a worker that has ended
     for step in (4, 5):
         assert after.save(filled(step), step) and after.wait()
         assert held_by(saver.pid) <= 2 * size

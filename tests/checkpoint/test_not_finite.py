@@ -1,4 +1,4 @@
-"""A job that goes back to its checkpoints when something is NaN makes none of what is NaN."""
+"""A job that goes back to its last checkpoint on NaN saves no NaN."""
 
 from __future__ import annotations
 

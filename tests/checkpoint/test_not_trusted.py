@@ -1,4 +1,4 @@
-"""What comes from etcd, a disk or another node names no path of its own, nor bytes that are not there."""
+"""Data from etcd, a disk or another node can name neither other paths nor bytes that do not exist."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ WRONG_INDEXES = [
     {"files": [shard_name(0), shard_name(0)]},
     {"paths": {"w": ("w",)}},
     {"paths": {"w": (), "b": ("b",)}},
-    chunks(FIRST),  # such as of a rank that had a tensor of another shape
+    chunks(FIRST),  # half of the tensor is missing
     chunks(FIRST, Chunk(1, 64, (2, 0), (3, 2), 0, 128)),
     chunks(FIRST, Chunk(1, 64, (-2, 0), (2, 2), 0, 128)),
     chunks(FIRST, Chunk(2, 64, (2, 0), (2, 2), 0, 128)),

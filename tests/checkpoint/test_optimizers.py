@@ -1,4 +1,4 @@
-"""Optimizers that keep more than a tensor or two of each parameter, and those of several modules."""
+"""Optimizers with lists and mappings of tensors for each parameter, and optimizers of several modules."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ KRONECKER_STEPS = 3
 
 
 class Kronecker(torch.optim.Optimizer):
-    """Keeps what Shampoo, SOAP and their like do: a list with a matrix for each dimension, or nothing for one
-    that is too long, and mappings; the tensors in them are only there after the first step."""
+    """Keeps the same kinds of state as Shampoo and SOAP: a list with a matrix for each dimension, an empty
+    list for a long dimension, and mappings. The tensors exist only after the first step."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -43,7 +43,7 @@ def stepped(modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> 
 
 
 def kept(optimizer: torch.optim.Optimizer) -> str:
-    """All it has of its parameters, as text."""
+    """The optimizer's state of all parameters, as text."""
     state = optimizer.state_dict()["state"]
     return str({i: dict(sorted(state[i].items())) for i in sorted(state)})
 

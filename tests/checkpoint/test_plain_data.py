@@ -18,7 +18,7 @@ from elasticd.checkpoint.client.state_dict import Flat, flatten, restore
 from elasticd.worker.commit.plaindata import copied, outlined, with_tensors
 from tests.checkpoint.likeness import with_types
 
-BIG = 1 << 19  # elements; more than goes in one piece
+BIG = 1 << 19  # elements; too many to be stored in one piece
 
 
 class Colour(enum.Enum):
@@ -62,7 +62,7 @@ def test_it_comes_back_from_a_checkpoint_as_it_was(opened, what):
     state: dict[str, Any] = {"data": None, "weights": nn.Linear(2, 2)}
     assert checkpoints.load(state) == 1
     assert with_types(state["data"]) == with_types(DATA[what])
-    state["data"] = {"a": {"b": torch.zeros(3)}}  # something else than what was saved
+    state["data"] = {"a": {"b": torch.zeros(3)}}  # of another form than the saved data
     assert checkpoints.load(state) == 1
     assert with_types(state["data"]) == with_types(DATA[what])
 
@@ -127,7 +127,7 @@ def test_two_entries_of_one_name_are_refused(opened):
 
 @pytest.mark.parametrize("kind", [list, dict])
 def test_a_long_history_costs_a_save_little(opened, kind):
-    """8,000 entries of their own took four seconds, beside a hundredth of one."""
+    """Stored one by one, 8,000 entries take four seconds in place of a hundredth of a second."""
     entries = [{"step": n, "loss": n / 7, "rate": 0.1, "name": "train"} for n in range(8000)]
     history: Any = entries if kind is list else {f"step {n}": entry for n, entry in enumerate(entries)}
     checkpoints = opened()
@@ -145,7 +145,7 @@ def test_a_long_history_costs_a_save_little(opened, kind):
 
 
 def test_what_each_rank_has_under_a_key_of_its_own_is_saved_by_each():
-    """However many numbers it is made of."""
+    """However large the values are."""
     states = [{"ours": {"random": {str(rank): (3, tuple(range(700)), None)}, "of": {}}} for rank in range(2)]
     keys = [set(flatten(state).objects) for state in states]
     assert keys == [{"ours.random.0", "ours.of"}, {"ours.random.1", "ours.of"}]
@@ -153,7 +153,7 @@ def test_what_each_rank_has_under_a_key_of_its_own_is_saved_by_each():
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_what_ranks_have_under_keys_of_their_own_in_a_long_mapping_is_saved_by_each(deep):
-    """All of it comes back to each, as it does from a short one."""
+    """Each rank gets all entries back, as from a short mapping."""
     states = []
     for rank in range(2):
         common: dict[str, Any] = {f"entry {n}": n for n in range(100)}

@@ -42,7 +42,7 @@ def wanted(seed: int) -> dict[str, object]:
 
 def test_a_plain_checkpoint_fills_the_same_state(opened, tmp_path):
     state = wanted(7)
-    state["optimizer"] = torch.optim.AdamW(state["model"].parameters(), lr=1.0)  # it never stepped
+    state["optimizer"] = torch.optim.AdamW(state["model"].parameters(), lr=1.0)  # without a step
     opened().load_plain(state, plain(tmp_path / "plain", 3))
     assert_same(state, tensors_of(wanted(3)))
     assert state["progress"] == {"position": 3, "name": "seed 3"}
@@ -55,7 +55,7 @@ def test_one_that_was_flat_when_it_was_saved_fills_the_same_state(opened, tmp_pa
     flat, _ = flatten_state_dict({"model": model, "optimizer": optimizer})
     dcp.save(flat, checkpoint_id=tmp_path / "plain", no_dist=True)
     fresh = {"model": training(7)["model"]}
-    fresh["optimizer"] = torch.optim.AdamW(fresh["model"].parameters(), lr=1.0)  # it never stepped
+    fresh["optimizer"] = torch.optim.AdamW(fresh["model"].parameters(), lr=1.0)  # without a step
     opened().load_plain(fresh, tmp_path / "plain")
     assert_same(fresh, tensors_of({name: state[name] for name in fresh}))
 

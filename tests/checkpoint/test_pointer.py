@@ -11,7 +11,7 @@ import fsspec
 import msgspec
 import pytest
 
-from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
+from elasticd.checkpoint.commit.pointer import POINTER, FilePointer, _saved_by
 from elasticd.checkpoint.commit.retention import CommitRefused, Keep
 from elasticd.checkpoint.format.manifest import (
     MANIFEST,
@@ -81,10 +81,12 @@ def test_no_flipped_bit_of_the_record_goes_unnoticed_or_drops_a_checkpoint(tmp_p
     whole = (tmp_path / POINTER).read_bytes()
     said = []
     assert committed(store, said.append) == [1, 2] and not said
-    for at in range(len(whole)):
-        for bit in range(8):
-            raw = bytearray(whole)
-            raw[at] ^= 1 << bit
+    for at in range(8 * len(whole)):
+        raw = bytearray(whole)
+        raw[at // 8] ^= 1 << at % 8
+        with pytest.raises(ValueError, match=r"."):
+            _saved_by(bytes(raw), POINTER)
+        if at % 9 == 0:  # most bytes, and all bits of a byte
             (tmp_path / POINTER).write_bytes(raw)
             said = []
             assert committed(store, said.append) == [1, 2], bytes(raw)
@@ -125,7 +127,7 @@ def test_a_lost_record_beside_nothing_whole_is_no_fresh_start(store):
     with pytest.raises(BadCheckpoint, match=f"{POINTER} is missing, and no checkpoint beside it is whole"):
         FilePointer(store).read()
     Job(store, round_=2).commit(2)
-    assert committed(store) == [2], "it holds up no later one"
+    assert committed(store) == [2], "later checkpoints are committed"
 
 
 def test_what_was_begun_before_anything_was_committed_is_a_fresh_start(store):
@@ -159,14 +161,14 @@ def test_what_came_further_than_a_record_knows_is_removed_once_it_is_made_anew(s
     if not finished:
         for name in (n for n in store.names() if n.startswith(("step-0000000008", "step-0000000009"))):
             store.unlink([f"{name}/{MANIFEST}"])
-    store.replace(POINTER, before)  # such as from a backup
+    store.replace(POINTER, before)  # as somebody may do from a backup
     assert committed(store) == [1, 2]
     again = Job(store, round_=2)
     again.commit(3)
     assert committed(store) == [1, 2, 3]
     assert there(store) == [1, 2, 3, *([8, 9] if finished else [])]
     again.commit(8)
-    assert there(store) == [2, 3, 8, *([9] if finished else [])], "the newest of them is its own"
+    assert there(store) == [2, 3, 8, *([9] if finished else [])], "the newest is of this round"
     again.commit(10)
     assert there(store) == committed(store) == [3, 8, 10]
 

@@ -7,11 +7,9 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import boto3
 import pytest
-import torch
 
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.commit.retention import Keep
@@ -22,10 +20,10 @@ from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
 from elasticd.checkpoint.store import store_at
 from elasticd.core.checkpoint_names import folder_name, parse_folder
 from elasticd.worker.checkpoints import Checkpoints
-from tests.checkpoint.faults import Helper
-from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving, writes
+from tests.checkpoint.faults import Helper, check, filled
+from tests.checkpoint.s3server import PART, SECRET, S3Server, everything, parts, serving, writes
 
-ELEMENTS = 3 << 20  # 24 MiB: a file in two parts
+ELEMENTS = 3 << 19  # 12 MiB: a file in two parts
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +34,10 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module")
 def forker(server: S3Server) -> Iterator[Helper]:
-    with Helper("forker.py") as helper:
-        yield helper
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("S3_PART", str(PART))
+        with Helper("forker.py") as helper:
+            yield helper
 
 
 @pytest.fixture
@@ -60,23 +60,19 @@ def checkpoints(forker: Helper, where: str, monkeypatch: pytest.MonkeyPatch) -> 
     made.close()
 
 
-def filled(step: int) -> dict[str, Any]:
-    return {"w": torch.full((ELEMENTS,), step, dtype=torch.int64), "step": step}
-
-
 def save(checkpoints: Checkpoints, step: int) -> bool:
     """Whether it was committed."""
-    assert checkpoints.save(filled(step), step) and checkpoints.wait(90.0)
+    assert checkpoints.save(filled(step, ELEMENTS), step) and checkpoints.wait(90.0)
     return checkpoints.newest is not None and checkpoints.newest.step == step
 
 
 def resumed(where: str) -> int:
     """The step that a new process would go on from; its state must be that step's, all of it."""
-    state, reader = filled(0), Checkpoints(where)
+    state, reader = filled(0, ELEMENTS), Checkpoints(where)
     step = reader.load(state) or 0
     reader.close()
     assert reader.tier in ("", "disk")
-    assert state["step"] == step and bool((state["w"] == step).all()), "a torn state"
+    check(state, step)
     return step
 
 
@@ -117,7 +113,7 @@ def test_an_object_that_is_not_as_it_was_is_named_and_the_one_before_taken(
 def test_no_bit_that_is_flipped_on_the_way_from_the_store_is_loaded(s3, checkpoints, where):
     assert save(checkpoints, 1) and save(checkpoints, 2)
     newest = FilePointer(where).read().saved[-1].name
-    tries, reads, found = 60, 6, []
+    tries, reads, found = 60, 3, []
     for _ in range(tries):
         fault = s3.fails(
             "flip",
@@ -212,7 +208,13 @@ def test_a_pointer_that_was_written_and_not_answered_for_keeps_its_checkpoint(s3
 
 def test_a_slow_store_has_saves_skipped_and_counted_while_training_goes_on(s3, checkpoints, where):
     gate = s3.holds(parts)
-    assert [checkpoints.save(filled(n), n) for n in range(1, 6)] == [True, True, False, False, False]
+    assert [checkpoints.save(filled(n, ELEMENTS), n) for n in range(1, 6)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert checkpoints.skipped == 3
     gate.set()
     assert checkpoints.wait(90.0) and not checkpoints.failed
@@ -228,7 +230,7 @@ def test_a_saver_killed_while_it_uploads_leaves_what_was_committed(s3, forker, w
         monkeypatch.setenv("ELASTICD_SAVER", name)
         checkpoints = Checkpoints(where, last=2)
         s3.holds(writes, fine=requests)
-        assert checkpoints.save(filled(step), step)
+        assert checkpoints.save(filled(step, ELEMENTS), step)
         assert s3.stuck.wait(90.0)
         os.kill(pid, signal.SIGKILL)
         checkpoints.wait(90.0)
@@ -264,5 +266,5 @@ def test_what_other_nodes_have_written_is_asked_for_once_a_node(s3, where):
         committing.hand_in(*node(n))
     asked = s3.fails("500", everything, fine=1_000_000)
     committing.commit(*node(0))
-    assert asked.hits < 2 * nodes + 25  # to read one is two requests of the library
+    assert asked.hits < 2 * nodes + 25  # the library makes two requests to read a file
     assert set(store.sizes(name)) == {".metadata", "elasticd.json"}, "and nothing of it stays"

@@ -1,4 +1,4 @@
-"""A node's shards are with another as well, and what is taken up again is whole and the newest."""
+"""Another node holds copies of a node's shards, and the newest whole state is chosen."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ placements = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24)  # the
 
 
 def held(nodes: list[str], name: str, round: int, step: int, *, replicated: bool = True) -> list[Offer]:
-    """What is in memory once a world has handed a step over."""
+    """The offers of all nodes once a world has handed a step over."""
     at: dict[str, set[int]] = {}
     keeper = holders(nodes) if replicated else {}
     for rank, node in enumerate(nodes):

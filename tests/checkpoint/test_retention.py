@@ -30,7 +30,7 @@ def test_the_newest_is_always_kept_and_order_stays(steps, last, every):
 def test_one_of_each_stretch_stays_for_good(steps, every):
     stay: tuple[Saved, ...] = ()
     known = Checkpoint("p")
-    for step in steps:  # kept as they come, not judged all at the end
+    for step in steps:  # retention is applied after each commit
         known = commit(known, saved(step), Keep(1, every)).checkpoint
         stay = known.saved
     assert {s.step // every for s in stay} == {s // every for s in steps}

@@ -1,4 +1,4 @@
-"""Who writes which part: each byte once, about as much each."""
+"""Each byte is written by one rank, and each rank writes about as much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often to save: the words people have for it, and what pays."""
+"""How often to save: how people write the interval, and which interval is best."""
 
 from __future__ import annotations
 

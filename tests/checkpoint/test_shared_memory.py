@@ -35,7 +35,7 @@ def test_it_is_what_the_container_or_any_around_it_has_left_and_what_was_only_re
     assert available("0::/pod/main\n", two) == 1300
     (two / "pod/main/memory.max").write_text("8100\n")
     assert available("0::/pod/main\n", two) == 400
-    (two / "pod/main/memory.max").write_text("7000\n")  # it was lowered since
+    (two / "pod/main/memory.max").write_text("7000\n")  # lowered below the usage
     assert available("0::/pod/main\n", two) == 0
 
 

@@ -29,7 +29,7 @@ from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Saved
 from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving
 
-BIG = bytes(range(256)) * (24 << 12)  # 24 MiB: two parts on S3
+BIG = bytes(range(256)) * (12 << 12)  # 12 MiB: two parts on S3
 
 
 @pytest.fixture(scope="module")
@@ -138,12 +138,12 @@ def saved(step: int, round_: int) -> Saved:
 
 def test_of_those_who_commit_to_s3_at_once_none_undoes_what_another_has_done(s3, tmp_path):
     where = f"s3://bucket/{tmp_path.name}/fenced"
-    writers = [FilePointer(Remote.at(where)) for _ in range(4)]  # as if each were on another machine
+    writers = [FilePointer(Remote.at(where)) for _ in range(4)]  # as on four machines
 
     def commit(n: int) -> list[int]:
         made = []
         for step in range(n, 40, len(writers)):
-            with suppress(CommitRefused):  # another has committed a later step
+            with suppress(CommitRefused):  # another writer has committed a later step
                 writers[n].commit(saved(step, 1), Keep(last=100))
                 made.append(step)
         return made
@@ -208,7 +208,7 @@ def bucket(s3, tmp_path) -> Iterator[CheckpointStore]:
 
 
 def uploads(bucket: CheckpointStore) -> list[str]:
-    """That were begun in parts and are not finished."""
+    """Uploads that were begun in parts and are not finished."""
     begun = boto3.client("s3").list_multipart_uploads(Bucket="bucket").get("Uploads", [])
     return [u["Key"] for u in begun if u["Key"].startswith(bucket.url.removeprefix("s3://bucket/"))]
 

@@ -1,4 +1,4 @@
-"""Who sits between two nodes can end their conversation, and change nothing in it."""
+"""A process between two nodes can end their connection, and change nothing that they send."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from elasticd.checkpoint.replication.wire import PIECE, PeerGone, Wire
 
 SECRET = "secret of the job"
-GREETING = 64  # bytes that each end says first: what it has drawn, and its proof
+GREETING = 64  # bytes that each end sends first: its random bytes and its proof
 HEAD = struct.Struct("<Q16s")
 MESSAGE = {"do": "hold", "size": 3 * PIECE}
 Frames = list[bytes]
 
 
 class Relay:
-    """Passes on what both ends say, and all frames of the client's at once when it has said so many, as
-    ``change`` makes them."""
+    """Passes on what both ends send. The client's first ``count`` frames are passed on together, as
+    ``change`` returns them."""
 
     def __init__(self, count: int, change: Callable[[Frames], Frames]) -> None:
         self._count, self._change = count, change
@@ -69,7 +69,7 @@ def taken(sock: socket.socket, length: int) -> bytes:
 
 @contextlib.contextmanager
 def relayed(change: Callable[[Frames], Frames]) -> Iterator[tuple[Wire, Wire, Relay]]:
-    """Both ends of a conversation, of which the relay changes the client's first four frames."""
+    """Both ends of a connection on which the relay changes the client's first four frames."""
     relay = Relay(4, change)
     accepted: list[Wire] = []
     greeter = threading.Thread(target=lambda: accepted.append(Wire.accept(relay.server, SECRET)))
@@ -85,7 +85,7 @@ def relayed(change: Callable[[Frames], Frames]) -> Iterator[tuple[Wire, Wire, Re
 
 
 def heard_of(change: Callable[[Frames], Frames]) -> bytes:
-    """What the server takes for the shard of zeros that the client sends. Raises PeerGone."""
+    """The bytes that the server accepts when the client sends a shard of zeros. Raises PeerGone."""
     with relayed(change) as (client, server, _):
         sender = threading.Thread(target=sent, args=(client,))
         sender.start()
@@ -144,7 +144,7 @@ def test_what_one_conversation_said_is_worth_nothing_in_another_nor_the_other_wa
         server.receive_data(memoryview(bytearray(3 * PIECE)))
         sender.join()
         earlier = relay.seen
-        server._send([earlier[0]])  # as if the server had said so
+        server._send([earlier[0]])  # the client's own frame, sent back
         with pytest.raises(PeerGone, match="its seal is wrong"):
             client.receive_message()
     with pytest.raises(PeerGone, match="its seal is wrong"):

@@ -4,6 +4,7 @@ A saver says on stdout, a line each: its name and pid, then what it does. ``fail
 calls that still work, how many fail then, errno]; the saver says ``spoiled`` when one does. ``record``: the
 saver says ``opens``, ``syncs`` and ``renames``, with the path, when it does that. ``node``: the
 name of its node among those that hold copies for each other; ``peers``: the folder with a file for each node.
+The variable ``S3_PART`` is the size of the parts in which a file is sent to S3.
 """
 
 from __future__ import annotations
@@ -88,6 +89,10 @@ def saver(options: dict[str, Any]) -> None:
         me = SaverAddress(options["node"], *at.getsockname(), secret=secrets.token_hex(16))
         (Path(options["peers"]) / me.node).write_bytes(msgspec.json.encode(me))
         replication = Replication(me, at, FilePeers(Path(options["peers"])), say=say)
+    if "S3_PART" in os.environ:
+        from elasticd.checkpoint.store import remote
+
+        remote.PART = int(os.environ["S3_PART"])
     say(f"saver {name} {os.getpid()}")
     if "fail" in options:
         spoil(*options["fail"])

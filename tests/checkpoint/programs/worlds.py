@@ -65,7 +65,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
 
 
 def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Every tensor of it in full, by the name that it has in any world."""
+    """Every tensor in full, by a name that is the same in any world."""
     model, optimizer = state["model"], state["optimizer"]
     found = {f"model.{k}": v for k, v in get_model_state_dict(model).items()}
     for name, its in get_optimizer_state_dict(model, optimizer)["state"].items():
@@ -140,7 +140,7 @@ def more_ranks_than_tensors() -> None:
 
 
 def all_save_at_the_same_steps() -> None:
-    """By the clock of one, of whose job alone it is known how often it failed."""
+    """By the clock of rank 0, which alone knows how often the job has failed."""
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/clocks", rank=RANK, world_size=3)
     schedules.LEAST_S = 0.03
     if RANK == 0:
@@ -150,11 +150,11 @@ def all_save_at_the_same_steps() -> None:
         schedule, step, saved = Schedule(cadence), 0, []
         while len(saved) < 4:
             step += 1
-            dist.barrier()  # what training makes of a step
+            dist.barrier()  # as a training step keeps the ranks together
             if schedule.due(step, ranks):
                 saved.append((step, time.monotonic()))
         assert len(set(ranks.gather(str([step for step, _ in saved]).encode()))) == 1, saved
-        assert saved[3][1] - saved[0][1] >= 0.03, saved  # and not with each step
+        assert saved[3][1] - saved[0][1] >= 0.03, saved  # not at each step
     dist.destroy_process_group()
 
 
@@ -174,7 +174,7 @@ def plain_dcp_fills_shards() -> None:
     model, optimizer = made("fsdp", 2)
     state = {"model": model, "optimizer": optimizer}
     unpickle = distributed_c10d._tensor_to_object
-    distributed_c10d._tensor_to_object = refuse  # what other ranks have pickled
+    distributed_c10d._tensor_to_object = refuse  # unpickles what another rank has sent
     Checkpoints(FOLDER / "no").load_plain(state, FOLDER / "plain")
     distributed_c10d._tensor_to_object = unpickle
     same(whole(state), expected)
@@ -192,4 +192,4 @@ for saver in started:
 for peer in peers:
     _, status = os.waitpid(peer, 0)
     assert status == 0, f"a peer ended with {os.waitstatus_to_exitcode(status)}"
-os._exit(0)  # what torch does at its end takes as long as three worlds
+os._exit(0)  # torch's own exit takes as long as three worlds

@@ -1,7 +1,7 @@
-"""Instants of a save, at which somebody is killed: by whom a process is asked for, at which of its calls.
+"""Instants of a save at which processes are killed: calls of a process.
 
-``CHAOS_ARMED`` names a file; while it is there it says (JSON) ``who`` is to kill at which ``event`` (a
-name, or how it begins), how many of them to let pass (``skip``), and which ``pids``, none for its own.
+``CHAOS_ARMED`` names a file with an order (JSON), if one is given: ``who``, a process or the beginning of its
+name, kills ``pids`` (itself if there are none) at its call ``event``, after ``skip`` such calls.
 Processes tell ``CHAOS_SOCKET`` what they do.
 """
 
@@ -18,18 +18,18 @@ from typing import Any
 MARK = f"ELASTICD_E2E_MARK={os.environ.get('ELASTICD_E2E_MARK', '')}".encode()
 _armed = os.environ.get("CHAOS_ARMED", "")
 _socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-_seen: dict[str, int] = {}  # by what was armed, how many of its events have passed
+_seen: dict[str, int] = {}  # how many events have passed, by the order in the file
 _real_open, _real_unlink = os.open, os.unlink
 
 
 def tell(what: str, **facts: Any) -> None:
     said = {"is": what, "pid": os.getpid(), "at": time.monotonic(), "node": os.environ["E2E_NODE"], **facts}
-    with suppress(OSError):  # nobody listens any more
+    with suppress(OSError):  # the test has ended
         _socket.sendto(json.dumps(said).encode(), f"\0{os.environ['CHAOS_SOCKET']}")
 
 
 def armed(who: str, event: str) -> dict[str, Any] | None:
-    """What is to be done now, if anything is; it is asked for at each event."""
+    """The order, if it is to be carried out at this event; else None."""
     try:
         with open(_armed, opener=lambda path, flags: _real_open(path, flags | os.O_CLOEXEC)) as file:
             raw = file.read()
@@ -43,7 +43,7 @@ def armed(who: str, event: str) -> dict[str, Any] | None:
 
 
 def fire(order: dict[str, Any]) -> None:
-    """Kill them, ourselves last."""
+    """Kill the processes of the order, this one last."""
     with suppress(OSError):
         _real_unlink(_armed)
     pids = [pid for pid in order["pids"] or [os.getpid()] if _is_ours(pid)]

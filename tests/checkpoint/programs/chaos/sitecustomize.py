@@ -1,5 +1,5 @@
-"""Makes the calls by which a saver changes the world instants at which somebody may be killed. Python
-imports this by itself where it is on the path; in any process but an agent's saver it does nothing."""
+"""Makes calls of an agent's saver instants at which processes may be killed. Python imports this module by
+itself where the module is on the path; in other processes it does nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if any("elasticd.daemon.saver" in word for word in sys.orig_argv):
         setattr(owner, name, call)
 
     def write(fd: int, content: Any, real: Any = os.write) -> int:
-        """In the middle of it."""
+        """An instant in the middle of a write."""
         order = instants.armed(WHO, "write") if stat.S_ISREG(os.fstat(fd).st_mode) else None
         if order is None:
             return int(real(fd, content))
@@ -40,7 +40,7 @@ if any("elasticd.daemon.saver" in word for word in sys.orig_argv):
         return some or int(real(fd, content))
 
     def sendall(self: socket.socket, content: Any, real: Any = socket.socket.sendall) -> None:
-        """To another node's saver, in the middle of it."""
+        """An instant in the middle of what is sent to another node's saver."""
         order = instants.armed(WHO, "send") if self.family == socket.AF_INET else None
         some = int(len(content) * order["part"]) if order is not None else 0
         if order is not None:

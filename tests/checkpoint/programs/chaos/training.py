@@ -1,6 +1,6 @@
-"""A training that saves each step and never ends: every byte of its state says its step. Replicated in one
-round, sharded in the next. What it copies and says to its saver are instants at which somebody may be
-killed."""
+"""A training that saves each step and never ends: every byte of its state says its step. The state is
+replicated in one round and sharded in the next. Its copies and its messages to the saver are instants at
+which processes may be killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def send(
 
 
 def copy(into: list[Any], sources: list[Any], real: Any = torch._foreach_copy_) -> None:
-    """In the middle of it."""
+    """An instant in the middle of a copy."""
     order = instants.armed(WHO, "copy")
     if order is not None:
         for place, source in zip(into, sources, strict=True):
@@ -62,5 +62,5 @@ except AssertionError as error:
 instants.tell("resumed", step=step, tier=checkpoints.tier or "nothing", rank=rank(), since=began)
 while True:
     step += 1
-    time.sleep(STEP_S)  # what the step takes
+    time.sleep(STEP_S)  # the duration of a step
     checkpoints.save(state_of(step, kind), step)
