@@ -1,4 +1,4 @@
-"""etcds of a special kind: on a port of loopback, with TLS, or three of them."""
+"""etcds on ports of loopback: one, several members, with TLS."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Authority:
         self.cert = self._write(name, self._sign(self._name, self._key, ca=True), self._key)[0]
 
     def issue(self, name: str, *addresses: str, expires_h: float = 24.0) -> tuple[Path, Path]:
-        """A certificate and its key, valid for these IP addresses as a server, and as a client, until in so
-        many hours (which may have been)."""
+        """A certificate and its key, for a client and for a server at these IP addresses. ``expires_h``:
+        hours from now, negative for an expired one."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         return self._write(name, self._sign(subject, key, addresses=addresses, expires_h=expires_h), key)
@@ -98,7 +98,7 @@ def freeze(pid: int) -> None:
 
 
 class EtcdOnPorts(Embedded):
-    """One on loopback's ports, for what comes over TCP: several nodes, a proxy, a person who types a URL."""
+    """An embedded etcd on ports of loopback, for clients that need TCP: other nodes, a proxy, a typed URL."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,18 +242,18 @@ class GuardedEtcd(Cluster):
 
 
 def fill(access: EtcdAccess) -> None:
-    """Until it takes no more; its quota had better be small."""
+    """Write until the etcd is full. Its quota should be small."""
     with Client(access) as client:
         for number in range(10_000):
             try:
                 client.swap_raw(b"/junk/%d" % number, bytes(100_000), 0)
             except NoSpace:
                 return
-    raise AssertionError("it takes everything")
+    raise AssertionError("the etcd is not full")
 
 
 def make_room(access: EtcdAccess) -> None:
-    """What a person does: delete, compact, defragment, disarm."""
+    """Free the space of a full etcd as a person does: delete, compact, defragment, disarm."""
     with Client(access) as client:
         client.delete_raw(b"/junk/", prefix=True)  # a full etcd still accepts that
         revision = client.list_raw(b"/").revision
@@ -270,7 +270,7 @@ def make_room(access: EtcdAccess) -> None:
 
 
 def await_serving(access: EtcdAccess, tries: int = 600) -> None:
-    """Until a quorum answers."""
+    """Wait until a quorum answers."""
     with Client(access) as client:
         for left in reversed(range(tries)):
             try:
@@ -283,7 +283,7 @@ def await_serving(access: EtcdAccess, tries: int = 600) -> None:
 
 
 def select_pause() -> None:
-    """There is nobody to tell us that a port is being listened on."""
+    """Pause: no event tells that a port is open."""
     import select
 
     select.select([], [], [], 0.1)

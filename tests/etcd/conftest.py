@@ -1,4 +1,4 @@
-"""Real etcds, and a way to get in between."""
+"""Real etcds, a proxy, and helpers that wait."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from elasticd.core.facts import Budget
+from elasticd.core.ports import Applied, Put
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.store import EtcdStore
@@ -23,7 +25,7 @@ PATIENCE_S = 60.0
 
 
 class Heard(list[Any]):
-    """Collects what call backs bring, and waits for it."""
+    """Collects the arguments of callbacks, and waits for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +39,17 @@ class Heard(list[Any]):
     def until(self, holds: Callable[[], Any]) -> None:
         with self._changed:
             assert self._changed.wait_for(holds, PATIENCE_S), f"not within {PATIENCE_S} s; heard {self!r}"
+
+
+def write(store: EtcdStore, total: int) -> None:
+    """Write until a write is applied."""
+    answers = Heard()
+    for _ in range(60):
+        store.transact((), (Put("budget", Budget(total=total)),), answers)
+        answers.until(lambda: answers)
+        if isinstance(answers.pop(), Applied):
+            return
+    raise AssertionError("never applied")
 
 
 class Proxy:

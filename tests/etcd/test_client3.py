@@ -1,4 +1,4 @@
-"""The old etcd3 package, made to work."""
+"""The import of the old etcd3 package."""
 
 from __future__ import annotations
 

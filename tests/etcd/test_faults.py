@@ -1,4 +1,4 @@
-"""What etcd and the network do to a store, beyond what the simulated one can."""
+"""Faults of etcd and of the network that the simulated store does not have."""
 
 from __future__ import annotations
 
@@ -32,24 +32,13 @@ from elasticd.etcd.errors import BadRecord, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdLink, EtcdStore
 
 from .cluster import Cluster, freeze
-from .conftest import Heard, Proxy
+from .conftest import Heard, Proxy, write
 
 Open = Callable[..., EtcdStore]
 
 
 def budgets(heard: Heard) -> list[int]:
     return [e.fact.total for what in heard for e in what.entries if isinstance(e.fact, Budget)]
-
-
-def write(store: EtcdStore, total: int) -> None:
-    """Until it is applied."""
-    answers = Heard()
-    for _ in range(60):
-        store.transact((), (Put("budget", Budget(total=total)),), answers)
-        answers.until(lambda: answers)
-        if isinstance(answers.pop(), Applied):
-            return
-    raise AssertionError("never applied")
 
 
 def test_a_garbage_value_is_told_and_skipped_and_ends_no_watch(
@@ -121,7 +110,7 @@ def test_a_watch_gone_mute_is_noticed_and_made_anew(
     monkeypatch.setattr(watcher, "QUIET_S", 0.2)
     monkeypatch.setattr(watcher, "ANSWER_S", 0.5)
     kept = [(name, value) for name, value in connection._OPTIONS if "keepalive" not in name]
-    monkeypatch.setattr(connection, "_OPTIONS", kept)  # gRPC shall not notice it first
+    monkeypatch.setattr(connection, "_OPTIONS", kept)  # gRPC must not notice the silence first
     near = open_store(etcd.access)
     # The endpoint in front goes mute without a word; the other one serves.
     far = open_store(EtcdAccess((proxy.endpoint, etcd.endpoint)))
@@ -190,7 +179,7 @@ def test_a_transaction_that_hangs_holds_up_no_keep_alive(
     answers = Heard()
     store.transact((), (Put("budget", Budget()),), answers)
     store.hold_lease(heard)
-    heard.until(lambda: sum(isinstance(n, LeaseHeld) for n in heard) >= 6)  # twice its time to live
+    heard.until(lambda: sum(isinstance(n, LeaseHeld) for n in heard) >= 6)  # twice the lease's duration
     assert not any(isinstance(n, LeaseExpired | StoreSilent) for n in heard)
     assert answers == []
     let_go.set()
@@ -246,7 +235,9 @@ def test_a_lease_revoked_unnoticed_refuses_a_leased_put(
     store.transact((), (Put("leader", Leadership("a", "i"), leased=True),), answers)
     answers.until(lambda: answers)
     assert answers == [Refused()]
-    heard.until(lambda: [type(n) for n in heard[-2:]] == [LeaseExpired, LeaseHeld])  # long before it was due
+    heard.until(
+        lambda: [type(n) for n in heard[-2:]] == [LeaseExpired, LeaseHeld]
+    )  # long before a renewal was due
 
 
 def test_silence_of_a_stopped_etcd_is_not_being_cut_off(
@@ -294,7 +285,7 @@ def test_closing_while_etcd_is_away_takes_a_few_seconds_and_answers_everything(
     store.transact((), (Put("budget", Budget()),), heard)
     assert len(heard) == 21
     assert not [t.name for t in threading.enumerate() if t.name.startswith("etcd-")]
-    assert threading.active_count() <= before + 1  # gRPC may be ending one of its own
+    assert threading.active_count() <= before + 1  # gRPC may still end a thread of its own
 
 
 def test_many_stores_share_one_link(etcd: Embedded, heard: Heard) -> None:
@@ -381,5 +372,5 @@ def test_a_member_without_a_quorum_is_left_for_those_with_one(
     for member in lost:
         member.signal(signal.SIGCONT)
     write(store, 3)
-    # The unknown write may happen yet, even after this one: that is what unknown says.
+    # The write without an answer may still be applied, even after this one.
     heard.until(lambda: 3 in budgets(heard))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.core.facts import Budget
-from elasticd.core.ports import Applied, LeaseHeld, Put
+from elasticd.core.ports import LeaseHeld, Put
 from elasticd.etcd._client3 import grpc, rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
@@ -27,15 +27,15 @@ from elasticd.etcd.store import EtcdStore
 from tests import forkserver
 
 from .cluster import Cluster, GuardedEtcd, Member, await_serving
-from .conftest import Heard
+from .conftest import Heard, write
 
 PATIENCE_S = 240.0
-PASSWORD = os.urandom(8).hex()  # of this run of the tests alone: others may run beside it
+PASSWORD = os.urandom(8).hex()  # random: another run of the tests may go on beside this one
 
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
-    """Wants a password: root's, or that of guest, who may not read elasticd's keys."""
+    """An etcd with passwords of root and of guest, who may not read elasticd's keys."""
     with Cluster(tmp_path_factory.mktemp("locked"), 1) as cluster:
         with grpc.insecure_channel(cluster.endpoints[0]) as channel:
             auth = rpc.AuthStub(channel)
@@ -90,34 +90,28 @@ def test_an_etcd_that_forgot_our_login_is_logged_into_again(
     locked: Member, heard: Heard, open_store: Callable[..., EtcdStore]
 ) -> None:
     store = open_store(as_user(locked, "root", "s3cret"), 2)
-    news, answers = Heard(), Heard()
+    news = Heard()
     store.hold_lease(news)
     store.watch("", heard, prefix=True)
-    store.transact((), (Put("budget", Budget()),), answers)
+    write(store, 0)
     heard.until(lambda: heard)
-    news.until(lambda: news)
-    answers.until(lambda: answers)
+    news.until(lambda: any(isinstance(n, LeaseHeld) for n in news))
     for connection in store._link._connections:
         assert connection._tokens
         connection._tokens = {0: "forgotten.1"}
-    locked.kill()  # so that the watch, too, has to be asked for again
+    locked.kill()  # so that the watch is requested again too
     locked.start()
     await_serving(as_user(locked, "root", "s3cret"))
     again = len(news)
-    for _ in range(30):
-        answers.clear()
-        store.transact((), (Put("budget", Budget(total=1)),), answers)
-        answers.until(lambda: answers)
-        if isinstance(answers[0], Applied):
-            break
+    write(store, 1)
     heard.until(lambda: any(e.fact == Budget(total=1) for what in heard for e in what.entries))
     news.until(lambda: any(isinstance(n, LeaseHeld) for n in news[again:]))
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedEtcd]:
-    """Knows root, and two users that may do what they like below /elasticd/a/ and nothing else: ``a``, by its
-    certificate, and ``p``, by a password."""
+    """An etcd with root and two users that may read and write below /elasticd/a/ and nowhere else: ``a`` logs
+    in by a certificate, ``p`` by a password."""
     with GuardedEtcd(tmp_path_factory.mktemp("guarded")) as etcd:
         etcd.require_login()
         with Roles(etcd.known_as("root")) as roles:
@@ -139,76 +133,27 @@ def shared(guarded: GuardedEtcd) -> tuple[EtcdAccess, EtcdAccess]:
     return root, guarded.known_as("a")
 
 
-def test_within_a_role_of_one_job_that_job_runs_and_is_steered_and_no_other_is_seen(
-    shared: tuple[EtcdAccess, EtcdAccess], tmp_path: Path
-) -> None:
-    root, a = shared
-    options = [f"--etcd={a.url}", f"--etcd-cacert={a.cacert}"]
-    token = tmp_path / "token"
-    token.write_text("t0ken")
-    secrets = {
-        "ELASTICD_ETCD_CERT": str(a.cert),
-        "ELASTICD_ETCD_KEY": str(a.key),
-        "ELASTICD_HTTP_CERT": str(a.cert),
-        "ELASTICD_HTTP_KEY": str(a.key),
-        "ELASTICD_HTTP_TOKEN_FILE": str(token),
-    }
-    state = {"XDG_STATE_HOME": str(tmp_path / "state"), "ELASTICD_ETCD_PASSWORD": "s3cret"}
-    go_on = tmp_path / "go_on"
-    os.mkfifo(go_on)
-
-    def command(*argv: str) -> list[str]:
-        return [str(Path(sys.executable).with_name("elasticd")), argv[0], *options, *argv[1:]]
-
-    env = {**os.environ, **secrets, **state}
-
-    def said(*argv: str) -> tuple[int, str, str]:
-        done = forkserver.run(command(*argv), env=env, cwd=tmp_path, timeout_s=PATIENCE_S)
-        return done.returncode, done.stdout, done.stderr
-
-    script = f"env; echo started > {go_on}; exec sleep 600"
-    limits = ("--min=1", "--max=1", "--http=off", "--no-python")
-    job = subprocess.Popen(
-        command("run", "--job=a", *limits, "sh", "-c", script),
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert go_on.read_text() == "started\n"
-        code, out, err = said("status", "a", "--json")
-        assert (code, json.loads(out)["world_size"]) == (0, 1), err
-        assert said("stop", "a")[0] == 0
-        out, err = job.communicate(timeout=PATIENCE_S)
-    finally:
-        job.kill()
-        job.wait()
-    assert job.returncode == 143, err
-    assert "ELASTICD_ROUND" in out
-    for secret in ("ELASTICD_ETCD_", "s3cret", str(a.key), str(token)):
-        assert secret not in out, "of the agent alone"
-    with Client(root) as client:
-        client.transact("b", (), (Put("budget", Budget()),))
-        assert set(client.jobs()) == {"a", "b"}
-    for argv in (("ls",), ("status", "b"), ("stop", "b")):
-        code, out, err = said(*argv)
-        assert code == 2 and "denies access" in err and len(err.splitlines()) == 1, (argv, out, err)
-    code, out, err = said("run", "--job=b", *limits, "true")
-    assert code == 2 and "denies access" in err.splitlines()[-1] and "Traceback" not in err, err
-
-
 class ShellJob:
-    """Nodes of the job ``a`` whose workers say how many they are, and end when they are told."""
+    """Nodes of the job ``a``, whose workers write their environment down and say how many they are. All
+    commands get their secrets from the environment."""
 
     def __init__(self, access: EtcdAccess, folder: Path) -> None:
-        self._told, self._go = folder / "told", folder / "go"
-        for fifo in (self._told, self._go):
-            os.mkfifo(fifo)
+        self._told = folder / "told"
+        os.mkfifo(self._told)
         self._hears = os.fdopen(os.open(self._told, os.O_RDWR), "rb")
         self._login = [f"--etcd={access.url}", f"--etcd-cacert={access.cacert}"]
-        self._login += [f"--etcd-cert={access.cert}", f"--etcd-key={access.key}"]
-        self._env = os.environ | {"XDG_STATE_HOME": str(folder / "state"), "TERM": "xterm"}
+        token = folder / "token"
+        token.write_text("t0ken")
+        secrets = {
+            "ELASTICD_ETCD_CERT": str(access.cert),
+            "ELASTICD_ETCD_KEY": str(access.key),
+            "ELASTICD_ETCD_PASSWORD": "s3cret",
+            "ELASTICD_HTTP_CERT": str(access.cert),
+            "ELASTICD_HTTP_KEY": str(access.key),
+            "ELASTICD_HTTP_TOKEN_FILE": str(token),
+        }
+        self.secrets = ("ELASTICD_ETCD_", "s3cret", str(access.key), str(token))
+        self._env = os.environ | secrets | {"XDG_STATE_HOME": str(folder / "state"), "TERM": "xterm"}
         self._folder = folder
         self._nodes: list[forkserver.Forked] = []
 
@@ -216,10 +161,10 @@ class ShellJob:
         return [str(Path(sys.executable).with_name("elasticd")), argv[0], *self._login, *argv[1:]]
 
     def node(self, name: str) -> forkserver.Forked:
-        script = f"echo $WORLD_SIZE > {self._told}; read line < {self._go}; exit 0"
+        script = f"env > {self._folder / name}.env; echo $WORLD_SIZE > {self._told}; exec sleep 600"
         limits = ["--min=1", "--max=1", "--slots=1", "--grow-cooldown=0", "--http=off"]
         argv = ["run", "--job=a", f"--node={name}", *limits, "--no-python", "sh", "-c", script]
-        with (self._told.parent / f"{name}.log").open("w") as log:
+        with (self._folder / f"{name}.log").open("w") as log:
             files = {"stdout": log.fileno(), "stderr": log.fileno()}
             node = forkserver.Forked(self.command(*argv), env=self._env, cwd=self._folder, **files)
         self._nodes.append(node)
@@ -246,7 +191,7 @@ class ShellJob:
         drawn = b""
         try:
             while not all(text.encode() in drawn for text in wanted):
-                drawn += os.read(master, 65536)  # raises where the command has ended
+                drawn += os.read(master, 65536)  # raises OSError once the command has ended
             process.send_signal(signal.SIGINT)
             while process.poll() is None:
                 with contextlib.suppress(OSError):
@@ -257,14 +202,6 @@ class ShellJob:
             os.close(master)
         assert process.returncode in (0, 130)
 
-    def let_go(self) -> None:
-        """All workers there are end with 0, and so does the job."""
-        with self._go.open("w") as go:
-            go.write("\n" * 8)
-            go.flush()
-            for node in self._nodes:
-                node.wait(PATIENCE_S)
-
     def close(self) -> None:
         for node in self._nodes:
             node.kill()
@@ -273,13 +210,15 @@ class ShellJob:
 
 
 @pytest.mark.timeout(300)
-def test_two_nodes_run_to_the_end_within_a_role_and_all_that_steers_them_works(
+def test_within_a_role_of_one_job_two_nodes_run_and_are_steered_and_no_other_job_is_seen(
     shared: tuple[EtcdAccess, EtcdAccess], tmp_path: Path
 ) -> None:
     job = ShellJob(shared[1], tmp_path)
     try:
         x, y = job.node("node-x"), job.node("node-y")
         job.trains_with(1)
+        code, said = job.says("status", "a", "--json")
+        assert (code, json.loads(said)["world_size"]) == (0, 1), said
         assert job.says("scale", "a", "--max=2") == (0, "a may have 1 to 2 workers.\n")
         job.trains_with(2)
         job.screen("top", "a", wanted=("node-x", "node-y"))
@@ -290,14 +229,26 @@ def test_two_nodes_run_to_the_end_within_a_role_and_all_that_steers_them_works(
         job.trains_with(1)
         again = job.node("node-y")
         job.trains_with(2)
-        job.let_go()
-        assert (x.returncode, again.returncode) == (0, 0)
+        assert job.says("stop", "a")[0] == 0
+        assert (x.wait(PATIENCE_S), again.wait(PATIENCE_S)) == (143, 143)
+        with Client(shared[0]) as client:
+            client.transact("b", (), (Put("budget", Budget()),))
+            assert set(client.jobs()) == {"a", "b"}
         code, said = job.says("forget", "a")
         assert code == 0 and "is forgotten" in said, said
         code, said = job.says("status", "a")
         assert code == 2 and "no job named a" in said, said
     finally:
         job.close()
+    environment = (tmp_path / "node-x.env").read_text()
+    assert "ELASTICD_ROUND" in environment
+    for secret in job.secrets:
+        assert secret not in environment, "only the agent has it"
+    for argv in (("ls",), ("status", "b"), ("stop", "b")):
+        code, said = job.says(*argv)
+        assert code == 2 and "denies access" in said and len(said.splitlines()) == 1, (argv, said)
+    code, said = job.says("run", "--job=b", "--min=1", "--max=1", "--http=off", "--no-python", "true")
+    assert code == 2 and "denies access" in said.splitlines()[-1] and "Traceback" not in said, said
     code, said = job.says("drain", "node-x")
     assert code == 2 and "this user may not list jobs; give the name of a job" in said
 
@@ -307,12 +258,13 @@ def test_plain_torchrun_runs_within_a_role_of_its_own(
 ) -> None:
     a = shared[1]
     conf = f"protocol=https,cacert={a.cacert},cert={a.cert},key={a.key}"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=etcd-v3"]
+    torchrun = ["torchrun", "--rdzv-backend=etcd-v3"]
     torchrun += [f"--rdzv-endpoint={a.endpoints[0]}", f"--rdzv-conf={conf}", "--nnodes=1"]
     torchrun += [f"--log-dir={tmp_path}"]
     for run_id, code in (("a", 0), ("b", 1)):
         command = [*torchrun, f"--rdzv-id={run_id}", "--no-python", "true"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)
+        where = {"env": os.environ, "cwd": tmp_path, "entry": forkserver.TORCHRUN}
+        done = forkserver.run(command, **where, timeout_s=PATIENCE_S)
         assert done.returncode == code, done.stderr
     assert "permission denied" in done.stderr
 
@@ -367,12 +319,12 @@ def test_a_worker_cannot_read_the_password_of_its_agent_or_its_saver(
     script = tmp_path / "thief.py"
     script.write_text(_THIEF)
     options = [f"--etcd={a.url}", f"--etcd-cacert={a.cacert}", "--etcd-user=p"]
-    options += [f"--etcd-cert={a.cert}", f"--etcd-key={a.key}"]  # which the token goes before
+    options += [f"--etcd-cert={a.cert}", f"--etcd-key={a.key}"]  # a login by password takes precedence
     env = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
     piped = b""
     if way == "environment":
         env["ELASTICD_ETCD_PASSWORD"] = PASSWORD
-    else:  # that leaves nothing for a script to read
+    else:  # standard input, which a script cannot read again
         options += ["--etcd-password-file=/dev/stdin"]
         piped = f"{PASSWORD}\n".encode()
     # As in a container: root may look into everybody's memory, unless this right is taken away.

@@ -27,7 +27,7 @@ from elasticd.etcd.roles import Roles, all_below
 from .cluster import GuardedEtcd
 from .conftest import PATIENCE_S
 
-TRIES = 25  # to have a request under way just when roles change
+TRIES = 25  # so that a request is under way when roles change
 
 
 class Guarded(GuardedEtcd):

@@ -1,4 +1,4 @@
-"""Whose fault it is that etcd cannot be used, in one sentence."""
+"""The sentence that says why etcd cannot be used, and what to do."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdAccess]:
-    """An etcd that wants client certificates, and an access it lets in."""
+    """An etcd that requires client certificates, and an access with one."""
     with GuardedEtcd(tmp_path_factory.mktemp("guarded")) as etcd:
         yield etcd.known_as("client")
 
 
 @contextlib.contextmanager
 def listener(greeting: bytes | None) -> Iterator[str]:
-    """Says the greeting to whoever connects and hangs up; None: takes connections and is mute."""
+    """A server that sends the greeting and hangs up; None: that accepts connections and stays mute."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
