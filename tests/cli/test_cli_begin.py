@@ -27,6 +27,12 @@ def job(tmp_path: Path) -> str:
     return str(script)
 
 
+def test_python_m_elasticd_is_the_command() -> None:
+    argv = [sys.executable, "-m", "elasticd", "run", "--nonsense", "job.py"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "--nonsense" in done.stderr
+
+
 @pytest.mark.parametrize("module", ["json", "logging"])
 def test_a_module_that_shadows_one_of_pythons_own_is_named(module: str, job: str, tmp_path: Path) -> None:
     shadow = tmp_path / "shadow" / f"{module}.py"
