@@ -16,7 +16,6 @@ from elasticd.core.agent_messages import (
     LeaveJob,
     LeaveRound,
     OtherNodesCounted,
-    PortReserved,
     ProcessGone,
     Signalled,
     StartWorkers,
@@ -24,11 +23,9 @@ from elasticd.core.agent_messages import (
     StoreComplained,
     Tag,
     Transact,
-    WardenLost,
 )
 from elasticd.core.facts import (
     Cause,
-    Drained,
     Exit,
     Leadership,
     Node,
@@ -274,17 +271,6 @@ def test_a_failure_seen_last_is_told_with_the_release() -> None:
     assert isinstance(told[1], Report) and told[1].exits == (exit(0, 2),)
 
 
-def test_the_next_round_starts_after_the_store_of_the_last_has_made_room() -> None:
-    one = Agent.working(ROUND)
-    one.sees("round", closing(ROUND))
-    one.exits(1, exit(0, 0, code=-15))
-    one.exits(1, exit(1, 1, code=-15))
-    one.sees("round", round(2, {"a": 2}, port=PORT + 1))
-    assert not one.all_of(StartWorkers)
-    one.told(PortReserved(PORT + 1))
-    one.one(StartWorkers)
-
-
 def test_workers_of_an_older_round_than_the_newest_are_killed() -> None:
     one = Agent.working(ROUND)
     one.sees("round", round(3, {"b": 2}))
@@ -292,16 +278,6 @@ def test_workers_of_an_older_round_than_the_newest_are_killed() -> None:
     assert one.said[0] == Expelled(1, 3)
     one.sees("round", round(4, {"b": 2}))
     assert not one.did
-
-
-def test_an_expelled_node_joins_a_later_round_when_its_old_workers_are_gone() -> None:
-    one = Agent.working(SECOND)
-    one.sees("round", round(3, {"b": 2, "a": 2}))
-    assert not one.all_of(StartWorkers)
-    one.exits(1, exit(0, 2, code=-9))
-    one.exits(1, exit(1, 3, code=-9))
-    one.answered(Tag.NODE)
-    assert one.one(StartWorkers).round.number == 3
 
 
 # ---------------------------------------------------------------- the lease and the store
@@ -378,14 +354,6 @@ def test_a_store_that_lost_its_memory_is_left_and_one_that_grumbles_is_not(
     assert all("start the job again" in a.why for a in one.all_of(LeaveJob))
 
 
-def test_nothing_is_written_while_the_store_is_silent() -> None:
-    one = Agent.working(ROUND)
-    one.told(LeaseChanged(StoreSilent(NOW, cut_off=False)))
-    assert not [a for a in one.exits(1, exit(0, 0)) if isinstance(a, Transact)]
-    one.holds_lease()
-    one.wrote(Tag.REPORT)
-
-
 def test_a_lost_lease_is_followed_by_registering_and_reporting_again() -> None:
     one = Agent.working(SECOND)
     one.exits(1, exit(0, 2))
@@ -458,20 +426,6 @@ def test_another_signal_is_passed_on_to_the_workers() -> None:
     one.told(Signalled(SIGUSR1))
     one.sees("round", closing(SECOND, Cause.NODE_DRAINED, planned=True))
     assert one.one(StopWorkers).signal == SIGUSR1
-
-
-def test_a_drain_of_an_earlier_incarnation_does_not_concern_this_one() -> None:
-    one = Agent.registered()
-    one.sees("spec", replace(spec(), drain=(Drained("a", life("a", 0)),)))
-    assert one.state.departure is None and one.state.exiting is None
-
-
-def test_an_agent_that_has_left_does_nothing_any_more() -> None:
-    one = Agent.registered()
-    one.told(Signalled(SIGTERM))
-    for event in (Signalled(SIGTERM), PortReserved(1), WardenLost(), LeaseChanged(LeaseExpired())):
-        assert one.told(event) == ()
-    assert one.sees("leader", None) == () and one.said == ()
 
 
 def test_leadership_ends_with_the_registration() -> None:

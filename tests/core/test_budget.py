@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core import budget
-from elasticd.core.facts import Budget, Charge, Exit, Failure, Phase, Policy, Quarantine, Report
+from elasticd.core.facts import Budget, Charge, Failure, Policy, Quarantine, Report
 from tests.core.build import NOW, charges, exit, report, round
 
 POLICY = Policy(restarts_max=3, restart_window_s=100.0, futile_max=4, quarantine_after=3)
@@ -226,12 +226,3 @@ def test_others_stay_in_quarantine() -> None:
     known = Budget(quarantines=(Quarantine("b", 0, NOW + 5, 2), Quarantine("c", 0, NOW - 99, 2)))
     after = budget.quarantine(known, ("a", 1), POLICY, NOW).quarantines
     assert [(q.node, q.times) for q in after] == [("b", 2), ("c", 2), ("a", 1)]
-
-
-def test_an_exit_by_a_signal_is_a_failure_and_status_0_is_not() -> None:
-    assert Exit(0, 0, -9, NOW).failed and Exit(0, 0, 1, NOW).failed and not Exit(0, 0, 0, NOW).failed
-
-
-def test_only_the_round_that_broke_matters_not_its_phase() -> None:
-    closing = round(7, {"a": 2, "b": 2}, Phase.CLOSING)
-    assert budget.first_failure(closing, [report("a", 7, exit())]) is not None

@@ -49,7 +49,6 @@ from tests.core.build import (
     SPEC_REVISION,
     charges,
     exit,
-    life,
     next_round,
     node,
     not_listed,
@@ -85,12 +84,6 @@ def test_nothing_is_decided_on_half_a_view(unknown: str) -> None:
 
 
 # ---------------------------------------------------------------- a job begins, or begins again
-
-
-def test_a_new_job_waits_for_its_first_workers() -> None:
-    plan = decide(view(spec(), None, [node("a", 8)]), NOW)
-    assert next_round(plan) == Round(0, Phase.WAITING, (), "", Cause.START, NOW)
-    assert Unchanged("round", 0) in plan.guards, "of two leaders, one opens the job"
 
 
 def test_an_ended_job_that_is_run_again_keeps_its_number_and_nothing_else() -> None:
@@ -173,17 +166,6 @@ def test_a_node_that_leaves_hurries_a_resize_that_waits_for_a_checkpoint() -> No
 def test_a_resize_waits_for_no_checkpoint_where_nobody_wants_to_wait(wish: str) -> None:
     seen = resizing(wish, policy=replace(POLICY, checkpoint_wait_s=0.0))
     assert next_round(decide(seen, NOW)).phase is Phase.CLOSING
-
-
-def test_a_drain_of_an_earlier_incarnation_is_over() -> None:
-    seen = live({"a": 2, "b": 2}, [node("a"), node("b")])
-    assert seen.spec is not None
-    seen = replace(seen, spec=replace(seen.spec, drain=(Drained("b", life("b", 0)),)))
-    assert not decide(seen, NOW).writes
-
-
-def test_a_leaving_node_outside_the_round_disturbs_nobody() -> None:
-    assert not decide(live({"a": 2}, [node("a"), node("b", draining=True)]), NOW).writes
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def _all(families: list[dict[str, int]]) -> list[int]:
 
 
 def test_a_killed_agent_leaves_no_worker_descendant_service_or_file(start: Start) -> None:
-    agent = start(FAMILY)
+    agent = start([*FAMILY, "ignore,child,setsid,daemon,forgetful"])
     families = agent.hear_families(2)
     (ready,) = agent.hear("ready")
     pids = [*_all(families), ready["service"], ready["warden"]]
@@ -93,13 +93,6 @@ link.receive()
         wait_until_gone(_all(families))
     finally:
         os.kill(ready["warden"], signal.SIGCONT)
-
-
-def test_workers_that_ignore_signals_do_not_outlive_their_agent(start: Start) -> None:
-    agent = start(STUBBORN)
-    families = agent.hear_families(2)
-    agent.signal(signal.SIGKILL)
-    wait_until_gone(_all(families))
 
 
 def test_a_killed_warden_takes_its_workers_along_and_the_agent_is_told(start: Start) -> None:

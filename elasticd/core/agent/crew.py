@@ -200,8 +200,8 @@ def note_report(do: Decisions) -> None:
         return
     report = replace(crew.report, finished=True) if crew.finished else crew.report
     if before is None or before.round != report.round:
-        of_note = replace(report, steps=0) if crew.alive else report
-        if of_note == Report(report.node, report.incarnation, report.round):
+        news = report.exits or report.finished or report.returned or report.checkpointed or report.broken
+        if not news and (crew.alive or not report.steps):
             return  # steps alone are reported only once no worker is left that makes steps
     if report != before:
         do.set(report=report)

@@ -233,4 +233,6 @@ class Standstill:
 
 
 def _unseen(worker: WatchedWorker) -> WatchedWorker:
+    if not (worker.sampled or worker.where or worker.there_s or worker.waits_s):
+        return worker
     return replace(worker, sampled=(), where=None, there_s=0.0, waits_s=0.0)

@@ -450,9 +450,8 @@ class _Decisions:
 
     def forget(self) -> None:
         """Forget everything except the times of steps, which are the same for all workers of the job."""
-        self.set(still=self.w.still.forget(), leaving_since=None)
+        self.set(still=self.w.still.forget(), leaving_since=None, judged_at=float("-inf"))
         self.calm()
-        self.set(judged_at=float("-inf"))
 
     def calm(self) -> None:
         """Forget the looks and the leader's verdict, because the workers make steps, or no worker is left."""
