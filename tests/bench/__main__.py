@@ -1,5 +1,5 @@
 """``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | scale | overhead |
-scrape | hang | checkpoint | consistent | techniques``: each prints its ratios."""
+scrape | hang | checkpoint | consistent | techniques | frameworks``: each prints its ratios."""
 
 from __future__ import annotations
 
@@ -178,6 +178,16 @@ def techniques(programs: tuple[str, ...], faults: tuple[str, ...]) -> None:
     from tests.bench.techniques import techniques as measure
 
     for line in measure(programs, faults):
+        click.echo(line)
+
+
+@main.command()
+@click.option("--only", multiple=True, help="Of the rows, those that begin so.")
+def frameworks(only: tuple[str, ...]) -> None:
+    """Trainer, Accelerate and Lightning through a kill and resizes: the samples lost and repeated."""
+    from tests.bench.frameworks import frameworks as measure
+
+    for line in measure(only):
         click.echo(line)
 
 

@@ -62,7 +62,10 @@ def test_one_file_alone_imports_etcd3():
 
 def may_wait_for_torch(module: Path) -> bool:
     parts = module.relative_to(HOUSE).parts
-    return parts[0] in {"daemon", "torchrun", "worker"} or parts[:2] == ("checkpoint", "client")
+    return parts[0] in {"daemon", "integrations", "torchrun", "worker"} or parts[:2] == (
+        "checkpoint",
+        "client",
+    )
 
 
 def imports_torch_at_once(module: Path) -> bool:

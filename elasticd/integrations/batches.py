@@ -1,0 +1,94 @@
+"""The batches of one worker, cut so that a step uses the same samples in a world of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from torch.utils.data import DataLoader, Sampler
+
+from elasticd.data.order import Order
+
+WORLD_MAX: Final = "ELASTICD_WORLD_MAX"  # has the value of --max of elasticd run
+_OPTIONS: Final = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+class GlobalBatches(Sampler[list[int]]):
+    """A batch sampler for torch's DataLoader, over this worker's part of each step.
+
+    A step uses ``global_batch`` samples in any world, so the number of steps made says which samples were
+    used. The steps of an epoch differ by at most one sample: an epoch of 103 samples and a global batch of 8
+    has 12 steps of 8 samples and one of 7. With ``drop_last`` all steps have ``global_batch`` samples, and an
+    epoch leaves the rest out.
+
+    ``steps``: the number of steps in an epoch. ``pieces``: the number of batches that each worker uses in a
+    step, the same in all workers. A batch has at most ``worker_batch`` samples, except where a step is too
+    small to give each worker as many pieces. ``epoch``: the epoch to iterate, from the step ``first``.
+
+    Raises ValueError if a step has fewer samples than the world has workers.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        *,
+        global_batch: int,
+        worker_batch: int,
+        rank: int,
+        world: int,
+        drop_last: bool = False,
+    ) -> None:
+        whole, rest = divmod(order.length, global_batch)
+        self.steps = whole if drop_last else whole + (rest > 0)
+        if not self.steps:
+            raise ValueError(
+                f"the dataset has {order.length} samples, fewer than a global batch of {global_batch}: leave "
+                "drop_last out"
+            )
+        self._order, self._rank, self._world = order, rank, world
+        self._used = whole * global_batch if drop_last else order.length
+        least = self._used // self.steps
+        if least < world:
+            raise ValueError(
+                f"a step of {least} samples has none for some of {world} workers: give a larger batch, or "
+                "drop the last samples of an epoch"
+            )
+        self.pieces = min(-(-global_batch // (worker_batch * world)), least // world)
+        self.epoch = self.first = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def samples(self, step: int) -> int:
+        """Return the number of samples that all workers use in a step of an epoch."""
+        return len(_part(range(self._used), step, self.steps))
+
+    def __len__(self) -> int:
+        """The number of this worker's batches in an epoch."""
+        return self.steps * self.pieces
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.first, self.steps):
+            mine = _part(_part(range(self._used), step, self.steps), self._rank, self._world)
+            for piece in range(self.pieces):
+                yield self._order.at(self.epoch, _part(mine, piece, self.pieces))
+
+
+def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments that make a DataLoader like this one, without those of its batches."""
+    return {name: getattr(loader, name) for name in _OPTIONS}
+
+
+def _part(whole: range, number: int, of: int) -> range:
+    """Return one of ``of`` parts of a range, whose sizes differ by at most one."""
+    return whole[len(whole) * number // of : len(whole) * (number + 1) // of]

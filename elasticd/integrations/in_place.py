@@ -1,0 +1,90 @@
+"""Keep the processes of a training with Accelerate, or a library on top of it, when the world changes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from accelerate.state import AcceleratorState, GradientState
+
+from elasticd import worker
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LoopProgress:
+    """What a State keeps of a loop that is not the script's own.
+
+    ``read``: returns the progress to commit, as plain data and tensors; None outside of the loop.
+    ``committed``: the progress as of the last commit; empty before the first.
+    """
+
+    def __init__(self) -> None:
+        self.read: Callable[[], dict[str, Any]] | None = None
+        self.committed: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.read is not None:
+            self.committed = self.read()
+        return self.committed
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read, self.committed = None, state
+
+
+class Present:
+    """The training that this process keeps, in its present world."""
+
+    def __init__(self, state: worker.State, progress: LoopProgress) -> None:
+        self.commit = state.commit
+        self.progress = progress
+
+
+_present: list[Present] = []
+
+
+def present() -> Present | None:
+    """Return the training that this process keeps; None if its function is not decorated with
+    ``in_place``."""
+    return _present[-1] if _present else None
+
+
+def in_place(**kept: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate the function that trains. Workers keep their process when others die, join or leave: the
+    function is called again in each world, and continues after the last step that was made.
+
+    ``kept``: what the training continues from, made before: ``in_place(model=model)``; with a loop of your
+    own also the optimizer and the scheduler. See ``worker.State``. Make everything else in the function:
+    TrainingArguments, Trainer, Accelerator, the result of ``prepare``.
+
+    Without an optimizer in ``kept``, the parameters are copied after each step.
+    """
+
+    def decorate(train: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(train)
+        def entered(*args: P.args, **kwargs: P.kwargs) -> T:
+            progress = LoopProgress()
+            undo = None if "optimizer" in kept else True
+            state = worker.State(wrap=None, undo=undo, progress=progress, **kept)
+
+            @worker.run
+            def train_in_world(state: worker.State) -> T:
+                gc.collect()  # else the last world's DistributedDataParallel would add up gradients, too
+                # Accelerate has no public function for this; its own tests use these.
+                AcceleratorState._reset_state(reset_partial_state=True)
+                GradientState._reset_state()
+                _present.append(Present(state, progress))
+                try:
+                    return train(*args, **kwargs)
+                finally:
+                    progress.read = None
+                    _present.pop()
+
+            return train_in_world(state)
+
+        return entered
+
+    return decorate

@@ -1,0 +1,82 @@
+"""Jobs of the programs here that have an accident: a worker is killed, or the world is resized."""
+
+from __future__ import annotations
+
+import select
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.e2e.harness import Agent, Cluster
+from tests.integrations.ledger import Ledger, read
+
+PROGRAMS = Path(__file__).parent / "programs"
+SLICE_S = 0.02  # between looks at a folder
+SAMPLES, EPOCHS = 53, 2  # of each program
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A job that has ended."""
+
+    agent: Agent
+    ledger: Ledger
+    processes: int = field(default=0)
+
+    @property
+    def outcome(self) -> str:
+        return self.ledger.judge(SAMPLES, EPOCHS)
+
+
+def killed(cluster: Cluster, program: str, *arguments: str) -> Trained:
+    """Train with two workers, of which one is killed after step 6."""
+    cluster.limits = (2, 2)
+    agent = start(cluster, program, *arguments, accident="kill:6")
+    return ended(cluster, agent)
+
+
+def resized(cluster: Cluster, program: str, *arguments: str, sizes: tuple[int, int] = (2, 3)) -> Trained:
+    """Train with as many workers as the first size, and after step 6 with as many as the second."""
+    before, after = sizes
+    cluster.limits = (1, before)
+    agent = start(cluster, program, *arguments, accident="wait:6", slots=max(sizes))
+    until(cluster, agent, lambda: len([*cluster.folder.glob("waits-*")]) == before)
+    said = cluster.command("scale", cluster.job, f"--max={after}")
+    assert said.code == 0, said.err
+    cluster.until(
+        lambda: agent.find("round.closing") + agent.find("round.awaiting_checkpoint"),
+        f"the world changes to {after}",
+    )
+    (cluster.folder / "go").touch()
+    return ended(cluster, agent)
+
+
+def stopped(cluster: Cluster, program: str, *arguments: str) -> int:
+    """Train with two workers, and stop the agent after step 6. Return its exit code."""
+    cluster.limits = (2, 2)
+    agent = start(cluster, program, *arguments, accident="wait:6")
+    until(cluster, agent, lambda: len([*cluster.folder.glob("waits-*")]) == 2)
+    agent.signal(signal.SIGTERM)
+    cluster.until(lambda: agent.find("workers.stopping"), "the workers are asked to end")
+    (cluster.folder / "go").touch()
+    return agent.end()
+
+
+def start(cluster: Cluster, program: str, *arguments: str, accident: str = "none:0", slots: int = 2) -> Agent:
+    cluster.policy["settle_s"] = 0
+    env = {"LEDGER": str(cluster.folder), "ACCIDENT": accident}
+    (agent,) = cluster.start("a", slots=slots, program=(str(PROGRAMS / program), *arguments), env=env)
+    return agent
+
+
+def ended(cluster: Cluster, agent: Agent) -> Trained:
+    assert agent.end() == 0, agent.said()
+    return Trained(agent, read(cluster.folder), len([*cluster.folder.glob("notes-*")]))
+
+
+def until(cluster: Cluster, agent: Agent, holds: Callable[[], object]) -> None:
+    """Wait for files in the cluster's folder, of which nothing tells."""
+    while not holds():
+        assert agent.process.poll() is None, agent.said()
+        select.select([], [], [], SLICE_S)

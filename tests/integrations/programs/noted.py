@@ -1,0 +1,48 @@
+"""What the programs share: a dataset whose samples know their numbers, notes of the samples that were trained
+on, and accidents.
+
+The environment: LEDGER is a folder for the notes. ACCIDENT is KIND:STEP. In the first round of a job, after
+so many steps, "kill" kills rank 1, and "wait" has all workers wait for a file named "go".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+FOLDER = Path(os.environ["LEDGER"])
+KIND, AFTER = os.environ.get("ACCIDENT", "none:0").split(":")
+SAMPLES, LENGTH, TOKENS = 53, 8, 32
+
+
+class Numbered(Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, number):
+        tokens = torch.randint(TOKENS, (LENGTH,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": tokens, "labels": tokens, "number": torch.tensor(number)}
+
+
+def note(step, numbers):
+    """Note the samples of a batch, in the step after so many steps."""
+    round, rank, world = (os.environ[name] for name in ("ELASTICD_ROUND", "RANK", "WORLD_SIZE"))
+    with (FOLDER / f"notes-{os.getpid()}").open("a") as notes:
+        notes.write(f"{round} {step} {rank} {world} {','.join(map(str, numbers))}\n")
+
+
+def after_step(step):
+    """Have the accident, if it is due after so many steps."""
+    if os.environ["ELASTICD_ROUND"] != "1" or step != int(AFTER):
+        return
+    if KIND == "kill" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "wait":
+        (FOLDER / f"waits-{os.environ['RANK']}").touch()
+        while not (FOLDER / "go").exists():
+            time.sleep(0.02)

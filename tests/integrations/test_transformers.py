@@ -1,0 +1,163 @@
+"""Trainer keeps its place in the data through kills, resizes and drains."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.harness import Cluster
+from tests.integrations import jobs
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_after_a_kill_it_continues_from_the_newest_whole_checkpoint(
+    clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    cluster = clusters(shared_etcd)
+    output = cluster.folder / "output"
+    unfinished = output / "checkpoint-9999"
+    unfinished.mkdir(parents=True)
+    (unfinished / "checkpoint-is-incomplete.txt").touch()
+    trained = jobs.killed(cluster, "trainer.py", "elastic", str(output), "1", "4", "2")
+    assert trained.outcome == "exact"
+    assert trained.ledger.again == 2, "steps 4 and 5, after the checkpoint of step 4"
+    assert not trained.agent.find("training.began_again")
+
+
+def test_after_a_resize_no_sample_is_lost_or_repeated(
+    clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    cluster = clusters(shared_etcd)
+    trained = jobs.resized(cluster, "trainer.py", "elastic", str(cluster.folder / "output"), "2", "4", "2")
+    assert trained.outcome == "exact"
+    assert set(trained.ledger.worlds.values()) == {2, 3}
+    assert trained.ledger.again == 0, "the world is resized right after a checkpoint"
+    assert not trained.agent.find("data.batches_changed")
+
+
+def test_a_job_that_is_stopped_saves_a_checkpoint_and_continues_from_it(
+    clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    cluster = clusters(shared_etcd)
+    arguments = ("trainer.py", "elastic", str(cluster.folder / "output"), "1", "1000", "2")
+    assert jobs.stopped(cluster, *arguments) == 128 + signal.SIGTERM
+    trained = jobs.ended(cluster, jobs.start(cluster, *arguments))
+    assert trained.outcome == "exact"
+    assert trained.ledger.again == 0
+
+
+def test_in_place_a_worker_that_is_not_killed_keeps_its_process_and_every_committed_step(
+    clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    cluster = clusters(shared_etcd)
+    arguments = ("trainer.py", "in_place", str(cluster.folder / "output"), "1", "1000", "2")
+    trained = jobs.killed(cluster, *arguments)
+    assert trained.outcome == "exact"
+    assert trained.ledger.again <= 1, "the step that was not committed"
+    assert trained.processes == 3, "a replacement, and no other process, is started"
+
+
+def test_in_place_a_resize_repeats_no_step(
+    clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    cluster = clusters(shared_etcd)
+    arguments = ("trainer.py", "in_place", str(cluster.folder / "output"), "2", "4", "2")
+    trained = jobs.resized(cluster, *arguments)
+    assert trained.outcome == "exact"
+    assert set(trained.ledger.worlds.values()) == {2, 3}
+    assert trained.ledger.again == 0
+    assert trained.processes == 3
+
+
+class TestOneProcess:
+    """A trainer in this process, which no launcher has started."""
+
+    def made(self, folder: Path, dataset: Any) -> Any:
+        from transformers import TrainingArguments
+
+        from elasticd.integrations.transformers import Trainer
+
+        args = TrainingArguments(str(folder), per_device_train_batch_size=2, max_steps=1, use_cpu=True)
+        return Trainer(torch.nn.Linear(1, 1), args, train_dataset=dataset)
+
+    def test_outside_elasticd_nothing_changes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("ELASTICD_WORLD_MAX", raising=False)
+        trainer = self.made(tmp_path, [*range(8)])
+        assert "ElasticCallback" not in trainer.callback_handler.callback_list
+        assert trainer.get_train_dataloader().batch_sampler.batch_size == 2
+
+    def test_a_step_has_the_samples_of_the_largest_world(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("ELASTICD_WORLD_MAX", "4")
+        trainer = self.made(tmp_path, [*range(16)])
+        assert len(trainer.get_train_dataloader()) == 8
+        assert trainer.args.gradient_accumulation_steps == 4
+
+    def test_it_warns_of_data_whose_order_is_not_known(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("ELASTICD_WORLD_MAX", "4")
+
+        class Stream(torch.utils.data.IterableDataset[int]):
+            def __iter__(self) -> Iterator[int]:
+                yield from range(8)
+
+        trainer = self.made(tmp_path, Stream())
+        trainer.get_train_dataloader()
+        assert "samples may be lost or repeated when the world changes" in caplog.text
+        assert trainer.args.gradient_accumulation_steps == 1
+
+
+class TestCheckpoints:
+    @pytest.fixture
+    def output(self, tmp_path: Path) -> Path:
+        """A trainer's folder with checkpoints of steps 2 and 4."""
+        from safetensors.torch import save_file
+
+        for step in (2, 4):
+            folder = tmp_path / f"checkpoint-{step}"
+            folder.mkdir()
+            save_file({"weight": torch.zeros(4)}, folder / "model.safetensors")
+            torch.save({}, folder / "optimizer.pt")
+            torch.save({}, folder / "scheduler.pt")
+            (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        return tmp_path
+
+    def newest(self, output: Path) -> str | None:
+        from elasticd.integrations.transformers import newest_whole_checkpoint
+
+        found = newest_whole_checkpoint(output)
+        return found.name if found is not None else None
+
+    def test_the_newest_is_found_by_its_step(self, output: Path) -> None:
+        assert self.newest(output) == "checkpoint-4"
+        (output / "checkpoint-4").rename(output / "checkpoint-x")
+        assert self.newest(output) == "checkpoint-2"
+
+    @pytest.mark.parametrize(
+        "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"]
+    )
+    def test_one_that_lacks_a_file_or_its_end_is_skipped(self, output: Path, name: str) -> None:
+        file = output / "checkpoint-4" / name
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        assert self.newest(output) == "checkpoint-2"
+        file.unlink()
+        assert self.newest(output) == "checkpoint-2"
+
+    def test_one_whose_index_names_a_missing_file_is_skipped(self, output: Path) -> None:
+        index = {"weight_map": {"weight": "model.safetensors", "bias": "model-2.safetensors"}}
+        (output / "checkpoint-4" / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert self.newest(output) == "checkpoint-2"
+
+    def test_a_folder_without_a_checkpoint_has_none(self, tmp_path: Path) -> None:
+        assert self.newest(tmp_path) is None
