@@ -141,19 +141,19 @@ def _rate(per_s: float) -> str:
 
 def _ansi(lines: Sequence[Text], width: int) -> list[str]:
     out: list[str] = []
+    console = Console(
+        file=StringIO(),
+        width=width + 1,
+        force_terminal=True,
+        color_system="standard",
+        legacy_windows=False,
+        highlight=False,
+        emoji=False,
+        no_color=False,
+    )
     for line in lines:
         line.truncate(width, overflow="ellipsis")
-        buffer = StringIO()
-        console = Console(
-            file=buffer,
-            width=width + 1,
-            force_terminal=True,
-            color_system="standard",
-            legacy_windows=False,
-            highlight=False,
-            emoji=False,
-            no_color=False,
-        )
-        console.print(line, end="", soft_wrap=True)
-        out.append(buffer.getvalue())
+        with console.capture() as printed:
+            console.print(line, end="", soft_wrap=True)
+        out.append(printed.get())
     return out

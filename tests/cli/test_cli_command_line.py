@@ -371,8 +371,9 @@ def test_whether_to_resume_is_the_policy_s_and_the_workers_(job: str) -> None:
     told = {"ELASTICD_RESUME": "required", "ELASTICD_CHECKPOINT_EVERY": "5m"}
     assert told.items() <= config.env.items()
     assert config.env["ELASTICD_CHECKPOINTS"] == os.path.abspath("x")
-    url = planned("--checkpoints", "memory://x/", job).config.env
-    assert url["ELASTICD_CHECKPOINTS"] == "memory://x" and "ELASTICD_RESUME" not in url
+    url = planned("--checkpoints", "s3://bucket/run/", job).config.env
+    assert url["ELASTICD_CHECKPOINTS"] == "s3://bucket/run" and "ELASTICD_RESUME" not in url
+    assert "ELASTICD_CHECKPOINTS" not in planned(job).config.env
 
 
 def test_how_fast_checkpoints_are_written_is_the_agent_s_to_know(job: str) -> None:
@@ -395,13 +396,6 @@ def test_the_shutdown_time_is_also_read_from_torchs_variable(job: str) -> None:
     environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "12", "OMP_NUM_THREADS": "1"}
     assert planned(job, environ=environ).config.policy.shutdown_s == 12
     assert planned("--shutdown-timeout", "3", job, environ=environ).config.policy.shutdown_s == 3
-
-
-def test_where_checkpoints_go_is_told_to_workers_whatever_folder_they_are_in(job: str) -> None:
-    assert "ELASTICD_CHECKPOINTS" not in planned(job).config.env
-    assert planned("--checkpoints=run", job).config.env["ELASTICD_CHECKPOINTS"] == os.path.abspath("run")
-    there = planned("--checkpoints", "s3://bucket/run", job).config.env["ELASTICD_CHECKPOINTS"]
-    assert there == "s3://bucket/run"
 
 
 def test_workers_are_forked_unless_told_otherwise(job: str, monkeypatch: pytest.MonkeyPatch) -> None:

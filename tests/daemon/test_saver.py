@@ -34,23 +34,10 @@ from elasticd.checkpoint.format.manifest import (
     digest,
     encode,
     encode_index,
-    shard_name,
 )
-from elasticd.checkpoint.protocol import (
-    AskKnown,
-    BufferFree,
-    Known,
-    KnownUnreadable,
-    Layout,
-    OpenWorld,
-    PlanShard,
-    SaverChannel,
-    SaveShard,
-    ShareBuffer,
-)
+from elasticd.checkpoint.protocol import AskKnown, BufferFree, Known, KnownUnreadable
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
 from elasticd.checkpoint.server.saver import Saver
-from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import CheckpointStore, disk
 from elasticd.checkpoint.store.disk import Disk
 from elasticd.checkpoint.store.reading import open_manifest
@@ -66,6 +53,7 @@ from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, TokenExpired
 from elasticd.procs.warden_client import Warden, WardenError
 from tests import forkserver
+from tests.daemon.handing_over import hands_over, hands_over_more
 from tests.etcd.cluster import freeze
 
 
@@ -450,24 +438,6 @@ def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tm
         pointer.close()
 
 
-def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) -> SaverChannel:
-    """A world of one worker. ``last``: how many are kept."""
-    line = protocol.connect(saver)
-    line.send(OpenWorld(store, f"{step:08x}", 0, 1, round, round, (0,), holder="", last=last, every=0))
-    layout = Layout(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
-    line.send(PlanShard(1, 64), (layout,))
-    memory = Memory.make(64)
-    line.send(ShareBuffer(1, 0), (memory.fd,))
-    os.close(layout)
-    hands_over_more(line, round, step)
-    return line
-
-
-def hands_over_more(line: SaverChannel, round: int, step: int) -> None:
-    name = folder_name(step, round, f"{step:08x}", 1)
-    line.send(SaveShard(1, 0, step, name, at=1.0))
-
-
 class Watched(EtcdPointer):
     """Says when it has asked for the round, and commits only when it may."""
 
@@ -568,7 +538,7 @@ def test_an_agent_waits_for_what_was_handed_over_unless_it_is_hurried(
 
 WORKER = """
 import os, select, sys
-from tests.daemon.test_saver import hands_over
+from tests.daemon.handing_over import hands_over
 
 class Poll:
     def __init__(self):

@@ -22,7 +22,7 @@ from elasticd.core.facts import (
 from elasticd.core.measuring import FIRST_STEPS, SlotLag
 from elasticd.core.page_layout import PageContents
 from elasticd.core.ports import Changes, Entry, Put, Seen, StillThere
-from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
+from elasticd.core.reasons import Reason, SlotBad, WorkerStraggling
 from elasticd.core.straggler import PERIODS
 from elasticd.daemon.observer import Observer
 from elasticd.telemetry.gpus import GpuReading
@@ -168,14 +168,6 @@ def test_a_node_that_neighbours_starve_is_not_named_and_one_that_its_quota_holds
             b.delayed_s[slot] += 0.015 * (FIRST_STEPS if period == 0 else STEPS)
         live(agents, 1, since=period)
     assert [(r.node, r.slot) for r in store.said if isinstance(r, WorkerStraggling)] == named
-
-
-def test_who_catches_up_is_said_to() -> None:
-    (a, b), store = two_nodes()
-    live([a, b], PERIODS + 3)
-    b.own_s[1] = 0.05
-    live([a, b], PERIODS, since=PERIODS + 3)
-    assert store.said[-1] == WorkerKeepsUp("b", 1, 3)
 
 
 def test_a_verdict_that_stays_the_same_is_not_written_again() -> None:

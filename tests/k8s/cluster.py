@@ -89,16 +89,7 @@ class Controller:
         self.started += 1
         suffix = f"-{self.started:05d}" if self.is_job else ""
         name = f"{self.name}-{index}{suffix}"
-        facts = {
-            "metadata.name": name,
-            "metadata.labels['batch.kubernetes.io/job-name']": self.name,
-            "metadata.labels['batch.kubernetes.io/job-completion-index']": str(index),
-            "metadata.labels['apps.kubernetes.io/pod-index']": str(index),
-            "metadata.labels['app.kubernetes.io/instance']": self.made.labels.get(
-                "app.kubernetes.io/instance", ""
-            ),
-        }
-        return self.cluster.start(self, name, index, facts)
+        return self.cluster.start(self, name, index, self.made.facts(name, index))
 
     def ended(self, one: Pod) -> None:
         assert one.code is not None

@@ -65,6 +65,18 @@ class Pods:
     def trains(self) -> bool:
         return self.labels.get("app.kubernetes.io/name") == "elasticd"
 
+    def facts(self, name: str, index: int) -> dict[str, str]:
+        """What the downward API says of the pod of this name and index."""
+        instance = "app.kubernetes.io/instance"
+        return {
+            "metadata.name": name,
+            "metadata.labels['batch.kubernetes.io/job-name']": self.name,
+            "metadata.labels['batch.kubernetes.io/job-completion-index']": str(index),
+            "metadata.labels['apps.kubernetes.io/pod-index']": str(index),
+            "metadata.labels['jobset.sigs.k8s.io/jobset-name']": "train",
+            f"metadata.labels['{instance}']": self.labels.get(instance, ""),
+        }
+
     def env(self, facts: Mapping[str, str]) -> dict[str, str]:
         """Of the container, as the kubelet makes it; ``facts`` answers the downward API's paths."""
         made: dict[str, str] = {}

@@ -174,7 +174,7 @@ def test_shared_memory_is_memory_and_fits_into_the_limit(name: str) -> None:
 def test_what_is_written_to_has_a_place_that_can_be_written(name: str) -> None:
     made = trainers(name)
     places = [m["mountPath"] for m in made.container["volumeMounts"] if not m.get("readOnly")]
-    env = facts_and_env(made, 0)
+    env = env_of(made, 0)
     for variable in ("HOME", "XDG_STATE_HOME"):
         assert any(env[variable] == p or env[variable].startswith(f"{p}/") for p in places), variable
     assert "/tmp" in places
@@ -251,7 +251,7 @@ def test_a_service_leads_to_the_port_that_the_container_names(name: str) -> None
                 named = {p["name"] for p in made.container["ports"]}
                 assert {p["port"] for p in rule.get("ports", ())} <= named
     agent = trainers(name)
-    assert facts_and_env(agent, 0)["ELASTICD_HTTP"] == f"0.0.0.0:{port_named(agent, 'http')}"
+    assert env_of(agent, 0)["ELASTICD_HTTP"] == f"0.0.0.0:{port_named(agent, 'http')}"
 
 
 def port_named(made: Pods, name: str) -> int:
@@ -265,7 +265,7 @@ def test_the_job_looks_for_etcd_where_it_is_and_is_let_there(name: str) -> None:
     (etcd,) = stores(name)
     (service,) = [s for s in of_kind(objects, "Service") if s["metadata"]["name"] == "etcd"]
     members = {f"etcd-{i}.etcd" for i in range(etcd.count)}
-    found = endpoints(facts_and_env(trainers(name), 0)["ELASTICD_ETCD"])
+    found = endpoints(env_of(trainers(name), 0)["ELASTICD_ETCD"])
     hosts = {host for _, host, _ in found}
     assert hosts == (members if service["spec"].get("clusterIP") == "None" else {"etcd"})
     assert {port for _, _, port in found} == {port_named(etcd, "client")}
@@ -305,27 +305,15 @@ def test_what_a_policy_lets_out_another_lets_in(name: str) -> None:
 # ---------------------------------------------------------------- the real command lines
 
 
-def facts_and_env(made: Pods, index: int, address: str = "127.0.0.1") -> dict[str, str]:
-    return made.env(
-        {
-            "metadata.name": f"{made.name}-{index}",
-            "status.podIP": address,
-            "metadata.labels['batch.kubernetes.io/job-name']": made.name,
-            "metadata.labels['batch.kubernetes.io/job-completion-index']": str(index),
-            "metadata.labels['apps.kubernetes.io/pod-index']": str(index),
-            "metadata.labels['jobset.sigs.k8s.io/jobset-name']": "train",
-            "metadata.labels['app.kubernetes.io/instance']": made.labels.get(
-                "app.kubernetes.io/instance", ""
-            ),
-        }
-    )
+def env_of(made: Pods, index: int) -> dict[str, str]:
+    return made.env(made.facts(f"{made.name}-{index}", index) | {"status.podIP": "127.0.0.1"})
 
 
 def planned(made: Pods, index: int, tmp_path: Path, args: list[str] | None = None) -> Planned:
     """What the agent of this pod is told, by the parser of the real command; but paths are moved."""
     for file in ("ca.crt", "tls.crt", "tls.key"):
         (tmp_path / file).write_text("x")
-    env = facts_and_env(made, index)
+    env = env_of(made, index)
     argv = made.argv(env) if args is None else [*made.container["command"], *args]
     assert argv[:2] == ["elasticd", "run"]
 
@@ -358,14 +346,14 @@ def test_the_real_command_line_takes_what_the_pods_are_told(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_variable_of_ours_is_one_of_the_command(name: str) -> None:
-    env = facts_and_env(trainers(name), 0)
+    env = env_of(trainers(name), 0)
     assert {v for v in env if v.startswith(("ELASTICD_", "PET_"))} <= commandline.VARIABLES
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_variables_are_defined_before_they_are_used(name: str) -> None:
     for made in pods(overlay(name)):
-        env = facts_and_env(made, 0)
+        env = env_of(made, 0)
         for text in [*env.values(), *made.argv(env)]:
             assert not re.search(r"\$\(\w+\)", text), text
 
@@ -376,7 +364,7 @@ def test_etcd_knows_all_its_flags(name: str) -> None:
     known = set(re.findall(r"--[a-z-]+", said.stdout + said.stderr))
     known.add("--enable-grpc-gateway")  # not in its help; tests/deploy/test_roles.py starts an etcd with it
     (etcd,) = stores(name)
-    command, *flags = etcd.argv(facts_and_env(etcd, 0))
+    command, *flags = etcd.argv(env_of(etcd, 0))
     assert command == "etcd" and flags
     assert {flag.partition("=")[0] for flag in flags} <= known
 
@@ -444,7 +432,7 @@ def test_the_pool_and_kubeflow_run_the_very_pods_of_the_base() -> None:
         other = trainers(name)
         ours, theirs = dict(base.spec), dict(other.spec)
         for spec, made in ((ours, base), (theirs, other)):
-            env = facts_and_env(made, 2)
+            env = env_of(made, 2)
             container = {**made.container, "name": "", "env": env}
             spec.update(containers=[container], subdomain="", restartPolicy="")
         assert theirs == ours, name

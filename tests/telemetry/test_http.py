@@ -126,7 +126,7 @@ def test_the_oldest_connection_makes_room_for_one_too_many(
 
 
 def test_who_asks_and_does_not_listen_keeps_nobody_out() -> None:
-    pages = {"/": lambda _: Answer(b"home\n"), "/big": lambda _: Answer(bytes(32 << 20))}
+    pages = {"/": lambda _: Answer(b"home\n"), "/big": lambda _: Answer(bytes(16 << 20))}
     with HttpServer("127.0.0.1", 0, Site(pages)) as server:
         deaf = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(40)]
         try:

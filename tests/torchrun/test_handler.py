@@ -103,10 +103,10 @@ def lose(handler: object) -> None:
 def test_a_node_beyond_the_maximum_is_spare_and_takes_the_place_of_a_lost_one(nodes: Nodes) -> None:
     pair = [nodes.new(1, 2) for _ in range(2)]
     nodes.fill(*pair)
-    spare = nodes.new(1, 2, join_timeout=4)  # being spare does not use up its patience
+    spare = nodes.new(1, 2, join_timeout=2)  # being spare does not use up its patience
     [waiting] = nodes.join(spare)
     with pytest.raises(TimeoutError):
-        waiting.result(5)
+        waiting.result(2.5)
     assert pair[0].num_nodes_waiting() == 0
     lose(pair[1])
     until(lambda: pair[0].num_nodes_waiting() > 0, pair[0])
@@ -205,12 +205,12 @@ def revoke_request(lease: int) -> object:
 
 
 def test_a_blocking_store_call_does_not_hold_up_the_keep_alive(nodes: Nodes) -> None:
-    handler = nodes.new(ttl=2, read_timeout=5)
+    handler = nodes.new(ttl=2, read_timeout=3)
     [info] = nodes.joined(handler)
     membership = handler._membership
     lease = membership._lease.id
     with pytest.raises(DistStoreError):
-        info.store.get("never")  # blocks for the store's 5 s, more than two leases
+        info.store.get("never")  # blocks for the store's 3 s, longer than a lease
     assert handler.num_nodes_waiting() == 0
     assert membership._lease.id == lease
 

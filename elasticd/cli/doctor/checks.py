@@ -247,14 +247,11 @@ def address(candidate: Candidate) -> Iterator[Finding]:
 
 def _listen_and_connect(own: str) -> str:
     try:
-        with socket.create_server((own, 0), family=_family(own)) as server:
+        family = socket.getaddrinfo(own, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((own, 0), family=family) as server:
             return connect(own, server.getsockname()[1])
     except OSError as error:
         return error.strerror or str(error)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
 
 
 def connect(host: str, port: int) -> str:
