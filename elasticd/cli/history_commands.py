@@ -1,4 +1,4 @@
-"""``elasticd events`` and ``elasticd logs``: show the files that the runs on this machine have written."""
+"""``elasticd events``, ``logs`` and ``report``: show the files that the runs on this machine have written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -15,17 +16,19 @@ from types import FrameType
 
 import click
 
+from elasticd import __version__
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.option_types import Name, Whole
 from elasticd.cli.say import on_screen, say
 from elasticd.procs.linux import started_at
-from elasticd.telemetry import describe, runs
+from elasticd.telemetry import describe, runreportpage, runreporttext, runs
 from elasticd.telemetry import events as files
 from elasticd.telemetry.events import Event
-from elasticd.telemetry.runreport import failures
+from elasticd.telemetry.runreport import AgentFiles, failures, run_report
 
 _STYLES = {"warning": "yellow", "error": "red"}
 _STREAMS = ("stdout.log", "stderr.log")
+PAGE = "report.html"
 
 
 @click.command()
@@ -38,9 +41,9 @@ def events(job: str | None, follow: bool, as_json: bool, all_runs: bool) -> None
 
     Without JOB: the job that ran last. --follow ends when the last agent of the run here has ended.
     """
-    job, known = known_runs(job)
+    job, known = _known_runs(job)
     state = runs.state_dir()
-    earlier = set() if all_runs else set(known) - set(last_run(known))
+    earlier = set() if all_runs else set(known) - set(_last_run(known))
 
     def folders() -> list[Path]:
         return [run.folder for run in runs.of_job(state, job) if run not in earlier]
@@ -67,8 +70,8 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
 
     This is the output of the newest worker of each slot on this machine. Without JOB: the job that ran last.
     """
-    job, known = known_runs(job)
-    known = last_run(known)
+    job, known = _known_runs(job)
+    known = _last_run(known)
     if failed:
         how, log = _last_failure(job, [run.folder for run in known])
         say(how, bold=True, err=True)
@@ -91,7 +94,58 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
     _print(found)
 
 
-def known_runs(job: str | None) -> tuple[str, list[runs.KnownRun]]:
+@click.command()
+@click.argument("run", required=False)
+@click.option(
+    "--out",
+    "-o",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write the page to.  [report.html in the folder of the run]",
+)
+@click.option("--text", is_flag=True, help="Only print the report; write no page.")
+def report(run: str | None, out: Path | None, text: bool) -> None:
+    """Report on RUN: lost time, rounds, failures and checkpoints.
+
+    RUN is a job, whose last run on this machine is reported, or the folder of a run. Without RUN: the job
+    that ran last. The run may have crashed, or still be running. The page is one HTML file that needs no
+    network.
+    """
+    if run == "":
+        raise CommandError("the name of a run cannot be empty.")
+    folders = _folders_of(run)
+    parts = []
+    for folder in folders:
+        told = files.read([folder])
+        alive = any(living(e) for e in told if e["event"] == files.STARTED)
+        parts.append(AgentFiles(told, files.read_timeline(folder), alive))
+    try:
+        found = run_report(parts)
+    except ValueError:
+        raise CommandError(f"no agent has written anything about this run in {folders[-1]}") from None
+    say(*on_screen(runreporttext.lines(found)))
+    if text:
+        return
+    page = out or folders[-1] / PAGE
+    try:
+        page.write_text(runreportpage.render(found, __version__, time.time()), encoding="utf-8")
+    except OSError as error:
+        raise CommandError(
+            f"{page} cannot be written: {error.strerror}; say where with --out FILE"
+        ) from error
+    say("", f"The page: {page}")
+
+
+def _folders_of(run: str | None) -> list[Path]:
+    if run is not None and (os.sep in run or os.path.isdir(run)):
+        folder = Path(run)
+        if not (folder / files.FILE).exists():
+            raise CommandError(f"{folder} is not the folder of a run: there is no {files.FILE} in it")
+        return [folder]
+    _, known = _known_runs(run)
+    return [one.folder for one in _last_run(known)]
+
+
+def _known_runs(job: str | None) -> tuple[str, list[runs.KnownRun]]:
     """Return the job, by default the one that ran last, and the runs of its agents. Raises CommandError."""
     state = runs.state_dir()
     there = runs.jobs(state)
@@ -105,7 +159,7 @@ def known_runs(job: str | None) -> tuple[str, list[runs.KnownRun]]:
     return name, known
 
 
-def last_run(known: list[runs.KnownRun]) -> list[runs.KnownRun]:
+def _last_run(known: list[runs.KnownRun]) -> list[runs.KnownRun]:
     """Return the agents of the job's last run, oldest first. ``known``: the agents of all its runs."""
     last: list[runs.KnownRun] = []
     place, over_at = "", math.inf

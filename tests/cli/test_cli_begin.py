@@ -102,7 +102,6 @@ def test_a_user_who_may_not_read_python_is_told_so(job: str, tmp_path: Path) -> 
 # Where the command is when the signal comes, by what it imports next.
 MOMENTS = {
     "at once": "elasticd.cli.main",
-    "as options are read": "elasticd.cli.run_configuration",
     "as the agent is imported": "elasticd.daemon.run_agent",
     "as torch is imported": "torch",
 }

@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from elasticd.cli.command_error import CommandError
-from elasticd.cli.history_commands import living
-from elasticd.cli.report_command import report
+from elasticd.cli.history_commands import living, report
 from elasticd.core.facts import Cause
 from elasticd.core.reasons import RoundFormed
 from elasticd.procs.linux import started_at

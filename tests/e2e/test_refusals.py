@@ -136,9 +136,9 @@ def test_a_job_whose_nodes_were_all_killed_can_be_forgotten_once_their_leases_ha
 def test_an_etcd_that_is_not_there_is_one_sentence(clusters: MakeCluster) -> None:
     with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
-        cluster = clusters(f"http://127.0.0.1:{taken.getsockname()[1]}")
-        (a,) = cluster.start("a")
-        assert "etcd" in refused(a)
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        (a,) = clusters(f"http://{endpoint}").start("a")
+        assert f"nothing listens at {endpoint}" in refused(a)
 
 
 @pytest.mark.parametrize("scheme", ["https", "ftp"])
