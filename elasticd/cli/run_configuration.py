@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from elasticd.checkpoint.client.schedule import parse_cadence
-from elasticd.checkpoint.store import BadStore, store_at
+from elasticd.checkpoint.store import store_at
 from elasticd.checkpoint.store.rate_limit import parse_rate
 from elasticd.cli import script as scripts
 from elasticd.cli.command_error import CommandError
@@ -25,6 +26,8 @@ from elasticd.cli.sizes import nodes, sizes
 from elasticd.core.facts import Limits, Resume
 from elasticd.daemon.config import CommandKind, RunConfig
 from elasticd.etcd.access import EtcdAccess, hosts_and_ports, routed_address
+
+T = TypeVar("T")
 
 _MEANS_NOTHING: Mapping[str, str] = {
     "monitor_interval": "exits are seen at once, not looked for at intervals",
@@ -107,7 +110,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         fresh_start=options.fresh_start,
         spares=options.spares,
         replicate=options.replicate,
-        checkpoint_rate=_checkpoint_rate(options),
+        checkpoint_rate=_parsed(options, "checkpoint_rate", parse_rate),
         http=http_place(options.http),
         http_tls=http_tls(options),
         http_token=http_token(options),
@@ -126,27 +129,23 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
 def _checkpoints(options: RunOptions) -> dict[str, str]:
     """Return the workers' environment variables for checkpoints. Raises CommandError."""
     env = {"ELASTICD_RESUME": options.resume} if options.resume != Resume.AUTO else {}
+    _parsed(options, "checkpoint_every", parse_cadence)
     if options.checkpoint_every is not None:
-        try:
-            parse_cadence(options.checkpoint_every)
-        except ValueError as error:
-            raise CommandError(f"--checkpoint-every: {error}.") from error
         env["ELASTICD_CHECKPOINT_EVERY"] = options.checkpoint_every
-    if options.checkpoints:
-        try:
-            env["ELASTICD_CHECKPOINTS"] = store_at(options.checkpoints).url
-        except BadStore as error:
-            raise CommandError(f"--checkpoints: {error}.") from error
+    store = _parsed(options, "checkpoints", store_at) if options.checkpoints else None
+    if store is not None:
+        env["ELASTICD_CHECKPOINTS"] = store.url
     return env
 
 
-def _checkpoint_rate(options: RunOptions) -> int | None:
-    if options.checkpoint_rate is None:
-        return None
+def _parsed(options: RunOptions, name: str, parse: Callable[[str], T]) -> T | None:
+    """Return the value of an option; None if not given. Raises CommandError if ``parse`` raises
+    ValueError."""
+    text = getattr(options, name)
     try:
-        return parse_rate(options.checkpoint_rate)
+        return None if text is None else parse(text)
     except ValueError as error:
-        raise CommandError(f"--checkpoint-rate: {error}.") from error
+        raise CommandError(f"{flag(name)}: {error}.") from error
 
 
 def _check_together(options: RunOptions) -> None:
