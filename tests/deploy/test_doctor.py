@@ -27,6 +27,7 @@ from elasticd.etcd import embedded
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.examine import Certificate, Endpoint, Examined, examine
+from tests import forkserver
 from tests.etcd.cluster import Authority, Cluster, EtcdOnPorts
 from tests.etcd.conftest import Proxy
 
@@ -47,14 +48,12 @@ class Said:
 def doctor(*words: str, env: dict[str, str] | None = None, inside: tuple[str, ...] = (), **more: Any) -> Said:
     """``PYTHON_EXEC`` without torch unless said otherwise: most tests need not wait for its import."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTICD_", "PET_", "GLOO_", "NCCL_"))}
-    done = subprocess.run(
-        [*inside, ELASTICD, "doctor", "--json", *words],
-        env={**kept, "PYTHON_EXEC": NO_TORCH, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        **more,
-    )
+    argv = [*inside, ELASTICD, "doctor", "--json", *words]
+    environ = {**kept, "PYTHON_EXEC": NO_TORCH, **(env or {})}
+    if inside or more:
+        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=PATIENCE_S, **more)
+    else:
+        done = forkserver.run(argv, env=environ, cwd=Path.cwd(), timeout_s=PATIENCE_S)
     assert not done.stderr, done.stderr
     told = json.loads(done.stdout)
     assert told["exit_code"] == done.returncode
