@@ -101,7 +101,9 @@ def test_a_log_level_torch_would_die_of_is_spelled_as_torch_wants_it(
     assert (ended.returncode, ended.stdout.strip()) == (0, heard), ended.stderr
 
 
-def test_the_error_file_of_a_nested_launcher_holds_the_exit_code(tmp_path: Path) -> None:
+def test_a_failure_is_in_the_error_file_of_a_nested_launcher_and_in_the_termination_log(
+    tmp_path: Path,
+) -> None:
     script = (
         "import sys\n"
         "from torch.distributed.elastic.multiprocessing.errors import record\n"
@@ -109,13 +111,13 @@ def test_the_error_file_of_a_nested_launcher_holds_the_exit_code(tmp_path: Path)
         "def main(): raise ValueError('spoiled')\n"
         "main()\n"
     )
-    file = tmp_path / "error.json"
-    ended = elasticd_run(
-        tmp_path, script, "--min", "1", "--max", "1", "--max-restarts", "0", TORCHELASTIC_ERROR_FILE=str(file)
-    )
+    file, log = tmp_path / "error.json", tmp_path / "log"
+    options = ("--min", "1", "--max", "1", "--max-restarts", "0", "--termination-log", str(log))
+    ended = elasticd_run(tmp_path, script, *options, TORCHELASTIC_ERROR_FILE=str(file))
     assert ended.returncode == 1, ended.stderr
     message = json.loads(file.read_text())["message"]
     assert "spoiled" in message["message"] and message["errorCode"] == 1
+    assert "First to fail: rank" in log.read_text() and "ValueError: spoiled" in log.read_text()
 
 
 def test_a_script_that_cannot_be_imported_is_tried_once(tmp_path: Path) -> None:
