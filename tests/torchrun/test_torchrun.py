@@ -10,11 +10,11 @@ from torchrun_harness import Agents, gone, runs
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_a_node_that_is_not_rank_0_dies_and_comes_back(agents: Agents) -> None:
+def test_the_node_of_rank_0_dies_and_comes_back(agents: Agents) -> None:
     pair = [agents.start("1:2"), agents.start("1:2")]
     for agent in pair:
         agent.joins(world=2)
-    stays, dies = sorted(pair, key=lambda agent: agent.rank_in(world=2))
+    dies, stays = sorted(pair, key=lambda agent: agent.rank_in(world=2))
     before = stays.worlds(2)
     dies.signal(signal.SIGKILL)
     stays.joins(world=1)
@@ -26,7 +26,8 @@ def test_a_node_that_is_not_rank_0_dies_and_comes_back(agents: Agents) -> None:
     assert "RendezvousClosedError" not in stays.said + returns.said
 
 
-def test_the_node_of_rank_0_dies_and_the_rest_goes_on(agents: Agents) -> None:
+@pytest.mark.slow
+def test_the_node_of_rank_0_of_three_dies_and_the_rest_goes_on(agents: Agents) -> None:
     three = [agents.start("2:3") for _ in range(3)]
     for agent in three:
         agent.joins(world=3)
