@@ -56,7 +56,10 @@ def events(job: str | None, follow: bool, as_json: bool, all_runs: bool) -> None
     else:
         seen = files.read(folders())
     for event in seen:
-        say(*([json.dumps(event)] if as_json else _lines(event)), fg=_color(event, as_json))
+        say(
+            *([json.dumps(event)] if as_json else _lines(event)),
+            fg=None if as_json else _STYLES.get(str(event.get("level"))),
+        )
         sys.stdout.flush()
 
 
@@ -203,10 +206,6 @@ def _process(started: Event) -> int | None:
         os.close(found)
         return None
     return found
-
-
-def _color(event: Event, as_json: bool) -> str | None:
-    return None if as_json else _STYLES.get(str(event.get("level")))
 
 
 def _lines(event: Event) -> list[str]:

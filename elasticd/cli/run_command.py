@@ -14,7 +14,7 @@ from typing import Final
 import click
 
 from elasticd import torchparts
-from elasticd.checkpoint.store import CheckpointStore, store_at
+from elasticd.checkpoint.store import store_at
 from elasticd.cli import passwords
 from elasticd.cli.begin import Stopped
 from elasticd.cli.command_error import CommandError
@@ -124,14 +124,12 @@ def _spell_log_level(environ: MutableMapping[str, str]) -> None:
 
 
 def _try_store(config: RunConfig) -> str:
-    """Return a note if checkpoints cannot be written at present. Raises CommandError if they never can."""
+    """Return an empty string, or a note if the store of checkpoints does not respond: it may respond later,
+    and training goes on. Raises CommandError if the store does not exist, or may not be written to."""
     where = config.env.get("ELASTICD_CHECKPOINTS")
-    return _try_to_write(store_at(where)) if where else ""
-
-
-def _try_to_write(store: CheckpointStore, within_s: float = _STORE_TIMEOUT_S) -> str:
-    """Return an empty string, or a note if the store does not respond: it may respond later, and training
-    goes on. Raises CommandError if the store does not exist, or may not be written to."""
+    if not where:
+        return ""
+    store = store_at(where)
     answers: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
 
     def try_it() -> None:
@@ -146,9 +144,9 @@ def _try_to_write(store: CheckpointStore, within_s: float = _STORE_TIMEOUT_S) ->
 
     threading.Thread(target=try_it, daemon=True).start()
     try:
-        error = answers.get(timeout=within_s)
+        error = answers.get(timeout=_STORE_TIMEOUT_S)
     except queue.Empty:
-        error = TimeoutError(errno.ETIMEDOUT, f"no answer within {within_s:g} s")
+        error = TimeoutError(errno.ETIMEDOUT, f"no answer within {_STORE_TIMEOUT_S:g} s")
     if error is None:
         return ""
     why = error.strerror or str(error)

@@ -54,7 +54,6 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     Raises CommandError for every fault that can be found before the start.
     """
     notes: list[str] = []
-    _check_together(options)
     _check_programs(options, environ)
     low, high = nodes(options)
     met = rendezvous(options, nodes_min=low, nodes_max=high)
@@ -148,11 +147,6 @@ def _parsed(options: RunOptions, name: str, parse: Callable[[str], T]) -> T | No
         raise CommandError(f"{flag(name)}: {error}.") from error
 
 
-def _check_together(options: RunOptions) -> None:
-    if options.module and options.no_python and not options.run_path:
-        raise CommandError("-m and --no-python exclude each other: a module needs Python.")
-
-
 def _check_programs(options: RunOptions, environ: Mapping[str, str]) -> None:
     """Check the programs that start workers, other than the script."""
     python, path = environ.get("PYTHON_EXEC"), environ.get("PATH")
@@ -168,6 +162,8 @@ def _check_programs(options: RunOptions, environ: Mapping[str, str]) -> None:
 def _kind(options: RunOptions) -> CommandKind:
     if options.run_path:
         return CommandKind.SCRIPT
+    if options.module and options.no_python:
+        raise CommandError("-m and --no-python exclude each other: a module needs Python.")
     if options.no_python:
         return CommandKind.PROGRAM
     return CommandKind.MODULE if options.module else CommandKind.SCRIPT

@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elasticd.core.facts import Exit, Failure, Phase
+from elasticd.core.facts import Failure, Phase
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.inbox import Inbox
@@ -63,7 +63,10 @@ class Agent(ElasticAgent):
         if left.code == 0:
             return RunResult(state=WorkerState.SUCCEEDED)
         failure = self.failure
-        failures = {failure.exit.rank: _process_failure(failure.exit)} if failure else {}
+        failures = {}
+        if failure is not None:
+            exit = failure.exit
+            failures[exit.rank] = ProcessFailure(exit.slot, pid=0, exitcode=exit.code, error_file="")
         return RunResult(
             state=WorkerState.FAILED if left.code == 1 else WorkerState.STOPPED, failures=failures
         )
@@ -101,7 +104,3 @@ class Agent(ElasticAgent):
         """The failure that ended the job; None if there is none."""
         round = self._driver.state.round
         return round.failure if round and round.phase is Phase.ENDED else None
-
-
-def _process_failure(exit: Exit) -> ProcessFailure:
-    return ProcessFailure(local_rank=exit.slot, pid=0, exitcode=exit.code, error_file="")

@@ -311,15 +311,12 @@ class Meter:
     def _stepped(self, first_at: float, last_at: float) -> None:
         self._last_step_at = max(self._last_step_at, last_at)
         self._still, recovery = self._still.first_step(first_at)
-        if recovery is None or not self._has_rank_0():
+        crew = self._driver.state.crew
+        if recovery is None or crew is None or crew.member.base_rank != 0:
             return
         if recovery.detect_s is not None:
             self.metrics.observe("elasticd_detect_seconds", recovery.detect_s, recovery.cause)
         self.metrics.observe("elasticd_recover_seconds", recovery.recover_s, recovery.cause)
-
-    def _has_rank_0(self) -> bool:
-        crew = self._driver.state.crew
-        return crew is not None and crew.member.base_rank == 0
 
     def _update_job(self, s: JobStatus, now: float) -> None:
         metrics, state, view = self.metrics, self._driver.state, self._driver.view

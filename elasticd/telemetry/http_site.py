@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any
 
 from tornado.httpserver import HTTPServer
+from tornado.httputil import HTTPHeaders
 from tornado.ioloop import IOLoop
 from tornado.iostream import IOStream
 from tornado.web import Application, HTTPError, RequestHandler
@@ -136,14 +137,11 @@ class _PageHandler(_TextHandler):
         if self._names and not _is_one_of(self._names, self.request.headers.get("Host", "")):
             names = ", ".join(sorted(self._names))
             self.refuse(HTTPStatus.MISDIRECTED_REQUEST, f"use this machine's address, or a name: {names}")
-        elif self._token and not self._has_token(self._token):
+        elif self._token and not hmac.compare_digest(_sent(self.request.headers), self._token.encode()):
             # A browser then asks for a password.
             self.set_header("WWW-Authenticate", 'Basic realm="elasticd"')
             why = "this page needs the token: send it as a Bearer token, or as the password of any user"
             self.refuse(HTTPStatus.UNAUTHORIZED, why)
-
-    def _has_token(self, token: str) -> bool:
-        return hmac.compare_digest(_sent(self.request.headers.get("Authorization", "")), token.encode())
 
     def get(self) -> None:
         answer = self._page(self.request.headers)
@@ -154,10 +152,10 @@ class _PageHandler(_TextHandler):
     head = get
 
 
-def _sent(authorization: str) -> bytes:
-    """Return the token of an Authorization header: the text after "Bearer", or the password after "Basic" for
-    any user."""
-    scheme, _, credentials = authorization.partition(" ")
+def _sent(headers: HTTPHeaders) -> bytes:
+    """Return the token of the Authorization header: the text after "Bearer", or the password after "Basic"
+    for any user."""
+    scheme, _, credentials = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return credentials.strip().encode()
     if scheme.lower() == "basic":
