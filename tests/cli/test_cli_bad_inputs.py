@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.cli.command_error import CommandError
 from elasticd.cli.main import _exit_code
 from elasticd.cli.options import REMOVED_OPTIONS
-from elasticd.cli.run_command import _check_variables, run
+from elasticd.cli.run_command import _check_variables, _try_store, run
 from tests.cli.commandline import PretendMachine, planned, refused
 
 FILES = {
@@ -311,3 +312,10 @@ def test_what_is_unknown_or_missing_points_to_the_help(
 ) -> None:
     assert _exit_code(argv) == 2
     assert capsys.readouterr().err == f"elasticd: {says}\n"
+
+
+def test_checkpoints_that_can_never_be_written_are_refused_before_the_start(here: Path) -> None:
+    assert _try_store(planned("ok.py").config) == ""
+    assert _try_store(planned("--checkpoints", str(here / "run"), "ok.py").config) == ""
+    with pytest.raises(CommandError, match="checkpoints cannot be written to /proc/elasticd: "):
+        _try_store(planned("--checkpoints", "/proc/elasticd", "ok.py").config)
