@@ -38,7 +38,7 @@ class Numbers(Dataset[tuple[int, float]]):
 
 
 class Flow(IterableDataset[tuple[int, float]]):
-    """Of a length that nobody knows before its end, and another in each epoch. ``read``: how often."""
+    """A stream whose length is known only at its end, and is another in each epoch."""
 
     def __init__(self, length: int) -> None:
         self.length, self.epoch = length, 0
@@ -283,23 +283,6 @@ def test_loading_draws_no_random_numbers_of_the_trainings():
     for kind in KINDS.values():
         epoch_in([2], **kind)
     assert [torch.rand(1).item(), random.random(), np.random.rand()] == expected
-
-
-def test_epochs_differ_and_the_last_batch_may_be_left_out():
-    steps = epoch_in([2], dataset=Numbers(10), global_batch=4, virtual_ranks=2, epochs=2, drop_last=True)
-    assert len(steps) == 4
-    first, second = ids(steps[:2]), ids(steps[2:])
-    assert len(set(first)) == len(set(second)) == 8 and first != second
-
-
-def test_an_iterable_datasets_epochs_may_be_of_different_lengths():
-    steps = epoch_in([3], dataset=Flow(10), global_batch=4, virtual_ranks=2, epochs=2)
-    assert ids(steps) == [*range(10), *range(11)]
-
-
-def test_what_is_left_out_of_a_stream_does_not_begin_the_next_epoch():
-    steps = epoch_in([2], dataset=Flow(10), global_batch=4, virtual_ranks=2, epochs=2, drop_last=True)
-    assert ids(steps) == [*range(8), *range(8)]
 
 
 def test_an_iterable_dataset_that_can_begin_in_the_middle_does():
