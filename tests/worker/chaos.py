@@ -1,9 +1,9 @@
 """``python -m tests.worker.chaos``: scripts, faults and moments drawn from a seed, each run compared with an
 undisturbed one of the same script.
 
-Workers are real processes, really killed and stopped; what an agent does for them the crew does. Compared is
-all that training leads to (bit for bit in consistent mode, else within rounding), and a ledger that the
-script itself keeps: what is committed has used each sample once."""
+Workers are real processes, and are really killed and stopped; the crew takes the agent's place. The
+comparison covers everything that training leads to (bit for bit in consistent mode, else within rounding),
+and a ledger that the script itself keeps: the committed steps have used each sample once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.worker.chaosjob import BATCH, EPOCHS, SAMPLES, STEPS, Fault, Script
 from tests.worker.crew import Crew, Hand
 
 PATIENCE_S = float(os.environ.get("CREW_PATIENCE_S", "90"))
-PAUSE_S = 0.3  # for which a worker stays stopped, before it goes on or its agent has noticed
+PAUSE_S = 0.3  # how long a worker stays stopped, until it goes on or its agent notices
 TOLERANCE = 1e-6  # of sums in another order, in float64
 POINTS = (
     "start", "fetched", "forward", "backward", "summed", "unscaled", "in the optimizer", "after an optimizer",
@@ -40,7 +40,7 @@ POINTS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """``workers``: to begin with. ``again``: whether another comes for each that dies."""
+    """``workers``: their number at the start. ``again``: whether each worker that dies is replaced."""
 
     script: Script
     workers: int
@@ -60,7 +60,7 @@ def draw(seed: int) -> Plan:
 
 
 def _with_epochs(plan: Plan, chance: random.Random) -> Plan:
-    """The plan with epochs and with values of each worker's own, in half of the scripts each."""
+    """Return the plan, with epochs in half of the scripts, and with values of each worker's own in half."""
     script = replace(plan.script, local=chance.random() < 0.5)
     if script.twice or chance.random() < 0.5:
         return replace(plan, script=script)
@@ -75,13 +75,13 @@ def _with_epochs(plan: Plan, chance: random.Random) -> Plan:
 
 
 def _with_more(plan: Plan, chance: random.Random) -> Plan:
-    """The plan with what only some scripts do, in three of four."""
+    """Return the plan; three of four scripts also do what only some scripts do."""
     script = plan.script
     if chance.random() < 0.25:
         return plan
     plain = script.optimizer not in ("closure", "fused") and script.ddp != "static"
     again = plain and script.data == "numbers" and script.kind == "mlp" and not script.scaler
-    if again and chance.random() < 0.5:  # the samples of a step of Data are there once
+    if again and chance.random() < 0.5:  # a step of Data yields its samples only once
         schedule = script.schedule if script.schedule != "onecycle" else ""  # which needs a momentum
         script = replace(script, optimizer="lbfgs", every=1, clip=False, schedule=schedule)
     more = replace(
@@ -101,7 +101,7 @@ def _with_more(plan: Plan, chance: random.Random) -> Plan:
             else f
             for f in faults
         )
-    if more.undo is None:  # what is to be copied is seen in the first two commits
+    if more.undo is None:  # the first two commits show what must be copied
         first = 2 * more.every
         faults = tuple(
             replace(f, step=max(f.step, first | 1 if f.point == "evaluated" else first))
@@ -146,7 +146,7 @@ def _simple(seed: int) -> Plan:
 
 
 def _at_once(chance: random.Random, workers: int, steps: int) -> Iterator[Fault]:
-    """One fault, or two of two workers."""
+    """Yield one fault, or a fault of each of two workers."""
     step = chance.randrange(steps)
     for who in chance.sample(range(workers + 1), 2 if chance.random() < 0.25 else 1):
         kind = chance.choice(["kill", "kill", "kill", "stop", "pause", "fail", "drain", "grow"])
@@ -160,7 +160,7 @@ def _at_once(chance: random.Random, workers: int, steps: int) -> Iterator[Fault]
 
 
 class Agent(Crew):
-    """Sees to one training, until it is over."""
+    """Runs one training to its end."""
 
     preload = ("tests.worker.chaosjob",)
 
@@ -188,7 +188,7 @@ class Agent(Crew):
         return self.start(chaosjob.work, str(self.folder), str(number), script, faults, wishes)
 
     def see_through(self) -> None:
-        """Raises AssertionError where it does not come to an end."""
+        """Run the training. Raises AssertionError if it does not end."""
         for _ in range(self.plan.workers):
             self.add()
         self._until(lambda: all(h.waiting or h.status is not None for h in self.hands))
@@ -196,7 +196,7 @@ class Agent(Crew):
         self._until(self._is_over)
 
     def _is_over(self) -> bool:
-        """Whoever is in no round by then would be told that it is not needed."""
+        """Whether the training is over. Workers in no round would be told that they are not needed."""
         return all(h.status is not None for h in self.members) and any(
             h.done or h.status == 0 for h in self.hands
         )
@@ -218,7 +218,7 @@ class Agent(Crew):
         if not self.round:
             return
         self._go_on()
-        alive = [h for h in self.members if h.status is None and not h.shunned]  # who can go on
+        alive = [h for h in self.members if h.status is None and not h.shunned]  # these can go on
         over = any(h.done or h.status == 0 for h in self.members)
         lost = sum(h.status is not None for h in self.hands)
         if not over and lost > self.lost and (self.plan.again or not alive):
@@ -260,7 +260,7 @@ class Agent(Crew):
 
 
 def differences(agent: Agent, folder: Path, alone: Path, plan: Plan) -> list[str]:
-    """In what the run is not as it should be."""
+    """Return how the run differs from what it should be."""
     found = []
     failed = {f.who for f in plan.faults if f.kind == "fail"}
     for number, hand in enumerate(agent.hands):
@@ -276,7 +276,7 @@ def differences(agent: Agent, folder: Path, alone: Path, plan: Plan) -> list[str
 
 
 def _last(errors: Path) -> str:
-    """What went wrong last, and what that came of."""
+    """Return the last error, with its causes."""
     lines = errors.read_text().strip().splitlines() if errors.exists() else []
     said = [line for line in lines if line[:1].isalpha() and "Error" in line.partition(":")[0]]
     return " <- ".join([*reversed(said[-3:])] or lines[-1:] or ["nothing said"])[:600]
@@ -297,7 +297,7 @@ def _against(name: str, mine: dict[str, Any], other: dict[str, Any], consistent:
 
 
 def _own(name: str, own: list[list[Any]], script: Script) -> list[str]:
-    """What is a worker's own tells of steps that it made itself, and of numbers that it drew one by one."""
+    """Check a worker's own values: the steps that it made itself, and the numbers that it drew one by one."""
     if not script.local:
         return []
     steps, drawn = [step for step, _ in own], [number for _, number in own]
@@ -317,8 +317,8 @@ def _close(one: Any, other: Any) -> bool:
 
 
 def _ledger(folder: Path, script: Script) -> list[str]:
-    """Each sample once an epoch, in what is committed: a round begins after some step, and what rounds before
-    had committed after that is no more."""
+    """Check that the committed steps used each sample once in an epoch. A round begins after some step, and
+    later commits of earlier rounds are void."""
     begins: dict[int, int] = {}
     last: dict[int, int] = defaultdict(int)
     took: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(dict)
@@ -359,8 +359,7 @@ def _ledger(folder: Path, script: Script) -> list[str]:
 
 
 def run(seed: int, plan: Plan | None = None, befell: Counter[str] | None = None) -> list[str]:
-    """What is wrong with the run of that seed; nothing, if it is as it should be. ``befell``: is told
-    how many faults of each kind there were."""
+    """Return what is wrong with the run of that seed. ``befell`` counts the faults of each kind."""
     plan = plan or draw(seed)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     alone = folder / "alone"

@@ -1,6 +1,6 @@
-"""The script of a chaos run, put together as its plan says, and the faults that befall its worker.
+"""The script of a chaos run, made by its plan, and the faults of its worker.
 
-It keeps a ledger of its own: what it took in which step, and which steps it saw committed."""
+The script keeps a ledger: the samples that it used in each step, and the steps that it saw committed."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ STEPS = -(-SAMPLES // BATCH)  # of an epoch
 OUTSIDE = ("forming", "sending", "receiving", "returned")
 
 
-torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports a great deal, and should not in each worker
+torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports many modules: once, before workers are forked
 
 
 @dataclass(frozen=True)
 class Script:
-    """``data``: numbers, map, stream or sharding. ``every``: steps to a commit. ``wrapper``: what is around
+    """``data``: numbers, map, stream or sharding. ``every``: steps to a commit. ``wrapper``: the code around
     the loop. ``twice``: whether ``steps`` is called once for each half of the training. ``follows``: averages
     of the weights are in another module, brought up to date before the sums of a step (early) or after the
     optimizer, and swapped in for an evaluation (averages). ``sharp``: gradients are of other weights than
@@ -92,8 +92,9 @@ class Script:
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind``: kill, stop, pause, fail, drain, grow. Of worker ``who``, in the order of their start, at
-    ``point`` of ``step``; outside of steps the how-manieth time."""
+    """``kind``: kill, stop, pause, fail, drain, grow. ``who``: the worker's number, in the order of their
+    start. The fault happens at ``point`` of ``step``. Outside of steps, ``step`` counts how often the point
+    was met."""
 
     kind: str
     who: int
@@ -123,7 +124,7 @@ class Indexed(Dataset[Any]):
 
 
 class Flow(IterableDataset[Any]):
-    """``deals``: out to loading processes, as torch's documentation has it."""
+    """``deals``: shards by loading process, as torch's documentation shows."""
 
     def __init__(self, of: str, deals: bool) -> None:
         self.of, self.deals, self.epoch = of, deals, 0
@@ -158,7 +159,7 @@ def data_of(script: Script) -> worker.Data | None:
 
 
 class Faults:
-    """Those of this worker, in its own process."""
+    """The faults of this worker, in its own process."""
 
     def __init__(self, faults: list[Fault], wishes: str) -> None:
         self._ahead = list(faults)
@@ -171,7 +172,7 @@ class Faults:
             self._befall(fault)
 
     def count(self, point: str) -> None:
-        """Outside of steps."""
+        """Note that a point outside of steps was met."""
         self._seen[point] = self._seen.get(point, 0) + 1
         self.at(point, self._seen[point])
 
@@ -219,7 +220,7 @@ def trip_outside(faults: Faults) -> None:
 
 
 def source(name: str) -> torch.Generator:
-    """What a worker draws its own numbers from."""
+    """Return the source of a worker's own random numbers."""
     return torch.Generator().manual_seed(sum(name.encode()))
 
 
@@ -376,7 +377,7 @@ class Training:
                 self.ledger.write(committed=self.state.step)
 
     def make(self, step: Any, commits: bool) -> None:
-        """Gradients of all steps that a commit covers go into one update."""
+        """Make a step. One update has the gradients of all steps that a commit covers."""
         self.note()
         if self.script.unfreezes:
             self.trained[0].requires_grad_(self.number >= 4)
@@ -407,11 +408,11 @@ class Training:
 
     @property
     def trained(self) -> Any:
-        """The model as it is."""
+        """The model, not wrapped."""
         return self.state._contents.modules["model"]
 
     def note(self) -> None:
-        """Plain data, with all kinds of keys."""
+        """Change plain data that has keys of all kinds."""
         self.state.seen.append(self.number)
         drawn = float(torch.rand(1, generator=self.state.noise))
         self.state.table[self.number] = {"a.b": drawn, "a": {"b": str(self.number)}, (1, None): True}
@@ -426,7 +427,7 @@ class Training:
                 mine.data.mul_(0.5).add_(other.data, alpha=0.5)
 
     def evaluate(self) -> None:
-        """With the averages in place of the weights."""
+        """Evaluate with the averages in place of the weights."""
         parameters = list(self.trained.parameters())
         own = [p.data.clone() for p in parameters]
         for mine, other in zip(
@@ -456,7 +457,7 @@ class Training:
         optimizer.step(closure)
 
     def gradients(self, step: Any, told: bool = True) -> float:
-        """``told``: of the samples that are used."""
+        """Make the gradients of a step. ``told``: write the used samples into the ledger."""
         self.told, self.summed = told, torch.zeros(())
         if self.script.sharp:
             own = [p.detach().clone() for p in self.trained.parameters()]
@@ -478,7 +479,7 @@ class Training:
         return 0.0
 
     def of_own_samples(self, step: int) -> None:
-        """Without Data: this rank's share of a batch, in micro-batches, as DDP scripts do it."""
+        """Without Data: use this rank's share of a batch, in micro-batches, as DDP scripts do."""
         whole = [(step * BATCH + i) % SAMPLES for i in range(BATCH)]
         mine = whole[worker.rank() :: worker.world_size()]
         self.took(mine)
@@ -488,7 +489,7 @@ class Training:
             last = turn == len(pieces) - 1
             with contextlib.nullcontext() if last else model.no_sync():
                 ids, x, y = zip(*(sample(i, "") for i in piece), strict=True) if piece else ((), (), ())
-                if not piece:  # nothing of it is this rank's
+                if not piece:  # this rank has no part of it
                     loss = model(torch.zeros(1, 6)).sum() * 0
                 else:
                     share = len(piece) / BATCH * worker.world_size()
@@ -560,7 +561,7 @@ class Training:
 def work(
     address: str, folder: str, name: str, script: dict[str, Any], faults: list[dict[str, Any]], wishes: str
 ) -> None:
-    """One worker. Without an address: undisturbed, in a world of its own."""
+    """The script of one worker. Without an address it runs undisturbed, in a world of its own."""
     torch.set_num_threads(1)
     where = Path(folder)
     sys.stderr = (where / f"{name}.err").open("w", buffering=1)
@@ -583,7 +584,7 @@ def work(
 
 
 def within(wrapper: str, training: Training) -> Callable[[worker.State], None]:
-    """The loop in what scripts have around it."""
+    """Return the loop inside the code that scripts have around it."""
 
     def exits(state: worker.State) -> None:
         try:

@@ -23,7 +23,7 @@ def sample(index: int) -> torch.Tensor:
 
 
 class Collected(Dataset[torch.Tensor]):
-    """The collector runs in each process that loads, as sooner or later it does in a large one."""
+    """The garbage collector runs in each loading process, as it does sooner or later in a large one."""
 
     collected = False
 
@@ -44,8 +44,8 @@ class Streamed(IterableDataset[torch.Tensor]):
 
 
 def train_with_a_loader(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
-    """A DataLoader of the script's own, made in the run function. The script has held on to the last world's
-    model, which is garbage by now, and not collected when the DataLoader forks."""
+    """Load with a DataLoader of the script's own, made in the run function. The last world's model is garbage
+    by now, and is not collected yet when the DataLoader forks."""
     journal.write(entered=state.step)
     gc.disable()
     held.clear()

@@ -1,5 +1,5 @@
-"""A script whose State has one of each kind of thing. What training makes of a thing is compared by itself
-with what it is where nothing happens. Gradients are the same in each worker, so all of it is exact."""
+"""A script whose State has one value of each kind. Each value is compared with its value in an undisturbed
+training. Gradients are the same in each worker, so the comparison is exact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.worker.guarding import Counting, batch_of, linear
 from tests.worker.jobs import NOTHING, Accident, begin, commit, hear_of_leaving, take_the_same_of_all
 
 STEPS = 10
-SAVED = 6  # the step after which those who are told to do so save what they have, and die
+SAVED = 6  # the step after which workers save and die, if they are told to
 BIG = 1 << 19  # elements: more than a checkpoint writes in one piece
 
 
@@ -55,7 +55,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def optimizer_of(name: str, module: nn.Module, turned: bool) -> torch.optim.Optimizer:
-    """``turned``: its groups are in another order."""
+    """``turned``: the groups are in another order."""
     if name != "grouped":
         return torch.optim.AdamW(module.parameters(), lr=0.05)
     decayed = {"params": [module[0].weight], "weight_decay": 0.3, "lr": 0.05}
@@ -110,7 +110,7 @@ def step(state: worker.State, number: int, at: Callable[[str], None]) -> None:
 
 
 def digests(state: worker.State) -> dict[str, str]:
-    """Of each thing."""
+    """Return a digest of each value, by name."""
     things: dict[str, Any] = {
         name: [*state._contents.modules[name].state_dict().values()] for name in MODULES
     }
@@ -130,7 +130,7 @@ def digests(state: worker.State) -> dict[str, str]:
 
 
 def exactly(value: Any) -> Any:
-    """With the bits of each tensor."""
+    """Return a value that shows types, and the bits of each tensor."""
     if isinstance(value, torch.Tensor):
         return hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()
     if isinstance(value, dict):

@@ -19,7 +19,7 @@ PATIENCE_S = 100.0
 
 
 def entered(state: worker.State, world: World | None = None) -> worker.State:
-    """The state, in a world whose workers all have it."""
+    """Have the state enter a world whose workers all have the state, and return it."""
     if not state._committed.last.kept:
         state._committed.begin()
         state._committed.agree(1)
@@ -28,7 +28,7 @@ def entered(state: worker.State, world: World | None = None) -> worker.State:
 
 
 def in_world(size: int, folder: Path, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``job(*args)`` returns in each process, by rank. It is called in a process group."""
+    """Return what ``job(*args)`` returns in each process of a process group, by rank."""
     context = forkserver()
     store = folder / f"store-{size}"
     ends = []
@@ -61,4 +61,4 @@ def _take_part(
     )
     answer.send(job(*args))
     answer.close()
-    dist.barrier()  # nobody goes while others still need it
+    dist.barrier()  # no process ends while others still need it
