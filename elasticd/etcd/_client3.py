@@ -133,7 +133,6 @@ class Stubs:
         self.range = kv.Range
         self.txn = kv.Txn
         self.delete = kv.DeleteRange
-        self.compact = kv.Compact
         self.grant = lease.LeaseGrant
         self.revoke = lease.LeaseRevoke
         self.keep_alive = channel.unary_unary(
@@ -144,7 +143,6 @@ class Stubs:
         self.watch = rpc.WatchStub(channel).Watch
         self.status = rpc.MaintenanceStub(channel).Status
         self.alarm = rpc.MaintenanceStub(channel).Alarm
-        self.members = rpc.ClusterStub(channel).MemberList
         auth = rpc.AuthStub(channel)
         self.authenticate = auth.Authenticate
         self.add_user, self.get_user, self.delete_user = auth.UserAdd, auth.UserGet, auth.UserDelete

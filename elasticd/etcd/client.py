@@ -81,11 +81,6 @@ class Client:
         response = self._connection.call("alarm", rpc.AlarmRequest(), idempotent=True)
         return any(raised.alarm == rpc.NOSPACE for raised in response.alarms)
 
-    def members(self) -> dict[str, tuple[str, ...]]:
-        """Return the client URLs of the cluster's members, by member name."""
-        response = self._connection.call("members", rpc.MemberListRequest(), idempotent=True)
-        return {member.name: tuple(member.clientURLs) for member in response.members}
-
     # ---- facts
 
     def jobs(self) -> list[str]:
@@ -189,7 +184,3 @@ class Client:
     def delete_raw(self, key: bytes, *, prefix: bool = False) -> None:
         """Delete a key, or all keys with the prefix. Works even if etcd is full."""
         self._connection.call("delete", kv.delete_op(key, prefix=prefix).request_delete_range)
-
-    def compact(self, revision: int) -> None:
-        """Discard the history before a revision."""
-        self._connection.call("compact", rpc.CompactionRequest(revision=revision))

@@ -17,7 +17,6 @@ class KeyValue:
     value: bytes | None
     revision: int
     created: int
-    lease: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ def range_result(response: Any) -> Range:
 
 
 def key_value(kv: Any) -> KeyValue:
-    return KeyValue(kv.key, kv.value, kv.mod_revision, kv.create_revision, kv.lease)
+    return KeyValue(kv.key, kv.value, kv.mod_revision, kv.create_revision)
 
 
 def event(event: Any) -> KeyValue:

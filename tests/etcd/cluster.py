@@ -256,17 +256,20 @@ def make_room(access: EtcdAccess) -> None:
     """Free the space of a full etcd as a person does: delete, compact, defragment, disarm."""
     with Client(access) as client:
         client.delete_raw(b"/junk/", prefix=True)  # a full etcd still accepts that
-        revision = client.list_raw(b"/").revision
-    channel = grpc.insecure_channel(access.endpoints[0])
-    try:
-        kv, maintenance = rpc.KVStub(channel), rpc.MaintenanceStub(channel)
-        kv.Compact(rpc.CompactionRequest(revision=revision, physical=True), timeout=30)
+    compact(access)
+    with grpc.insecure_channel(access.endpoints[0]) as channel:
+        maintenance = rpc.MaintenanceStub(channel)
         maintenance.Defragment(rpc.DefragmentRequest(), timeout=30)
         for raised in maintenance.Alarm(rpc.AlarmRequest(), timeout=30).alarms:
             disarm = {"memberID": raised.memberID, "alarm": raised.alarm}
             maintenance.Alarm(rpc.AlarmRequest(action=rpc.AlarmRequest.DEACTIVATE, **disarm), timeout=30)
-    finally:
-        channel.close()
+
+
+def compact(access: EtcdAccess) -> None:
+    """Discard the history of all keys."""
+    with Client(access) as client, grpc.insecure_channel(access.endpoints[0]) as channel:
+        revision = client.list_raw(b"/").revision
+        rpc.KVStub(channel).Compact(rpc.CompactionRequest(revision=revision, physical=True), timeout=30)
 
 
 def await_serving(access: EtcdAccess, tries: int = 600) -> None:

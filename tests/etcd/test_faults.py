@@ -31,7 +31,7 @@ from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import BadRecord, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdLink, EtcdStore
 
-from .cluster import Cluster, freeze
+from .cluster import Cluster, compact, freeze
 from .conftest import Heard, Proxy, write
 
 Open = Callable[..., EtcdStore]
@@ -94,8 +94,7 @@ def test_a_watch_that_fell_behind_a_compaction_lists_again(
     proxy.hang_up()
     for total in range(1, 6):
         write(near, total)
-    with Client(etcd.access) as client:
-        client.compact(client.list("job")[0].revision)
+    compact(etcd.access)
     proxy.pass_on()
     heard.until(lambda: budgets(heard)[-1:] == [5])
     write(near, 6)
