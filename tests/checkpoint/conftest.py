@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 from elasticd.checkpoint.client import saver_connection
 from elasticd.checkpoint.client.state_dict import flatten
+from elasticd.checkpoint.store import CheckpointStore
+from elasticd.checkpoint.store.disk import Disk
+from elasticd.checkpoint.store.remote import Remote
 from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.faults import Helper, served
 
@@ -47,6 +51,17 @@ def assert_same(state: dict[str, Any], expected: dict[str, torch.Tensor]) -> Non
     assert have.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(have[key], tensor), key
+
+
+def store_of(kind: str, folder: Path) -> CheckpointStore:
+    """A store of the kind: on disk, in memory, or a file system of fsspec with folders."""
+    match kind:
+        case "disk":
+            return Disk(folder / "run")
+        case "foldered":
+            return Remote(fsspec.filesystem("file"), str(folder / "run"), "sftp://host/run", flat=False)
+        case _:
+            return Remote.at(f"memory://{folder}/run")
 
 
 @pytest.fixture

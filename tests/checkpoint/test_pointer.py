@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import fsspec
 import msgspec
 import pytest
 
@@ -26,21 +25,15 @@ from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
 from elasticd.checkpoint.store import CheckpointStore
 from elasticd.checkpoint.store.disk import Disk
-from elasticd.checkpoint.store.remote import Remote
 from elasticd.core.checkpoint_names import folder_name
+from tests.checkpoint.conftest import store_of
 
 INDEX = encode_index(Index([shard_name(0)], {}, {}, {}))
 
 
 @pytest.fixture(params=["disk", "foldered", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
-    match request.param:
-        case "disk":
-            return Disk(tmp_path / "run")
-        case "foldered":
-            return Remote(fsspec.filesystem("file"), str(tmp_path / "run"), "sftp://host/run", flat=False)
-        case _:
-            return Remote.at(f"memory://{tmp_path}/run")
+    return store_of(request.param, tmp_path)
 
 
 class Job:

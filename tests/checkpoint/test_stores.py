@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import boto3
-import fsspec
 import pytest
 from botocore.exceptions import ClientError
 
@@ -27,6 +26,7 @@ from elasticd.checkpoint.store.disk import Disk, write_file
 from elasticd.checkpoint.store.remote import Remote
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Saved
+from tests.checkpoint.conftest import store_of
 from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving
 
 BIG = bytes(range(256)) * (12 << 12)  # 12 MiB: two parts on S3
@@ -40,16 +40,10 @@ def s3() -> Iterator[S3Server]:
 
 @pytest.fixture(params=["disk", "foldered", "memory", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
-    match request.param:
-        case "disk":
-            return Disk(tmp_path / "run")
-        case "foldered":
-            return Remote(fsspec.filesystem("file"), str(tmp_path / "run"), "sftp://host/run", flat=False)
-        case "memory":
-            return Remote.at(f"memory://{tmp_path}/run")
-        case _:
-            request.getfixturevalue("s3")
-            return store_at(f"s3://bucket/{tmp_path.name}/run")
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return store_at(f"s3://bucket/{tmp_path.name}/run")
+    return store_of(request.param, tmp_path)
 
 
 def test_what_is_written_is_there_with_what_to_check_it_by(store):

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Final
 
 from elasticd.channel.framing import accept
 from elasticd.checkpoint.replication.peers import WAIT, Host, Peers, PeerSaver, serve
@@ -19,7 +19,6 @@ from elasticd.checkpoint.server.background import Background
 from elasticd.checkpoint.shared_memory import Memory, available
 from elasticd.core.facts import SaverAddress
 
-_T = TypeVar("_T")
 _CALLERS_MAX: Final = 64  # the most callers served at the same time; further callers wait
 # The most connections that are not authenticated yet; a further connection closes the oldest.
 _STRANGERS_MAX: Final = 256
@@ -27,8 +26,8 @@ _SPARE: Final = 0.1  # the share of available memory that stays free
 
 
 class Replication:
-    """Holds and sends replicas. ``me``: this node's address and secret; other nodes connect to
-    ``listener``."""
+    """Holds and sends replicas. ``me``: this node's address and secret; other nodes connect to ``listener``.
+    ``jobs``: the calls in progress, whose results the saver's loop handles."""
 
     def __init__(
         self,
@@ -40,6 +39,7 @@ class Replication:
     ) -> None:
         self._me = me
         self.listener = listener
+        self.jobs = Background()
         self._peers = peers
         self._say = say
         self._replicas = Replicas()
@@ -47,13 +47,12 @@ class Replication:
         self._lock = threading.Lock()  # protects ``_strangers``
         self._callers = threading.Semaphore(_CALLERS_MAX)
         self._senders = ThreadPoolExecutor(8, "replicate")
-        self._jobs: Background | None = None
         self._own: Callable[[str], Iterable[Replica]] = lambda _: ()
 
-    def join(self, jobs: Background, own: Callable[[str], Iterable[Replica]]) -> None:
+    def join(self, own: Callable[[str], Iterable[Replica]]) -> None:
         """Attach to the saver's loop. ``own`` returns this node's own shards at a path; it is called in the
         loop."""
-        self._jobs, self._own = jobs, own
+        self._own = own
         self.listener.setblocking(False)
 
     def close(self) -> None:
@@ -82,7 +81,6 @@ class Replication:
     ) -> None:
         """Store a replica on ``node``. ``then`` gets the reason of a failure, or an empty string. The memory
         must not change until ``then`` is called."""
-        assert self._jobs is not None
 
         def send() -> None:
             with PeerSaver(self._peers.find(node)) as peer:
@@ -91,12 +89,11 @@ class Replication:
         def sent(outcome: BaseException | None) -> None:
             then("" if outcome is None else str(outcome))
 
-        self._jobs.run(self._senders, send, sent)
+        self.jobs.run(self._senders, send, sent)
 
     def survey(self, path: str, then: Callable[[list[Offer]], None]) -> None:
         """Call ``then`` with the offers of this node and of all reachable nodes at ``path``."""
         near = self.offers(path)
-        assert self._jobs is not None
 
         def ask(saver: SaverAddress) -> list[Offer]:
             try:
@@ -119,18 +116,16 @@ class Replication:
         def looked(outcome: list[Offer] | BaseException) -> None:
             then(near if isinstance(outcome, BaseException) else near + outcome)
 
-        self._jobs.run(self._senders, look, looked)
+        self.jobs.run(self._senders, look, looked)
 
     def addresses(self, nodes: Iterable[str], then: Callable[[list[SaverAddress]], None]) -> None:
         """Call ``then`` with the addresses of the known nodes among ``nodes``."""
-        assert self._jobs is not None
-
         wanted = set(nodes)
 
         def look() -> list[SaverAddress]:
             return [saver for saver in self._peers.others() if saver.node in wanted]
 
-        self._jobs.run(
+        self.jobs.run(
             self._senders, look, lambda found: then([] if isinstance(found, BaseException) else found)
         )
 
@@ -173,16 +168,16 @@ class Replication:
             self._callers.release()
 
     def _offers(self, path: str) -> list[Offer]:
-        return self._ask(lambda: self.offers(path))
+        return self.jobs.ask(lambda: self.offers(path))
 
     def _find(self, path: str, name: str, rank: int | None) -> Replica | None:
-        found = self._ask(lambda: self.held(path, name))
+        found = self.jobs.ask(lambda: self.held(path, name))
         return next((r for r in found if rank in (None, r.label.rank)), None)
 
     def _room(self, label: Label, size: int) -> Memory:
         if size > (there := available()) * (1 - _SPARE):
             raise OSError(errno.ENOMEM, f"only {there} bytes are available")
-        self._ask(lambda: self._replicas.make_room(label, size))
+        self.jobs.ask(lambda: self._replicas.make_room(label, size))
         try:
             return Memory.make(size)
         except OSError:
@@ -190,11 +185,7 @@ class Replication:
             raise
 
     def _keep(self, replica: Replica) -> None:
-        self._ask(lambda: self._replicas.keep(replica))
+        self.jobs.ask(lambda: self._replicas.keep(replica))
 
     def _give_up(self, size: int) -> None:
-        self._ask(lambda: self._replicas.give_up(size))
-
-    def _ask(self, call: Callable[[], _T]) -> _T:
-        assert self._jobs is not None
-        return self._jobs.ask(call)
+        self.jobs.ask(lambda: self._replicas.give_up(size))

@@ -65,6 +65,7 @@ from elasticd.core.checkpoint_names import require_name
 from elasticd.core.facts import Checkpoint, SaverAddress
 
 _SHORT_PAUSE_S: Final = 0.1
+_FIRST_S: Final = 60.0  # how long to wait for the first client, unless the saver stays for ever
 _UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may have no shards of the newest world
 
 
@@ -83,8 +84,8 @@ class Saver:
     """Serves the workers that connect to ``listener``. ``committer_of`` returns the committer of a store.
 
     ``agent``: only descendants of this pid are admitted; ``secret``: only clients that send it first.
-    ``linger_s``: how long to stay without clients and without work; None: for ever. ``first_s``: the same,
-    before the first client. ``occupies`` is called when the saver's memory grows or shrinks.
+    ``linger_s``: how long to stay without clients and without work; None: for ever. ``occupies`` is called
+    when the saver's memory grows or shrinks.
     """
 
     def __init__(
@@ -96,7 +97,6 @@ class Saver:
         secret: str = "",
         pace: RateLimit | None = None,
         linger_s: float | None = 0.0,
-        first_s: float = 60.0,
         say: Callable[[str], None] = lambda _: None,
         report: Callable[[SaveReport], None] = lambda _: None,
         occupies: Callable[[Footprint], None] = lambda _: None,
@@ -107,7 +107,6 @@ class Saver:
         self._met = False  # whether a client was ever admitted
         self._short = False  # whether a client could not be admitted for lack of a file descriptor
         self._linger_s = linger_s
-        self._first_s = first_s
         self._say = say
         self._report = report
         self._occupies = occupies
@@ -116,7 +115,7 @@ class Saver:
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
         self._worlds: list[SavingWorld] = []
-        self._jobs = Background()
+        self._jobs = Background() if replication is None else replication.jobs
         self._committing = Committing(committer_of, say)
         self._pipeline = SavePipeline(self._jobs, self._committing, pace, report)
         self._pace = pace
@@ -133,10 +132,10 @@ class Saver:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._jobs.fd, selectors.EVENT_READ)
         if self._replication is not None:
-            self._replication.join(self._jobs, self._over)
+            self._replication.join(self._over)
             self._selector.register(self._replication.listener, selectors.EVENT_READ, self._replication)
         idle_since = time.monotonic()
-        linger_s = None if self._linger_s is None else self._first_s
+        linger_s = None if self._linger_s is None else _FIRST_S
         try:
             while True:
                 if self._pace is not None:
