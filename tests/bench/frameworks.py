@@ -18,6 +18,8 @@ ROWS = {
     "Trainer, in place": ("trainer.py", "in_place"),
     "Accelerate, as it is": ("accelerated.py", "plain"),
     "Accelerate, with elasticd.integrations": ("accelerated.py", "elastic"),
+    "Lightning, as it is": ("lightened.py", "plain"),
+    "Lightning, with elasticd.integrations": ("lightened.py", "elastic"),
 }
 ACCIDENTS: dict[str, Callable[..., Trained]] = {
     "kill": jobs.killed,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.e2e.harness import Agent, Cluster
+from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 from tests.integrations.ledger import Ledger, read
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -60,7 +60,7 @@ def stopped(cluster: Cluster, program: str, *arguments: str) -> int:
     agent.signal(signal.SIGTERM)
     cluster.until(lambda: agent.find("workers.stopping"), "the workers are asked to end")
     (cluster.folder / "go").touch()
-    return agent.end()
+    return agent.end(4 * PATIENCE_S)
 
 
 def start(cluster: Cluster, program: str, *arguments: str, accident: str = "none:0", slots: int = 2) -> Agent:
@@ -71,7 +71,7 @@ def start(cluster: Cluster, program: str, *arguments: str, accident: str = "none
 
 
 def ended(cluster: Cluster, agent: Agent) -> Trained:
-    assert agent.end() == 0, agent.said()
+    assert agent.end(4 * PATIENCE_S) == 0, agent.said()
     return Trained(agent, read(cluster.folder), len([*cluster.folder.glob("notes-*")]))
 
 

@@ -11,7 +11,7 @@ from tests.e2e.harness import Cluster
 from tests.integrations import jobs
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_after_a_kill_it_continues_from_the_newest_whole_checkpoint(

@@ -15,7 +15,7 @@ from tests.e2e.harness import Cluster
 from tests.integrations import jobs
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_after_a_kill_it_continues_from_the_newest_whole_checkpoint(
@@ -115,6 +115,28 @@ class TestOneProcess:
         trainer.get_train_dataloader()
         assert "samples may be lost or repeated when the world changes" in caplog.text
         assert trainer.args.gradient_accumulation_steps == 1
+
+    def test_it_continues_from_a_checkpoint_of_transformers_own_trainer(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+        from elasticd.integrations.transformers import Trainer
+
+        data = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 8
+        config = GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1)
+        made = []
+        for largest, steps in ((0, 2), (1, 3)):
+            monkeypatch.setenv("ELASTICD_WORLD_MAX", str(largest))
+            args = TrainingArguments(
+                str(tmp_path), max_steps=steps, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
+            )
+            trainer = Trainer(GPT2LMHeadModel(config), args, train_dataset=data)
+            trainer.train()
+            made.append(trainer.state.global_step)
+        assert made == [2, 3]
+        assert "was not saved under elasticd" in caplog.text
+        assert (tmp_path / "checkpoint-3" / "trainer_state.json").exists()
 
 
 class TestCheckpoints:
