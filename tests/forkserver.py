@@ -36,7 +36,6 @@ PROGRAM: Final = "tests.forkserver:execute"  # the text of a Python program, and
 
 _IMPORTED: Final = (
     "elasticd.cli.begin",
-    "elasticd.daemon.agent",
     "elasticd.daemon.logs",
     "elasticd.daemon.run_agent",
     "elasticd.torchrun.backend",

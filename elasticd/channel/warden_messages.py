@@ -27,7 +27,9 @@ class Program:
 @dataclass(frozen=True, slots=True)
 class Spawn:
     """Start a process whose first descriptors are the message's files; ``Warden.spawn_worker`` explains the
-    fields. A service ends with its agent, but neither the fence nor ``StopProcesses`` ends it."""
+    fields. A service ends with its agent, but neither the fence nor ``StopProcesses`` ends it. ``fork``: fork
+    the process from the zygote, if there is one; a service that is forked serves the stores of rounds in
+    place of its program."""
 
     id: int
     program: Program
@@ -203,7 +205,15 @@ class ForkWorker:
     program: Program
 
 
-WardenToZygote = ImportModules | ForkWorker
+@dataclass(frozen=True, slots=True)
+class ForkStore:
+    """Fork the process that serves the stores of rounds, with the files of the message. The last file is a
+    link, as for ``ForkWorker``."""
+
+    id: int
+
+
+WardenToZygote = ImportModules | ForkWorker | ForkStore
 
 
 # ------------------------------------------------------------ zygote to warden, embryo to zygote

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
@@ -58,16 +59,37 @@ def _imported(statement: ast.stmt) -> list[str] | None:
 def changes_environment(paths: Sequence[str], folder: str) -> bool:
     """Whether one of these files, or a module of ``folder`` that it imports, may change an environment
     variable. Raises OSError, SyntaxError and ValueError if a file cannot be read."""
+    return any(_changes_environment(node) for node, _ in _nodes(paths, folder))
+
+
+def imports_packages(paths: Sequence[str], folder: str) -> bool:
+    """Whether one of these files, or a module of ``folder`` that it imports, imports more than the standard
+    library. Raises as ``changes_environment`` does."""
+    for node, place in _nodes(paths, folder):
+        match node:
+            case ast.Import(names):
+                packages = {package_of(name.name) for name in names}
+            case ast.ImportFrom(str(module), _, 0):
+                packages = {package_of(module)}
+            case _:
+                continue
+        if packages - sys.stdlib_module_names and not list(_own_modules(node, folder, place)):
+            return True
+    return False
+
+
+def _nodes(paths: Sequence[str], folder: str) -> Iterator[tuple[ast.AST, str]]:
+    """Yield the nodes of these files, and of the modules of ``folder`` that the files import, each with the
+    folder of its text."""
     todo, known = list(paths), set(paths)
     while todo:
         path = todo.pop()
+        place = os.path.dirname(path)
         for node in ast.walk(_read(path)):
-            if _changes_environment(node):
-                return True
-            own = set(_own_modules(node, folder, os.path.dirname(path))) - known
+            yield node, place
+            own = set(_own_modules(node, folder, place)) - known
             todo += own
             known |= own
-    return False
 
 
 def _changes_environment(node: ast.AST) -> bool:

@@ -97,6 +97,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         command=script.command,
         fingerprint=script.fingerprint,
         imports=script.imports,
+        needs_packages=script.needs_packages,
         policy=policy(options, settings, environ, met.timing),
         etcd=met.etcd,
         etcd_grace_s=settings.get("etcd_grace_s", 600.0),

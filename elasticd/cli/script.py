@@ -15,7 +15,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from elasticd.cli.command_error import CommandError
-from elasticd.cli.first_imports import changes_environment, first_imports, package_of
+from elasticd.cli.first_imports import (
+    changes_environment,
+    first_imports,
+    imports_packages,
+    package_of,
+)
 from elasticd.daemon.config import Command, CommandKind
 
 # Torch imports it for the first optimizer of a process, which takes as long as to import torch. It reads many
@@ -26,12 +31,23 @@ _WITH_TORCH = "torch._dynamo"
 @dataclass(frozen=True, slots=True)
 class Script:
     """``fingerprint``: the sha256, in hex, of the script's text; for a program, of its path. ``imports``:
-    what to import for all workers at once, in the notation of ``first_imports``."""
+    what to import for all workers at once, in the notation of ``first_imports``. ``needs_packages``: whether
+    the program may import more than the standard library."""
 
     command: Command
     fingerprint: str
     stem: str
     imports: tuple[str, ...] = ()
+    needs_packages: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """What was read of a program; the fields are those of ``Script``."""
+
+    fingerprint: str
+    imports: tuple[str, ...] = ()
+    needs_packages: bool = True
 
 
 def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: bool = True) -> Script:
@@ -45,17 +61,15 @@ def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: b
     command = Command(kind, target, args)
     match kind:
         case CommandKind.SCRIPT:
-            digest, imports = _read_script(Path(target), own_python)
-            return Script(command, digest, Path(target).stem, imports)
+            text, stem = _read_script(Path(target), own_python), Path(target).stem
         case CommandKind.MODULE:
-            digest, imports = _read_module(target, own_python)
-            return Script(command, digest, target.rpartition(".")[2], imports)
+            text, stem = _read_module(target, own_python), target.rpartition(".")[2]
         case CommandKind.PROGRAM:
-            return Script(command, _digest(_program(target).encode()), Path(target).stem)
+            text, stem = _Text(_digest(_program(target).encode())), Path(target).stem
+    return Script(command, text.fingerprint, stem, text.imports, text.needs_packages)
 
 
-def _read_script(path: Path, own_python: bool) -> tuple[str, tuple[str, ...]]:
-    """Return the digest of the script's text, and what it begins to import."""
+def _read_script(path: Path, own_python: bool) -> _Text:
     if os.path.isdir(path):  # like Path.is_dir, but accepts any name
         if not (path / "__main__.py").is_file():
             raise CommandError(f"{path} is a directory; expected a Python script.")
@@ -67,9 +81,10 @@ def _read_script(path: Path, own_python: bool) -> tuple[str, tuple[str, ...]]:
     except OSError as error:
         raise CommandError(f"the script {path} cannot be read: {error.strerror}.") from error
     if not own_python or source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(path):
-        return _digest(source), ()
+        return _Text(_digest(source))
     _check_syntax(source, path)
-    return _digest(source), _first_imports([os.path.realpath(path)], os.path.dirname(os.path.realpath(path)))
+    real = os.path.realpath(path)
+    return _text(source, [real], os.path.dirname(real))
 
 
 def _check_syntax(source: bytes, path: Path) -> None:
@@ -86,10 +101,9 @@ def _check_syntax(source: bytes, path: Path) -> None:
         raise CommandError(f"{path} is not a Python script: {error}.") from error
 
 
-def _read_module(name: str, own_python: bool) -> tuple[str, tuple[str, ...]]:
-    """Return the digest of the module's text, and what it and its packages begin to import."""
+def _read_module(name: str, own_python: bool) -> _Text:
     if not own_python:
-        return _digest(name.encode()), ()
+        return _Text(_digest(name.encode()))
     if name.endswith(".py"):
         raise CommandError(f"-m takes a module, such as package.job, not a file; leave -m out to run {name}.")
     spec, packages = _locate(name), name.split(".")[:-1]
@@ -102,21 +116,21 @@ def _read_module(name: str, own_python: bool) -> tuple[str, tuple[str, ...]]:
     if spec.origin == "built-in":
         raise CommandError(f"{name} is built into Python, so -m cannot run it.")
     if spec.origin is None or not os.path.isfile(spec.origin):
-        return _digest(name.encode()), ()
+        return _Text(_digest(name.encode()))
     path = Path(spec.origin)
     source = path.read_bytes()
     if path.suffix != ".py":
-        return _digest(source), ()
+        return _Text(_digest(source))
     _check_syntax(source, path)
     specs = [_locate(".".join(packages[: n + 1])) for n in range(len(packages))]
     before = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
-    return _digest(source), _first_imports([*before, str(path)], os.getcwd())
+    return _text(source, [*before, str(path)], os.getcwd())
 
 
-def _first_imports(paths: Sequence[str], folder: str) -> tuple[str, ...]:
-    """Return the imports that the program begins with, if any of them is not of the standard library.
-    ``paths``: of the packages that ``python -m`` imports first, and of the program. ``folder``: leads the
-    workers' ``sys.path``."""
+def _text(source: bytes, paths: Sequence[str], folder: str) -> _Text:
+    """Return what the program begins to import, if any of it is not of the standard library. ``paths``: of
+    the packages that ``python -m`` imports first, and of the program. ``folder``: leads the workers'
+    ``sys.path``."""
     homes = [os.path.dirname(os.__file__)]
     homes += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
 
@@ -137,9 +151,10 @@ def _first_imports(paths: Sequence[str], folder: str) -> tuple[str, ...]:
         packages = set(map(package_of, imports)) - sys.stdlib_module_names
         if "torch" in packages and not changes_environment(paths, folder):
             imports += (_WITH_TORCH,)
+        needs_packages = imports_packages(paths, folder)
     except (OSError, SyntaxError, ValueError):  # only the script itself has been checked
-        return ()
-    return imports if packages else ()
+        return _Text(_digest(source))
+    return _Text(_digest(source), imports if packages else (), needs_packages)
 
 
 def _locate(name: str) -> ModuleSpec | None:

@@ -56,6 +56,7 @@ class RunConfig:
 
     * ``fingerprint``: identifies the script among scripts of the same name.
     * ``imports``: what the script begins with, in the notation of ``Preload``: imported once for all workers.
+    * ``needs_packages``: whether the script imports more than the standard library, so that it may use torch.
     * ``slots``: the number of workers that this node offers to run. ``spares``: how many of these slots are
       for standbys that replace other workers.
     * ``etcd``: None for a standalone run on an embedded etcd.
@@ -81,6 +82,7 @@ class RunConfig:
     command: Command
     fingerprint: str
     imports: tuple[str, ...] = ()
+    needs_packages: bool = True
     policy: Policy = Policy()
     etcd: EtcdAccess | None = None
     etcd_grace_s: float = 600.0

@@ -1,4 +1,7 @@
-"""The destinations of workers' output, as torch's LogsSpecs decides them."""
+"""The destinations of workers' output: the folders of torch's DefaultLogsSpecs, or the user's LogsSpecs.
+
+The agent imports no torch, so the default layout is made here. A test compares it with torch's.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,37 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-
-from torch.distributed.elastic.multiprocessing.api import (
-    DefaultLogsSpecs,
-    LogsSpecs,
-    Std,
-)
+from typing import TYPE_CHECKING, Protocol
 
 from elasticd.daemon.config import CannotStart, LogOptions
 from elasticd.data.auditnotes import FOLDER, VARIABLE
 from elasticd.procs.logdest import LogDest
 from elasticd.telemetry.runs import state_dir
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import LogsSpecs
+
 RUNS_KEPT = 50
 RECENT_S = 86_400.0
+_OUT, _ERR = 1, 2  # torchrun's notation of --redirects and --tee; 3: both
 
 
-def logs_specs(options: LogOptions) -> LogsSpecs:
-    """Return the user's LogsSpecs (entry point group ``torchrun.logs_specs``) or torch's own. Torch's layout
-    is ``<dir>/<job>_<random>/attempt_<n>/<local rank>/``. Raise CannotStart for bad options."""
-    made: type[LogsSpecs] = DefaultLogsSpecs
-    if options.specs is not None:
-        found = metadata.entry_points(group="torchrun.logs_specs", name=options.specs)
-        if not found:
-            raise CannotStart(
-                f"no package installed here offers --logs-specs {options.specs}, an entry point of the group "
-                "torchrun.logs_specs"
-            )
-        made = next(iter(found)).load()
+class LogLayout(Protocol):
+    """Where workers print. ``begin`` makes the run's folder, if the layout has one. ``reify`` takes the
+    attempt and the environments by local rank, makes the folders, and adds TORCHELASTIC_ERROR_FILE to each
+    environment. Both raise OSError."""
+
+    def begin(self, run_id: str) -> Path | None: ...
+
+    def reify(self, attempt: str, envs: dict[int, dict[str, str]]) -> LogDest: ...
+
+
+def layout(options: LogOptions) -> LogLayout:
+    """Return the user's layout (entry point group ``torchrun.logs_specs``) or torch's default. Raise
+    CannotStart for bad options."""
     try:
         folder = options.dir or state_dir() / "logs"
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,12 +49,108 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
             forget_old_runs(folder)
     except OSError as error:
         raise CannotStart(f"no logs can be kept: {error}; name another folder with --log-dir") from error
-    return made(
-        log_dir=str(folder),
-        redirects=Std.from_str(options.redirects),
-        tee=Std.from_str(options.tee),
-        local_ranks_filter=set(options.local_ranks) if options.local_ranks else None,
-    )
+    return TorchLayout(folder, options) if options.specs is None else UserLayout(folder, options)
+
+
+class TorchLayout:
+    """``<folder>/<run id>_<random>/attempt_<n>/<local rank>/``, with ``stdout.log``, ``stderr.log`` and
+    ``error.json``."""
+
+    def __init__(self, folder: Path, options: LogOptions) -> None:
+        self._folder = folder
+        self._options = options
+        self._run: Path | None = None
+
+    def begin(self, run_id: str) -> Path:
+        if self._run is None:
+            self._run = Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=self._folder))
+        return self._run
+
+    def reify(self, attempt: str, envs: dict[int, dict[str, str]]) -> LogDest:
+        run_id = next(iter(envs.values())).get("TORCHELASTIC_RUN_ID", "run")
+        folder = self.begin(run_id) / f"attempt_{attempt}"
+        shutil.rmtree(folder, ignore_errors=True)
+        files: dict[int, dict[int, str]] = {_OUT: {}, _ERR: {}}
+        tees: dict[int, dict[int, str]] = {_OUT: {}, _ERR: {}}
+        error_files: dict[int, str] = {}
+        for local_rank, env in envs.items():
+            own = folder / str(local_rank)
+            own.mkdir(parents=True)
+            tee = _streams(self._options.tee, local_rank)
+            to_file = _streams(self._options.redirects, local_rank) | tee
+            shown = not self._options.local_ranks or local_rank in self._options.local_ranks
+            for stream, name in ((_OUT, "stdout.log"), (_ERR, "stderr.log")):
+                elsewhere = "" if shown else os.devnull
+                files[stream][local_rank] = str(own / name) if to_file & stream else elsewhere
+                if tee & stream and shown:
+                    tees[stream][local_rank] = str(own / name)
+            error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(own / "error.json")
+        return LogDest(
+            stdouts=files[_OUT],
+            stderrs=files[_ERR],
+            tee_stdouts=tees[_OUT],
+            tee_stderrs=tees[_ERR],
+            error_files=error_files,
+            filtered_stdout=str(folder / "filtered_stdout.log"),
+            filtered_stderr=str(folder / "filtered_stderr.log"),
+        )
+
+
+def _streams(text: str, local_rank: int) -> int:
+    """Return which streams torchrun's notation names for this rank: "3", or "0:3,1:2"."""
+    if ":" not in text:
+        return int(text)
+    by_rank = dict(part.split(":") for part in text.split(","))
+    return int(by_rank.get(str(local_rank), 0))
+
+
+class UserLayout:
+    """The LogsSpecs that a package installed here offers to torchrun."""
+
+    def __init__(self, folder: Path, options: LogOptions) -> None:
+        found = metadata.entry_points(group="torchrun.logs_specs", name=options.specs or "")
+        if not found:
+            raise CannotStart(
+                f"no package installed here offers --logs-specs {options.specs}, an entry point of the group "
+                "torchrun.logs_specs"
+            )
+        from torch.distributed.elastic.multiprocessing.api import Std
+
+        self._specs: LogsSpecs = next(iter(found)).load()(
+            log_dir=str(folder),
+            redirects=Std.from_str(options.redirects),
+            tee=Std.from_str(options.tee),
+            local_ranks_filter=set(options.local_ranks) if options.local_ranks else None,
+        )
+
+    def begin(self, run_id: str) -> None:
+        pass
+
+    def reify(self, attempt: str, envs: dict[int, dict[str, str]]) -> LogDest:
+        # LogsSpecs expects the environments of all local ranks, so the missing ones are copies.
+        some = next(iter(envs.values()))
+        asked = {
+            local_rank: {**envs.get(local_rank, some), "TORCHELASTIC_RESTART_COUNT": attempt}
+            for local_rank in range(max(envs) + 1)
+        }
+        dest = self._specs.reify(asked)
+        for local_rank, env in envs.items():
+            if "TORCHELASTIC_ERROR_FILE" in asked[local_rank]:
+                env["TORCHELASTIC_ERROR_FILE"] = asked[local_rank]["TORCHELASTIC_ERROR_FILE"]
+        for local_rank in asked.keys() - envs.keys():
+            file = dest.error_files.get(local_rank)
+            if file and file != os.devnull:
+                with contextlib.suppress(OSError):  # the folder is not empty
+                    os.rmdir(os.path.dirname(file))
+        return LogDest(
+            stdouts=dest.stdouts,
+            stderrs=dest.stderrs,
+            tee_stdouts=dest.tee_stdouts,
+            tee_stderrs=dest.tee_stderrs,
+            error_files=dest.error_files,
+            filtered_stdout=getattr(dest, "filtered_stdout", ""),  # torch before 2.10 has no filters
+            filtered_stderr=getattr(dest, "filtered_stderr", ""),
+        )
 
 
 def _try_out(folder: Path) -> None:
@@ -87,29 +187,24 @@ class Destinations:
     """Makes the output destinations of a round's workers. Torch's "attempt" is a round, counted from 0. Each
     start of standbys (round 0) has its own "attempt"."""
 
-    def __init__(self, specs: LogsSpecs, *, audit: bool = False) -> None:
+    def __init__(self, layout: LogLayout, *, audit: bool = False) -> None:
         """``audit``: the workers' environment names the folder of the audit."""
-        self._specs = specs
+        self._layout = layout
         self._audit = audit
         self._standbys = 0
-        self._begun = False
-        self._latest: LogDest | None = None
+        self._folder: Path | None = None
 
     def begin(self, job: str) -> None:
-        """Have torch make the run's folder before the first worker starts, so that earlier events can be
-        written. Do nothing with the user's own LogsSpecs."""
-        if self._begun or self._latest is not None or type(self._specs) is not DefaultLogsSpecs:
-            return
-        self._begun = True
-        with contextlib.suppress(OSError):  # the start of a worker reports the error
-            for worker in self.reify(1, {0: {"TORCHELASTIC_RUN_ID": job}}).capture_dirs.values():
-                shutil.rmtree(Path(worker).parent)  # torch makes the folder again for the first round
+        """Make the run's folder before the first worker starts, so that earlier events can be written. Do
+        nothing with the user's own LogsSpecs."""
+        if self._folder is None:
+            with contextlib.suppress(OSError):  # the start of a worker reports the error
+                self._folder = self._layout.begin(job)
 
     def run_folder(self) -> Path | None:
         """Return the folder of this run's logs. None before the first start, and if the user's LogsSpecs does
         not use torch's layout."""
-        dirs = self._latest.capture_dirs.values() if self._latest is not None else ()
-        return next((found for folder in dirs if (found := _run_folder(Path(folder)))), None)
+        return self._folder
 
     def reify(self, round_number: int, envs: dict[int, dict[str, str]]) -> LogDest:
         if round_number:
@@ -117,40 +212,21 @@ class Destinations:
         else:
             self._standbys += 1
             attempt = f"standby_{self._standbys}"
-        # LogsSpecs expects the environments of all local ranks, so the missing ones are copies.
-        some = next(iter(envs.values()))
-        asked = {
-            local_rank: {**envs.get(local_rank, some), "TORCHELASTIC_RESTART_COUNT": attempt}
-            for local_rank in range(max(envs) + 1)
+        dest = self._layout.reify(attempt, envs)
+        folders = {
+            local_rank: os.path.dirname(file)
+            for local_rank, file in dest.error_files.items()
+            if file and file != os.devnull
         }
-        dest = self._specs.reify(asked)
-        for local_rank, env in envs.items():
-            if "TORCHELASTIC_ERROR_FILE" in asked[local_rank]:
-                env["TORCHELASTIC_ERROR_FILE"] = asked[local_rank]["TORCHELASTIC_ERROR_FILE"]
-                if self._audit and (folder := _run_folder(Path(env["TORCHELASTIC_ERROR_FILE"]).parent)):
-                    env[VARIABLE] = str(folder / FOLDER)
-        for local_rank in asked.keys() - envs.keys():
-            file = dest.error_files.get(local_rank)
-            if file and file != os.devnull:
-                with contextlib.suppress(OSError):  # the folder is not empty
-                    os.rmdir(os.path.dirname(file))
-        self._latest = LogDest(
-            stdouts=dest.stdouts,
-            stderrs=dest.stderrs,
-            tee_stdouts=dest.tee_stdouts,
-            tee_stderrs=dest.tee_stderrs,
-            error_files=dest.error_files,
-            filtered_stdout=getattr(dest, "filtered_stdout", ""),  # torch before 2.10 has no filters
-            filtered_stderr=getattr(dest, "filtered_stderr", ""),
-            capture_dirs={
-                local_rank: os.path.dirname(file)
-                for local_rank, file in dest.error_files.items()
-                if file and file != os.devnull
-            },
-        )
-        return self._latest
+        self._folder = next(filter(None, map(_run_folder, folders.values())), None)
+        for env in envs.values():
+            file = env.get("TORCHELASTIC_ERROR_FILE", "")
+            if self._audit and (run := _run_folder(os.path.dirname(file))):
+                env[VARIABLE] = str(run / FOLDER)
+        return replace(dest, capture_dirs=folders)
 
 
-def _run_folder(worker: Path) -> Path | None:
+def _run_folder(worker: str) -> Path | None:
     """Return the run's folder, which contains a worker's output folder; None if the layout is not torch's."""
-    return worker.parents[1] if worker.parent.name.startswith("attempt_") else None
+    attempt = Path(worker).parent
+    return attempt.parent if attempt.name.startswith("attempt_") else None

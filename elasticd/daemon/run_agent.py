@@ -20,9 +20,11 @@ from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.http_pages import Pages
 from elasticd.daemon.inbox import Inbox, Signals
 from elasticd.daemon.inspector import LocalInspector
+from elasticd.daemon.logs import Destinations, layout
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.observer import Observer
 from elasticd.daemon.publish import Publisher
+from elasticd.daemon.roundstore import TorchRoundStores
 from elasticd.daemon.saver import etcd_peers
 from elasticd.daemon.saver.saver_service import FINISH_S, FINISH_S_MAX, SaverService
 from elasticd.daemon.service_manager import Manager, Service
@@ -91,11 +93,8 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             cleanup.enter_context(StandaloneEtcd(config.job, warden)) if config.etcd is None else None
         )
 
-        # Torch takes seconds to import; etcd and the zygote start meanwhile.
-        from elasticd.daemon.agent import Agent, worker_spec
-        from elasticd.daemon.logs import Destinations, logs_specs
-        from elasticd.daemon.roundstore import TorchRoundStores
-
+        stores = TorchRoundStores(config.address, warden, ahead=config.needs_packages)
+        cleanup.callback(stores.shut)
         access = standalone.wait_until_ready() if standalone else config.etcd
         assert access is not None
         link = EtcdLink(access, clock)
@@ -103,9 +102,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         etcd = edges.store(config, link, inbox.post)
         cleanup.callback(etcd.close)
         store = TimedStore(etcd)
-        stores = TorchRoundStores(config.address)
-        cleanup.callback(stores.shut)
-        destinations = Destinations(logs_specs(config.logs), audit=config.audit is not None)
+        destinations = Destinations(layout(config.logs), audit=config.audit is not None)
         replica_listener = edges.listen_for_replicas(config)
         saver = SaverService(warden, access, config.job, replica_listener, config.checkpoint_rate)
         cleanup.callback(saver.close)
@@ -195,11 +192,9 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         logger.info(
             "agent.started", etcd=access.url, slots=config.slots, address=config.address, http=served_at
         )
-        agent = Agent(
-            worker_spec(config), driver, inbox, clock, lambda now: min([routine(now) for routine in routines])
-        )
         try:
-            agent.run()
+            driver.begin()
+            inbox.serve(driver, clock, lambda now: min([routine(now) for routine in routines]))
         except Exception as error:
             if not reserve.explains(error):
                 raise

@@ -460,13 +460,16 @@ class WardenProcess:
                 assert_never(message)
 
     def _take(self, fork: Fork, pid: int) -> None:
-        """Take over a forked worker, which is now a child of the warden and waits to be released."""
+        """Take over a forked process, which is now a child of the warden and waits to be released."""
         if not pid:
             self._start_without([fork])
             return
         fork.take()
-        request = fork.request
-        child = _Child(request.id, pid, False, request.mark, request.whole_group, fork.link)
+        request, errors = fork.request, fork.link
+        if request.service:  # it has no program of its own that could fail to start
+            os.close(errors)
+            errors = -1
+        child = _Child(request.id, pid, request.service, request.mark, request.whole_group, errors)
         self._add(child, request.page)
         self._tell(Spawned(child.id, pid))
         code = self._ended_early.pop(pid, None)
@@ -491,8 +494,10 @@ class WardenProcess:
             close_all(fds)
 
     def _drop_forks(self, code: int, ids: Collection[int] | None = None, *, fenced: bool = False) -> None:
-        """Cancel the workers that are not forked yet."""
-        for fork in self._zygote.give_up(ids) if self._zygote is not None else ():
+        """Cancel the workers that are not forked yet; when the warden closes, also services."""
+        if self._zygote is None:
+            return
+        for fork in self._zygote.give_up(ids, workers_only=not self._closing):
             fork.drop()
             self._tell_end(fork.request.id, 0, code, fenced=fenced)
 

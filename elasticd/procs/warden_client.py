@@ -280,6 +280,13 @@ class Warden:
             case end:
                 raise WardenError(end.error or f"{argv[0]} ended at once with code {end.code}")
 
+    def start_store(self, argv: Sequence[str], fds: Sequence[int], ended: Callable[[Ended], None]) -> None:
+        """Start the process that serves the stores of rounds, without waiting for it. It is forked from the
+        zygote, if there is one, and runs ``argv`` otherwise. Takes over ``fds``, its first files."""
+        running = _Running(ended, "", True)
+        program = _program(argv, os.environ, os.getcwd())
+        self._spawn(lambda id: Spawn(id, program, service=True, fork=True), program, fds, running)
+
     def stop_service(self, pid: int, grace_s: float = 5.0) -> None:
         """Send SIGTERM, and SIGKILL after the grace. Returns at once; ``ended`` is called later."""
         with self._lock:

@@ -19,6 +19,7 @@ from elasticd.channel.framing import QueuedChannel, close_all, duplicates
 from elasticd.channel.warden_messages import (
     WARDEN_TO_ZYGOTE,
     ZYGOTE_TO_WARDEN,
+    ForkStore,
     ForkWorker,
     ImportModules,
     Spawn,
@@ -32,7 +33,7 @@ _FIRST_IMPORTING_S_MAX = 300.0  # a fresh process would take longer beside the z
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """The request for a forked worker. ``link``: the socket on which the forked process waits for ``take``,
+    """The request for a forked process. ``link``: the socket on which the forked process waits for ``take``,
     and reports errors. ``until``: when to start the worker without the zygote."""
 
     request: Spawn
@@ -95,7 +96,7 @@ class ZygoteProcess:
         self._done, self._late = asked, False
 
     def fork(self, request: Spawn, fds: Sequence[int]) -> None:
-        """Request a worker. The caller keeps ``fds``. Raises OSError if there are too few descriptors."""
+        """Request a process. The caller keeps ``fds``. Raises OSError if there are too few descriptors."""
         until = steady_now() + _PATIENCE_S
         if not self.ready:
             until = max(until, self._should_be_ready)
@@ -108,7 +109,8 @@ class ZygoteProcess:
                 raise
             self._forks[request.id] = fork = Fork(request, kept, ours.detach(), until)
             try:
-                self.channel.post(ForkWorker(request.id, request.program), [*fds, theirs.fileno()])
+                asked = ForkStore(request.id) if request.service else ForkWorker(request.id, request.program)
+                self.channel.post(asked, [*fds, theirs.fileno()])
             except ChannelClosed:
                 raise
             except OSError:
@@ -127,6 +129,11 @@ class ZygoteProcess:
         self._late = True
         return self.give_up()
 
-    def give_up(self, ids: Collection[int] | None = None) -> list[Fork]:
+    def give_up(self, ids: Collection[int] | None = None, *, workers_only: bool = False) -> list[Fork]:
         """Return and forget the requests that are not made yet: all, or those with ``ids``."""
-        return [self._forks.pop(id) for id in list(self._forks) if ids is None or id in ids]
+        chosen = [
+            id
+            for id, fork in self._forks.items()
+            if (ids is None or id in ids) and not (workers_only and fork.request.service)
+        ]
+        return [self._forks.pop(id) for id in chosen]

@@ -120,7 +120,7 @@ class Zygote:
                 continue
             forks = []
             for message, fds in self._receive():
-                if isinstance(message, self._words.ForkWorker):
+                if isinstance(message, self._words.ForkWorker | self._words.ForkStore):
                     forks.append((message, fds))
                     continue
                 if forks and self._fork(forks):
@@ -270,9 +270,10 @@ class Zygote:
     # ------------------------------------------------------------ forking
 
     def _fork(self, requests: list[tuple[Any, list[int]]]) -> bool:
-        """Make a worker for each request, first from the embryo, the others by forks. Return True in a
-        worker."""
-        if self._embryo is not None:
+        """Make a process for each request, the first worker from the embryo, the others by forks. Return True
+        in a worker."""
+        requests.sort(key=lambda asked: isinstance(asked[0], self._words.ForkStore))
+        if self._embryo is not None and isinstance(requests[0][0], self._words.ForkWorker):
             request, fds = requests[0]
             pid = self._use_embryo(request, fds)
             if pid:
@@ -283,7 +284,10 @@ class Zygote:
             return False
         forked = self._fork_apart(len(requests))
         if isinstance(forked, int):
-            self._become_worker(*requests[forked])
+            request, fds = requests[forked]
+            if isinstance(request, self._words.ForkStore):
+                self._serve_stores(fds)
+            self._become_worker(request, fds)
             return True
         for _, fds in requests:
             _close(fds)
@@ -397,6 +401,25 @@ class Zygote:
             _write(fd, said)
         self._channel.socket.detach()  # the descriptor is closed below
         os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+
+    def _serve_stores(self, fds: list[int]) -> None:
+        """Serve the stores of rounds, and exit."""
+        link = fds.pop()
+        self._channel.socket.detach()  # a file takes the place of the descriptor
+        for target, fd in enumerate(fds):
+            os.dup2(fd, target)
+        os.set_blocking(link, True)
+        if os.read(link, 1) != b"g":  # the warden has cancelled the process
+            os._exit(0)
+        os.setsid()
+        self._die_with_warden()
+        self._libc.prctl(_PR_SET_NAME, b"elasticd-store", 0, 0, 0)
+        os.closerange(len(fds), max(map(int, os.listdir("/proc/self/fd"))) + 1)
+        sys.path.insert(0, self._here)
+        import elasticd_store
+
+        elasticd_store.serve(_CONTROL)
+        os._exit(0)
 
 
 def _channel_modules(here: str) -> tuple[Any, Any]:
