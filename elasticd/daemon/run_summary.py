@@ -133,8 +133,6 @@ def left_behind(pids: Sequence[int]) -> str:
 def pass_on_error_file(config: RunConfig, last: Round, error_file_of: Callable[[int], str]) -> None:
     """Copy the error file of the failed worker to TORCHELASTIC_ERROR_FILE. Torch's nested launchers expect
     this."""
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
     asked = os.environ.get("TORCHELASTIC_ERROR_FILE")
     failure = last.failure
     if not asked or failure is None or failure.node != config.node:
@@ -142,6 +140,8 @@ def pass_on_error_file(config: RunConfig, last: Round, error_file_of: Callable[[
     written = error_file_of(failure.exit.slot)
     if not written or not os.path.isfile(written):
         return
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
     try:
         ErrorHandler().dump_error_file(written, failure.exit.code)  # with the code, as torch's launcher does
     except ValueError:  # the worker's file is incomplete

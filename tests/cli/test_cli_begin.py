@@ -103,7 +103,7 @@ def test_a_user_who_may_not_read_python_is_told_so(job: str, tmp_path: Path) -> 
 MOMENTS = {
     "at once": "elasticd.cli.main",
     "as the agent is imported": "elasticd.daemon.run_agent",
-    "as torch is imported": "torch",
+    "in the agent, as it looks for GPUs": "pynvml",
 }
 
 
@@ -134,7 +134,7 @@ def test_a_signal_while_it_starts_is_one_line(
     )
     assert code == 128 + number
     people = [line for line in lines if not line.startswith("{")]
-    if moment == "as torch is imported":  # there is an agent by then, and it leaves as agents do
+    if moment == "in the agent, as it looks for GPUs":  # there is an agent by then, and it leaves as agents do
         assert "drained" in people[0]
     else:
         assert people == [f"elasticd: stopped by {number.name} before the job began."]

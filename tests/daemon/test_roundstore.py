@@ -37,13 +37,9 @@ def client(port: int, timeout_s: float = PATIENCE_S) -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def server() -> psutil.Process:
-    """The process that serves the stores of this test's warden."""
-    (found,) = (
-        process
-        for process in psutil.Process().children(recursive=True)
-        if any(word.endswith("elasticd_store.py") for word in process.cmdline())
-    )
+def server(warden: Warden) -> psutil.Process:
+    """The process that serves the stores of this warden's agent."""
+    (found,) = psutil.Process(warden._process.pid).children()
     return found
 
 
@@ -62,10 +58,12 @@ def test_a_worker_that_connects_early_waits_and_each_round_has_a_store_of_its_ow
         early.get("key")
 
 
-def test_a_server_that_was_killed_is_replaced_for_the_next_round(stores: TorchRoundStores) -> None:
+def test_a_server_that_was_killed_is_replaced_for_the_next_round(
+    stores: TorchRoundStores, warden: Warden
+) -> None:
     stores.open()
     client(stores.port)
-    killed = server()
+    killed = server(warden)
     killed.send_signal(signal.SIGKILL)
     killed.wait(PATIENCE_S)
     port = stores.renew()
@@ -73,10 +71,10 @@ def test_a_server_that_was_killed_is_replaced_for_the_next_round(stores: TorchRo
     client(port).set("key", b"value")
 
 
-def test_the_server_ends_when_the_stores_are_shut(stores: TorchRoundStores) -> None:
+def test_the_server_ends_when_the_stores_are_shut(stores: TorchRoundStores, warden: Warden) -> None:
     stores.open()
     client(stores.port)
-    process = server()
+    process = server(warden)
     stores.shut()
     process.wait(PATIENCE_S)
 
