@@ -134,7 +134,9 @@ def test_a_signal_while_it_starts_is_one_line(
     )
     assert code == 128 + number
     people = [line for line in lines if not line.startswith("{")]
-    if moment == "in the agent, as it looks for GPUs":  # there is an agent by then, and it leaves as agents do
+    if (
+        moment == "in the agent, as it looks for GPUs"
+    ):  # there is an agent by then, and it leaves as agents do
         assert "drained" in people[0]
     else:
         assert people == [f"elasticd: stopped by {number.name} before the job began."]

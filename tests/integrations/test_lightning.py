@@ -28,6 +28,7 @@ def test_after_a_kill_it_continues_from_the_newest_whole_checkpoint(
     assert not trained.agent.find("training.began_again")
 
 
+@pytest.mark.slow
 def test_after_a_resize_no_sample_is_lost_or_repeated(
     clusters: Callable[[str | None], Cluster], shared_etcd: str
 ) -> None:
@@ -41,6 +42,7 @@ def test_after_a_resize_no_sample_is_lost_or_repeated(
     assert not trained.agent.find("data.batches_changed")
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_saves_a_checkpoint_and_continues_from_it(
     clusters: Callable[[str | None], Cluster], shared_etcd: str
 ) -> None:

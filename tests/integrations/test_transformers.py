@@ -43,6 +43,7 @@ def test_after_a_resize_no_sample_is_lost_or_repeated(
     assert not trained.agent.find("data.batches_changed")
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_saves_a_checkpoint_and_continues_from_it(
     clusters: Callable[[str | None], Cluster], shared_etcd: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ class Background:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.RLock()  # reentrant, since a signal handler may interrupt ``close``
         self._running = 0
         self._done: deque[Callable[[], None]] = deque()
 
@@ -62,8 +64,10 @@ class Background:
         return answer.result(_ASKED_S)
 
     def wake(self) -> None:
-        """Make ``fd`` readable."""
-        os.eventfd_write(self.fd, 1)
+        """Make ``fd`` readable. Do nothing after ``close``. Any thread and signal handlers may call this."""
+        with self._closing:
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
 
     def finish(self) -> None:
         """Handle the results of all calls that are done."""
@@ -75,4 +79,6 @@ class Background:
             self._done.popleft()()
 
     def close(self) -> None:
-        os.close(self.fd)
+        with self._closing:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
