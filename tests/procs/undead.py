@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 import pytest
 
-from elasticd.procs.linux import stat_of
+from elasticd.procs.linux import is_exiting, stat_of
 
 _PTRACE_DETACH, _PTRACE_SEIZE, _PTRACE_O_TRACEEXIT = 17, 0x4206, 0x40
 
@@ -38,7 +39,9 @@ class Undead:
             assert lives()
 
     def let_go(self) -> None:
-        self._libc.ptrace(_PTRACE_DETACH, self._thread, 0, 0)
+        """Let the process end. The kernel refuses until the thread has stopped on its way out."""
+        while self._libc.ptrace(_PTRACE_DETACH, self._thread, 0, 0) != 0 and is_exiting(stat_of(self.pid)):
+            time.sleep(0)
 
     def __enter__(self) -> Self:
         return self
