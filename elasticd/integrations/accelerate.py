@@ -14,27 +14,23 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader
 
-from elasticd import worker
 from elasticd.core.page_layout import Use
-from elasticd.data.order import Sequential, Shuffled
-from elasticd.integrations.batches import WORLD_MAX, GlobalBatches, loader_options
+from elasticd.integrations.batches import cut, largest_world, order_of_loader
+from elasticd.integrations.checkpoint_folder import CheckpointFolder
 from elasticd.integrations.draining import Drain
 from elasticd.worker.agent import agentpage
 
 __all__ = ["ElasticLoader"]
 
 _log = logging.getLogger(__name__)
-_STEP = "step-"  # begins the name of a checkpoint's folder
 
 
 class ElasticLoader:
@@ -67,34 +63,28 @@ class ElasticLoader:
         seed: int = 0,
         last: int = 2,
     ) -> None:
-        if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-            raise TypeError(
-                "the loader's order is not known ahead: give a map-style dataset and a batch_size"
-            )
-        self._accelerator, self._folder, self._every, self._last = accelerator, Path(folder), every, last
+        order = order_of_loader(loader, seed)
+        self._accelerator, self._every = accelerator, every
+        self._checkpoints = CheckpointFolder(folder, last=last)
         self._drain = Drain()
         self.epoch = self.step = 0
-        largest = max(accelerator.num_processes, int(os.environ.get(WORLD_MAX, "0")))
-        self._global_batch = loader.batch_size * accelerator.gradient_accumulation_steps * largest
+        largest = largest_world(accelerator.num_processes)
+        self._global_batch = loader.batch_size * accelerator.gradient_accumulation_steps * largest  # type: ignore[operator]
         accelerator.register_for_checkpointing(self)
-        newest = self._newest()
+        newest = self._checkpoints.newest_on_all_ranks(self._gather)
         if newest is not None:
             accelerator.load_state(str(newest))
             accelerator.step = 0  # counts batches, of which a step has another number in another world
             if accelerator.is_main_process:
                 _log.info("continues from %s", newest)
-        length = len(loader.dataset)  # type: ignore[arg-type]
-        shuffles = isinstance(loader.sampler, RandomSampler)
-        self._batches = GlobalBatches(
-            Shuffled(length, seed) if shuffles else Sequential(length),
+        self._batches, self._loader = cut(
+            loader,
+            order,
             global_batch=self._global_batch,
-            worker_batch=loader.batch_size,
             rank=accelerator.process_index,
             world=accelerator.num_processes,
-            drop_last=loader.drop_last,
         )
         accelerator.gradient_accumulation_steps = self._batches.pieces
-        self._loader = DataLoader(loader.dataset, batch_sampler=self._batches, **loader_options(loader))
         agentpage.uses(Use.DATA)
         agentpage.begins_after(self.epoch * self._batches.steps + self.step)
 
@@ -136,48 +126,17 @@ class ElasticLoader:
         self.epoch, self.step, self._global_batch = state["epoch"], state["step"], state["global_batch"]
 
     def _end_step(self, *, is_due: bool) -> None:
-        """Save a checkpoint if one is due or the workers are asked to end. In that case end the process."""
-        is_asked = self._drain.is_asked()
-        if not (is_due or is_asked):
-            return
-        self._save()
-        if is_asked or self._drain.is_asked():
-            self._drain.leave()
+        self._drain.after_step(self._save, is_due=is_due)
 
     def _save(self) -> None:
-        """Save a checkpoint that is whole or absent."""
         accelerator = self._accelerator
-        name = f"{_STEP}{self.epoch * self._batches.steps + self.step}"
-        unfinished, folder = self._folder / f"{name}.unfinished", self._folder / name
-        if accelerator.is_main_process:
-            for old in (unfinished, folder):
-                shutil.rmtree(old, ignore_errors=True)
-        accelerator.wait_for_everyone()
-        accelerator.save_state(str(unfinished))
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            unfinished.rename(folder)
-            for old in self._checkpoints()[: -self._last]:
-                shutil.rmtree(old)
-            worker.checkpointed(folder)
-        accelerator.wait_for_everyone()
+        self._checkpoints.save(
+            self.epoch * self._batches.steps + self.step,
+            lambda folder: accelerator.save_state(str(folder)),
+            is_main=accelerator.is_main_process,
+            barrier=accelerator.wait_for_everyone,
+        )
 
-    def _newest(self) -> Path | None:
-        """Return the newest checkpoint. Raises ValueError if only some ranks see it."""
-        found = self._checkpoints()
-        mine = torch.tensor([_step_of(found[-1]) if found else -1], device=self._accelerator.device)
-        steps = self._accelerator.gather(mine).tolist()
-        if len(set(steps)) > 1:
-            raise ValueError(
-                f"the ranks find the checkpoints {sorted(set(steps))} in {self._folder}: give a folder that "
-                "all nodes share"
-            )
-        return found[-1] if found else None
-
-    def _checkpoints(self) -> list[Path]:
-        return sorted((f for f in self._folder.glob(f"{_STEP}*") if _step_of(f) >= 0), key=_step_of)
-
-
-def _step_of(folder: Path) -> int:
-    number = folder.name.removeprefix(_STEP)
-    return int(number) if number.isdecimal() else -1
+    def _gather(self, number: int) -> list[int]:
+        accelerator = self._accelerator
+        return accelerator.gather(torch.tensor([number], device=accelerator.device)).tolist()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any, Final
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from elasticd.data.order import Order
+from elasticd.data.order import Order, Sequential, Shuffled
 
-WORLD_MAX: Final = "ELASTICD_WORLD_MAX"  # has the value of --max of elasticd run
+_WORLD_MAX: Final = "ELASTICD_WORLD_MAX"  # has the value of --max of elasticd run
 _OPTIONS: Final = (
     "collate_fn",
     "num_workers",
@@ -82,6 +83,49 @@ class GlobalBatches(Sampler[list[int]]):
             mine = _part(_part(range(self._used), step, self.steps), self._rank, self._world)
             for piece in range(self.pieces):
                 yield self._order.at(self.epoch, _part(mine, piece, self.pieces))
+
+
+def largest_world(present: int = 0) -> int:
+    """Return the size of the largest world of this job, at least ``present``; 0 outside ``elasticd run`` if
+    none is given."""
+    return max(present, int(os.environ.get(_WORLD_MAX, "0")))
+
+
+def order_of(dataset: Any, sampler: object, seed: int) -> Order | None:
+    """Return the order in which a sampler of torch draws from a dataset, shuffled by ``seed`` in place of the
+    sampler's generator; None if the order is not known ahead."""
+    if isinstance(dataset, IterableDataset):
+        return None
+    if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset):
+        return Shuffled(len(dataset), seed)
+    return Sequential(len(dataset)) if isinstance(sampler, SequentialSampler) else None
+
+
+def order_of_loader(loader: DataLoader[Any], seed: int) -> Order:
+    """Return the order of a loader's samples. Raises TypeError if it is not known ahead."""
+    order = order_of(loader.dataset, loader.sampler, seed)
+    if order is None or loader.batch_size is None:
+        raise TypeError(
+            "the order of the loader's samples is not known ahead: give a loader of a map-style dataset, "
+            "with a batch_size, and without a sampler of its own"
+        )
+    return order
+
+
+def cut(
+    loader: DataLoader[Any], order: Order, *, global_batch: int, rank: int, world: int
+) -> tuple[GlobalBatches, DataLoader[Any]]:
+    """Return this worker's batches of a loader, and a loader of them."""
+    assert loader.batch_size is not None
+    batches = GlobalBatches(
+        order,
+        global_batch=global_batch,
+        worker_batch=loader.batch_size,
+        rank=rank,
+        world=world,
+        drop_last=loader.drop_last,
+    )
+    return batches, DataLoader(loader.dataset, batch_sampler=batches, **loader_options(loader))
 
 
 def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -39,6 +40,14 @@ class Drain:
         told = torch.tensor(int(self._told), device=device)
         dist.all_reduce(told, dist.ReduceOp.MAX)
         return bool(told)
+
+    def after_step(self, save: Callable[[], None], *, is_due: bool) -> None:
+        """Save a checkpoint if one is due or the workers are asked to end. In that case end the process."""
+        is_asked = self.is_asked()
+        if is_due or is_asked:
+            save()
+            if is_asked or self.is_asked():
+                self.leave()
 
     def leave(self) -> None:
         """End this process, which has saved its work. A worker that exits before it is asked counts as

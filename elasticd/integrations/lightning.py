@@ -13,24 +13,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader
 
 from elasticd import worker
 from elasticd.core.page_layout import Use
-from elasticd.data.order import Sequential, Shuffled
-from elasticd.integrations.batches import WORLD_MAX, GlobalBatches, loader_options
+from elasticd.integrations.batches import GlobalBatches, cut, largest_world, order_of_loader
+from elasticd.integrations.checkpoint_folder import CheckpointFolder
 from elasticd.integrations.draining import Drain
 from elasticd.worker.agent import agentpage
 
 __all__ = ["ElasticFit"]
 
-_STEP = "step-"  # begins the name of a checkpoint
 _PROGRESS = "epoch_loop.batch_progress"  # counts batches, in the state of a fit loop
 
 
@@ -45,10 +43,9 @@ class ElasticFit(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int, last: int = 2) -> None:
-        self._folder, self._every, self._last = Path(folder), every, last
+        self._checkpoints, self._every = CheckpointFolder(folder, last=last, suffix=".ckpt"), every
         self._drain = Drain()
         self._loader: _ResumableLoader | None = None
-        self._saved = -1  # the step of the newest checkpoint
 
     @property
     def world(self) -> dict[str, Any]:
@@ -61,18 +58,14 @@ class ElasticFit(Callback):  # type: ignore[misc]
     @property
     def newest(self) -> str | None:
         """The newest whole checkpoint, for ``Trainer.fit(ckpt_path=...)``; None if there is none."""
-        found = self._checkpoints()
-        return str(found[-1]) if found else None
+        found = self._checkpoints.newest()
+        return None if found is None else str(found)
 
     def loader(self, loader: DataLoader[Any], seed: int = 0) -> Any:
         """Return this worker's part of a loader, which shuffles or keeps the dataset's order.
 
         Raises TypeError for a loader whose order is not known ahead.
         """
-        if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-            raise TypeError(
-                "the loader's order is not known ahead: give a map-style dataset and a batch_size"
-            )
         self._loader = _ResumableLoader(loader, seed)
         return self._loader
 
@@ -83,14 +76,12 @@ class ElasticFit(Callback):  # type: ignore[misc]
             return
         if self._loader is None:
             raise RuntimeError("ElasticFit was given no loader: fit with elastic.loader(loader)")
-        found = self._checkpoints()
-        mine = torch.tensor(_step_of(found[-1]) if found else -1, device=trainer.strategy.root_device)
-        steps = sorted(set(trainer.strategy.all_gather(mine).flatten().tolist()))
-        if len(steps) > 1:
-            raise ValueError(
-                f"the ranks find the checkpoints {steps} in {self._folder}: give a folder that all nodes "
-                "share"
-            )
+
+        def gather(number: int) -> list[int]:
+            mine = torch.tensor(number, device=trainer.strategy.root_device)
+            return trainer.strategy.all_gather(mine).flatten().tolist()
+
+        self._checkpoints.newest_on_all_ranks(gather)
         self._loader.cut(trainer.accumulate_grad_batches)
         trainer.accumulate_grad_batches = self._loader.pieces
 
@@ -116,7 +107,6 @@ class ElasticFit(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         agentpage.uses(Use.DATA)
         agentpage.begins_after(trainer.global_step)
-        self._saved = trainer.global_step
         self._drain.begin()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -130,30 +120,16 @@ class ElasticFit(Callback):  # type: ignore[misc]
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._drain.end()
 
-    # ------------------------------------------------------------ checkpoints
-
     def _end_step(self, trainer: Trainer, *, is_due: bool) -> None:
-        is_asked = self._drain.is_asked()
-        if is_due or is_asked:
-            self._save(trainer)
-            if is_asked or self._drain.is_asked():
-                self._drain.leave()
+        def save() -> None:
+            self._checkpoints.save(
+                trainer.global_step,
+                trainer.save_checkpoint,
+                is_main=trainer.is_global_zero,
+                barrier=trainer.strategy.barrier,
+            )
 
-    def _save(self, trainer: Trainer) -> None:
-        """Save a checkpoint that is whole or absent."""
-        file = self._folder / f"{_STEP}{trainer.global_step}.ckpt"
-        unfinished = file.with_suffix(".unfinished")
-        trainer.save_checkpoint(unfinished)
-        trainer.strategy.barrier()
-        if trainer.is_global_zero:
-            unfinished.rename(file)
-            for old in self._checkpoints()[: -self._last]:
-                old.unlink()
-            worker.checkpointed(file)
-        trainer.strategy.barrier()
-
-    def _checkpoints(self) -> list[Path]:
-        return sorted((f for f in self._folder.glob(f"{_STEP}*.ckpt") if _step_of(f) >= 0), key=_step_of)
+        self._drain.after_step(save, is_due=is_due)
 
 
 class _Environment(TorchElasticEnvironment):  # type: ignore[misc]
@@ -168,7 +144,7 @@ class _ResumableLoader:
     Lightning would give it a sampler of its own."""
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
-        self._given, self._seed = loader, seed
+        self._given, self._order = loader, order_of_loader(loader, seed)
         self._batches: GlobalBatches | None = None
         self.global_batch = 0
         self._epoch = self._step = 0
@@ -176,22 +152,13 @@ class _ResumableLoader:
 
     def cut(self, accumulate: int, global_batch: int = 0) -> None:
         """Cut the batches for the present world. ``global_batch``: by default, of the largest world."""
-        given = self._given
-        length = len(given.dataset)  # type: ignore[arg-type]
-        shuffles = isinstance(given.sampler, RandomSampler)
-        assert given.batch_size is not None
-        world = worker.world_size()
-        largest = max(world, int(os.environ.get(WORLD_MAX, "0")))
-        self.global_batch = global_batch or self.global_batch or given.batch_size * accumulate * largest
-        self._batches = GlobalBatches(
-            Shuffled(length, self._seed) if shuffles else Sequential(length),
-            global_batch=self.global_batch,
-            worker_batch=given.batch_size,
-            rank=worker.rank(),
-            world=world,
-            drop_last=given.drop_last,
+        given, world = self._given, worker.world_size()
+        self.global_batch = global_batch or self.global_batch
+        if not self.global_batch:
+            self.global_batch = given.batch_size * accumulate * largest_world(world)  # type: ignore[operator]
+        self._batches, self._loader = cut(
+            given, self._order, global_batch=self.global_batch, rank=worker.rank(), world=world
         )
-        self._loader = DataLoader(given.dataset, batch_sampler=self._batches, **loader_options(given))
 
     @property
     def pieces(self) -> int:
@@ -228,8 +195,3 @@ class _ResumableLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._epoch, self._yielded = state["epoch"], state["step"] * self.pieces
-
-
-def _step_of(file: Path) -> int:
-    number = file.stem.removeprefix(_STEP)
-    return int(number) if number.isdecimal() else -1

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import tempfile
 import zipfile
 from dataclasses import asdict
@@ -30,7 +29,7 @@ import torch
 import transformers
 from accelerate.data_loader import get_sampler
 from safetensors import SafetensorError, safe_open
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import find_batch_size
@@ -38,8 +37,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from elasticd import worker
 from elasticd.core.page_layout import Use
-from elasticd.data.order import Order, Sequential, Shuffled
-from elasticd.integrations.batches import WORLD_MAX, GlobalBatches, loader_options
+from elasticd.data.order import Order
+from elasticd.integrations.batches import GlobalBatches, largest_world, loader_options, order_of
 from elasticd.integrations.draining import Drain
 from elasticd.integrations.in_place import in_place, present
 from elasticd.worker.agent import agentpage
@@ -135,9 +134,10 @@ class Elastic(_Base):  # type: ignore[misc]
         self._batches: GlobalBatches | None = None
         self._elastic: ElasticCallback | None = None
         self._kept: dict[str, Any] | None = None
-        if largest := int(os.environ.get(WORLD_MAX, "0")):
+        if largest_world():
             asked = self.args
-            step = asked.train_batch_size * asked.gradient_accumulation_steps * max(largest, asked.world_size)
+            largest = largest_world(asked.world_size)
+            step = asked.train_batch_size * asked.gradient_accumulation_steps * largest
             self._elastic = ElasticCallback(step)
             self.add_callback(self._elastic)
 
@@ -307,12 +307,8 @@ class _Loader(DataLoader[Any]):
 def _order_of(loader: Any, args: TrainingArguments) -> Order | None:
     """Return the order of the samples that a trainer asks for; None if it is not known ahead."""
     seed = args.data_seed if args.data_seed is not None else args.seed
-    sampler = None if isinstance(loader.dataset, IterableDataset) else get_sampler(loader)
-    if isinstance(sampler, RandomSampler) and not sampler.replacement:
-        return Shuffled(len(loader.dataset), seed)
-    if isinstance(sampler, SequentialSampler):
-        return Sequential(len(loader.dataset))
-    return None
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    return None if is_stream else order_of(loader.dataset, get_sampler(loader), seed)
 
 
 # ---------------------------------------------------------------- checkpoints

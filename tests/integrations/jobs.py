@@ -49,6 +49,8 @@ def resized(cluster: Cluster, program: str, *arguments: str, sizes: tuple[int, i
         f"the world changes to {after}",
     )
     (cluster.folder / "go").touch()
+    cluster.until(lambda: agent.find("round.closing"), "the round ends")
+    (cluster.folder / "closing").touch()
     return ended(cluster, agent)
 
 
@@ -59,7 +61,8 @@ def stopped(cluster: Cluster, program: str, *arguments: str) -> int:
     until(cluster, agent, lambda: len([*cluster.folder.glob("waits-*")]) == 2)
     agent.signal(signal.SIGTERM)
     cluster.until(lambda: agent.find("workers.stopping"), "the workers are asked to end")
-    (cluster.folder / "go").touch()
+    for file in ("go", "closing"):
+        (cluster.folder / file).touch()
     return agent.end(4 * PATIENCE_S)
 
 

@@ -1,81 +1,16 @@
-"""Trainer keeps its place in the data through kills, resizes and drains."""
+"""A trainer in one process, and its checkpoints."""
 
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e.harness import Cluster
-from tests.integrations import jobs
-
 pytest.importorskip("transformers", reason="transformers is not installed")
-pytestmark = pytest.mark.timeout(600)
-
-
-def test_after_a_kill_it_continues_from_the_newest_whole_checkpoint(
-    clusters: Callable[[str | None], Cluster], shared_etcd: str
-) -> None:
-    cluster = clusters(shared_etcd)
-    output = cluster.folder / "output"
-    unfinished = output / "checkpoint-9999"
-    unfinished.mkdir(parents=True)
-    (unfinished / "checkpoint-is-incomplete.txt").touch()
-    trained = jobs.killed(cluster, "trainer.py", "elastic", str(output), "1", "4", "2")
-    assert trained.outcome == "exact"
-    assert trained.ledger.again == 2, "steps 4 and 5, after the checkpoint of step 4"
-    assert not trained.agent.find("training.began_again")
-
-
-def test_after_a_resize_no_sample_is_lost_or_repeated(
-    clusters: Callable[[str | None], Cluster], shared_etcd: str
-) -> None:
-    cluster = clusters(shared_etcd)
-    trained = jobs.resized(cluster, "trainer.py", "elastic", str(cluster.folder / "output"), "2", "4", "2")
-    assert trained.outcome == "exact"
-    assert set(trained.ledger.worlds.values()) == {2, 3}
-    assert trained.ledger.again == 0, "the world is resized right after a checkpoint"
-    assert not trained.agent.find("data.batches_changed")
-
-
-@pytest.mark.slow
-def test_a_job_that_is_stopped_saves_a_checkpoint_and_continues_from_it(
-    clusters: Callable[[str | None], Cluster], shared_etcd: str
-) -> None:
-    cluster = clusters(shared_etcd)
-    arguments = ("trainer.py", "elastic", str(cluster.folder / "output"), "1", "1000", "2")
-    assert jobs.stopped(cluster, *arguments) == 128 + signal.SIGTERM
-    trained = jobs.ended(cluster, jobs.start(cluster, *arguments))
-    assert trained.outcome == "exact"
-    assert trained.ledger.again == 0
-
-
-def test_in_place_a_worker_that_is_not_killed_keeps_its_process_and_every_committed_step(
-    clusters: Callable[[str | None], Cluster], shared_etcd: str
-) -> None:
-    cluster = clusters(shared_etcd)
-    arguments = ("trainer.py", "in_place", str(cluster.folder / "output"), "1", "1000", "2")
-    trained = jobs.killed(cluster, *arguments)
-    assert trained.outcome == "exact"
-    assert trained.ledger.again <= 1, "the step that was not committed"
-    assert trained.processes == 3, "a replacement, and no other process, is started"
-
-
-def test_in_place_a_resize_repeats_no_step(
-    clusters: Callable[[str | None], Cluster], shared_etcd: str
-) -> None:
-    cluster = clusters(shared_etcd)
-    arguments = ("trainer.py", "in_place", str(cluster.folder / "output"), "2", "4", "2")
-    trained = jobs.resized(cluster, *arguments)
-    assert trained.outcome == "exact"
-    assert set(trained.ledger.worlds.values()) == {2, 3}
-    assert trained.ledger.again == 0
-    assert trained.processes == 3
 
 
 class TestOneProcess:

@@ -2,7 +2,8 @@
 on, and accidents.
 
 The environment: LEDGER is a folder for the notes. ACCIDENT is KIND:STEP. In the first round of a job, after
-so many steps, "kill" kills rank 1, and "wait" has all workers wait for a file named "go".
+so many steps, "kill" kills rank 1, and "wait" has all workers wait for a file named "go", and three steps
+later for a file named "closing".
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ def note(step, numbers):
 
 def after_step(step):
     """Have the accident, if it is due after so many steps."""
-    if os.environ["ELASTICD_ROUND"] != "1" or step != int(AFTER):
+    if os.environ["ELASTICD_ROUND"] != "1":
         return
-    if KIND == "kill" and os.environ["RANK"] == "1":
+    if (KIND, os.environ["RANK"], step) == ("kill", "1", int(AFTER)):
         os.kill(os.getpid(), signal.SIGKILL)
-    if KIND == "wait":
+    until = {0: "go", 3: "closing"}.get(step - int(AFTER))
+    if KIND == "wait" and until:
         (FOLDER / f"waits-{os.environ['RANK']}").touch()
-        while not (FOLDER / "go").exists():
+        while not (FOLDER / until).exists():
             time.sleep(0.02)

@@ -1,0 +1,118 @@
+"""A training with another framework's loop keeps its place in the data through kills, resizes and stops."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Cluster
+from tests.integrations import jobs
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """``program``: in ``programs``. ``unfinished``: a checkpoint in its folder that was not finished; its
+    name ends with a slash if it is a folder. ``sizes``: of the worlds before and after a resize."""
+
+    module: str
+    program: str
+    unfinished: str
+    sizes: tuple[int, int]
+
+
+FRAMEWORKS = {
+    framework.module: framework
+    for framework in (
+        Framework("transformers", "trainer.py", "checkpoint-9999/checkpoint-is-incomplete.txt", (2, 3)),
+        Framework("accelerate", "accelerated.py", "step-9999.unfinished/", (3, 2)),
+        Framework("lightning", "lightened.py", "step-9999.ckpt.unfinished", (3, 2)),
+    )
+}
+SLOW = pytest.mark.slow
+
+
+def each(*, slow: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Give a test each framework; the tests of some are slow ones."""
+    names = [pytest.param(name, marks=[SLOW] if name in slow else []) for name in FRAMEWORKS]
+    return pytest.mark.parametrize("framework", names, indirect=True)
+
+
+@pytest.fixture
+def framework(request: pytest.FixtureRequest) -> Framework:
+    pytest.importorskip(request.param, reason=f"{request.param} is not installed")
+    return FRAMEWORKS[request.param]
+
+
+@pytest.fixture
+def cluster(clusters: Callable[[str | None], Cluster], shared_etcd: str) -> Cluster:
+    return clusters(shared_etcd)
+
+
+@pytest.fixture
+def output(cluster: Cluster) -> str:
+    return str(cluster.folder / "output")
+
+
+@each(slow=("lightning",))
+def test_after_a_kill_it_continues_from_the_newest_whole_checkpoint(
+    framework: Framework, cluster: Cluster, output: str
+) -> None:
+    unfinished = Path(output, framework.unfinished)
+    unfinished.parent.mkdir(parents=True)
+    unfinished.mkdir() if framework.unfinished.endswith("/") else unfinished.touch()
+    trained = jobs.killed(cluster, framework.program, "elastic", output, "1", "4", "2")
+    assert trained.outcome == "exact"
+    assert trained.ledger.again == 2, "steps 4 and 5, after the checkpoint of step 4"
+    assert not trained.agent.find("training.began_again")
+
+
+@each(slow=("accelerate", "lightning"))
+def test_after_a_resize_no_sample_is_lost_or_repeated(
+    framework: Framework, cluster: Cluster, output: str
+) -> None:
+    trained = jobs.resized(
+        cluster, framework.program, "elastic", output, "2", "4", "2", sizes=framework.sizes
+    )
+    assert trained.outcome == "exact"
+    assert set(trained.ledger.worlds.values()) == {2, 3}
+    assert trained.ledger.again == 0, "the world is resized right after a checkpoint"
+    assert not trained.agent.find("data.batches_changed")
+
+
+@each(slow=("transformers", "accelerate", "lightning"))
+def test_a_job_that_is_stopped_saves_a_checkpoint_and_continues_from_it(
+    framework: Framework, cluster: Cluster, output: str
+) -> None:
+    arguments = (framework.program, "elastic", output, "1", "1000", "2")
+    assert jobs.stopped(cluster, *arguments) == 128 + signal.SIGTERM
+    trained = jobs.ended(cluster, jobs.start(cluster, *arguments))
+    assert trained.outcome == "exact"
+    assert trained.ledger.again == 0
+
+
+class TestInPlace:
+    @pytest.fixture
+    def arguments(self, output: str) -> tuple[str, ...]:
+        pytest.importorskip("transformers", reason="transformers is not installed")
+        return ("trainer.py", "in_place", output, "1", "1000", "2")
+
+    def test_a_worker_that_is_not_killed_keeps_its_process_and_every_committed_step(
+        self, cluster: Cluster, arguments: tuple[str, ...]
+    ) -> None:
+        trained = jobs.killed(cluster, *arguments)
+        assert trained.outcome == "exact"
+        assert trained.ledger.again <= 1, "the step that was not committed"
+        assert trained.processes == 3, "a replacement, and no other process, is started"
+
+    def test_a_resize_repeats_no_step(self, cluster: Cluster, arguments: tuple[str, ...]) -> None:
+        trained = jobs.resized(cluster, *arguments)
+        assert trained.outcome == "exact"
+        assert set(trained.ledger.worlds.values()) == {2, 3}
+        assert trained.ledger.again == 0
+        assert trained.processes == 3
