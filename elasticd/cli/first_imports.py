@@ -1,4 +1,4 @@
-"""What a script imports before it does anything else, read from its text without running it."""
+"""What a program imports, read from its text without running it."""
 
 from __future__ import annotations
 
@@ -7,30 +7,68 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 
-def first_imports(paths: Sequence[str], is_installed: Callable[[str], bool]) -> tuple[str, ...]:
-    """Return the imports that these files, run one after the other, begin with, in their order: "torch" for
-    ``import torch``, and "torch:nn" for ``from torch import nn``, whether ``nn`` is a module or not.
+@dataclass(frozen=True, slots=True)
+class Imports:
+    """What a program imports.
 
-    The list ends before the first statement that may change what an import finds or does, such as a change of
-    the environment or of ``sys.path``, and before the first module that is not installed: it belongs to the
-    script, and may do the same. ``is_installed``: takes the name of a module that is in no package.
-    Raises as ``changes_environment`` does.
+    * ``first``: what it imports before anything else, in its order: "torch" for ``import torch``, and
+      "torch:nn" for ``from torch import nn``, whether ``nn`` is a module or not. The list ends before the
+      first statement that may change what an import finds or does, such as a change of the environment or of
+      ``sys.path``, and before the first module that is not installed, which may do the same.
+    * ``changes_environment``: whether the program or a module of its own may change an environment variable.
+    * ``needs_packages``: whether either imports more than the standard library.
     """
-    found: list[str] = []
-    for statement in (statement for path in paths for statement in _read(path).body):
-        names = _imported(statement)
-        if names is None or not all(is_installed(package_of(name)) for name in names):
-            break
-        found += names
-    return tuple(found)
+
+    first: tuple[str, ...]
+    changes_environment: bool
+    needs_packages: bool
+
+
+def read_imports(paths: Sequence[str], folder: str, is_installed: Callable[[str], bool]) -> Imports:
+    """Read what these files import, run one after the other.
+
+    ``folder``: has the modules of the program's own. ``is_installed``: takes the name of a module that is in
+    no package. Raises OSError, SyntaxError and ValueError if a file cannot be read.
+    """
+    texts = _texts(paths, folder)
+    nodes = [(node, os.path.dirname(path)) for path, text in texts.items() for node in ast.walk(text)]
+    return Imports(
+        _first([statement for path in paths for statement in texts[path].body], is_installed),
+        any(_changes_environment(node) for node, _ in nodes),
+        any(_needs_package(node, folder, place) for node, place in nodes),
+    )
+
+
+def _texts(paths: Sequence[str], folder: str) -> dict[str, ast.Module]:
+    """Read these files, and the modules of ``folder`` that the files import."""
+    texts: dict[str, ast.Module] = {}
+    todo = list(paths)
+    while todo:
+        path = todo.pop()
+        if path not in texts:
+            texts[path] = _read(path)
+            place = os.path.dirname(path)
+            todo += [own for node in ast.walk(texts[path]) for own in _own_modules(node, folder, place)]
+    return texts
 
 
 def _read(path: str) -> ast.Module:
     with open(path, "rb") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the workers print the warnings
         return ast.parse(file.read())
+
+
+def _first(statements: Sequence[ast.stmt], is_installed: Callable[[str], bool]) -> tuple[str, ...]:
+    found: list[str] = []
+    for statement in statements:
+        names = _imported(statement)
+        if names is None or not all(is_installed(package_of(name)) for name in names):
+            break
+        found += names
+    return tuple(found)
 
 
 def package_of(name: str) -> str:
@@ -56,40 +94,15 @@ def _imported(statement: ast.stmt) -> list[str] | None:
     return None
 
 
-def changes_environment(paths: Sequence[str], folder: str) -> bool:
-    """Whether one of these files, or a module of ``folder`` that it imports, may change an environment
-    variable. Raises OSError, SyntaxError and ValueError if a file cannot be read."""
-    return any(_changes_environment(node) for node, _ in _nodes(paths, folder))
-
-
-def imports_packages(paths: Sequence[str], folder: str) -> bool:
-    """Whether one of these files, or a module of ``folder`` that it imports, imports more than the standard
-    library. Raises as ``changes_environment`` does."""
-    for node, place in _nodes(paths, folder):
-        match node:
-            case ast.Import(names):
-                packages = {package_of(name.name) for name in names}
-            case ast.ImportFrom(str(module), _, 0):
-                packages = {package_of(module)}
-            case _:
-                continue
-        if packages - sys.stdlib_module_names and not list(_own_modules(node, folder, place)):
-            return True
-    return False
-
-
-def _nodes(paths: Sequence[str], folder: str) -> Iterator[tuple[ast.AST, str]]:
-    """Yield the nodes of these files, and of the modules of ``folder`` that the files import, each with the
-    folder of its text."""
-    todo, known = list(paths), set(paths)
-    while todo:
-        path = todo.pop()
-        place = os.path.dirname(path)
-        for node in ast.walk(_read(path)):
-            yield node, place
-            own = set(_own_modules(node, folder, place)) - known
-            todo += own
-            known |= own
+def _needs_package(node: ast.AST, folder: str, place: str) -> bool:
+    match node:
+        case ast.Import(names):
+            packages = {package_of(name.name) for name in names}
+        case ast.ImportFrom(str(module), _, 0):
+            packages = {package_of(module)}
+        case _:
+            return False
+    return bool(packages - sys.stdlib_module_names) and not any(_own_modules(node, folder, place))
 
 
 def _changes_environment(node: ast.AST) -> bool:

@@ -15,12 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from elasticd.cli.command_error import CommandError
-from elasticd.cli.first_imports import (
-    changes_environment,
-    first_imports,
-    imports_packages,
-    package_of,
-)
+from elasticd.cli.first_imports import package_of, read_imports
 from elasticd.daemon.config import Command, CommandKind
 
 # Torch imports it for the first optimizer of a process, which takes as long as to import torch. It reads many
@@ -29,25 +24,24 @@ _WITH_TORCH = "torch._dynamo"
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
-    """``fingerprint``: the sha256, in hex, of the script's text; for a program, of its path. ``imports``:
-    what to import for all workers at once, in the notation of ``first_imports``. ``needs_packages``: whether
-    the program may import more than the standard library."""
+class ProgramText:
+    """What was read of a program. ``fingerprint``: the sha256, in hex, of the script's text; for a program
+    that is no script, of its path. ``imports``: what to import for all workers at once, as
+    ``first_imports.Imports`` names it. ``needs_packages``: whether the program may import more than the
+    standard library."""
 
-    command: Command
     fingerprint: str
-    stem: str
     imports: tuple[str, ...] = ()
     needs_packages: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
-    """What was read of a program; the fields are those of ``Script``."""
+class Script:
+    """``stem``: the name from which the job gets its own."""
 
-    fingerprint: str
-    imports: tuple[str, ...] = ()
-    needs_packages: bool = True
+    command: Command
+    stem: str
+    text: ProgramText
 
 
 def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: bool = True) -> Script:
@@ -65,11 +59,11 @@ def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: b
         case CommandKind.MODULE:
             text, stem = _read_module(target, own_python), target.rpartition(".")[2]
         case CommandKind.PROGRAM:
-            text, stem = _Text(_digest(_program(target).encode())), Path(target).stem
-    return Script(command, text.fingerprint, stem, text.imports, text.needs_packages)
+            text, stem = ProgramText(_digest(_program(target).encode())), Path(target).stem
+    return Script(command, stem, text)
 
 
-def _read_script(path: Path, own_python: bool) -> _Text:
+def _read_script(path: Path, own_python: bool) -> ProgramText:
     if os.path.isdir(path):  # like Path.is_dir, but accepts any name
         if not (path / "__main__.py").is_file():
             raise CommandError(f"{path} is a directory; expected a Python script.")
@@ -81,7 +75,7 @@ def _read_script(path: Path, own_python: bool) -> _Text:
     except OSError as error:
         raise CommandError(f"the script {path} cannot be read: {error.strerror}.") from error
     if not own_python or source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(path):
-        return _Text(_digest(source))
+        return ProgramText(_digest(source))
     _check_syntax(source, path)
     real = os.path.realpath(path)
     return _text(source, [real], os.path.dirname(real))
@@ -101,9 +95,9 @@ def _check_syntax(source: bytes, path: Path) -> None:
         raise CommandError(f"{path} is not a Python script: {error}.") from error
 
 
-def _read_module(name: str, own_python: bool) -> _Text:
+def _read_module(name: str, own_python: bool) -> ProgramText:
     if not own_python:
-        return _Text(_digest(name.encode()))
+        return ProgramText(_digest(name.encode()))
     if name.endswith(".py"):
         raise CommandError(f"-m takes a module, such as package.job, not a file; leave -m out to run {name}.")
     spec, packages = _locate(name), name.split(".")[:-1]
@@ -116,18 +110,18 @@ def _read_module(name: str, own_python: bool) -> _Text:
     if spec.origin == "built-in":
         raise CommandError(f"{name} is built into Python, so -m cannot run it.")
     if spec.origin is None or not os.path.isfile(spec.origin):
-        return _Text(_digest(name.encode()))
+        return ProgramText(_digest(name.encode()))
     path = Path(spec.origin)
     source = path.read_bytes()
     if path.suffix != ".py":
-        return _Text(_digest(source))
+        return ProgramText(_digest(source))
     _check_syntax(source, path)
     specs = [_locate(".".join(packages[: n + 1])) for n in range(len(packages))]
     before = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
     return _text(source, [*before, str(path)], os.getcwd())
 
 
-def _text(source: bytes, paths: Sequence[str], folder: str) -> _Text:
+def _text(source: bytes, paths: Sequence[str], folder: str) -> ProgramText:
     """Return what the program begins to import, if any of it is not of the standard library. ``paths``: of
     the packages that ``python -m`` imports first, and of the program. ``folder``: leads the workers'
     ``sys.path``."""
@@ -147,14 +141,13 @@ def _text(source: bytes, paths: Sequence[str], folder: str) -> _Text:
         )
 
     try:
-        imports = first_imports(paths, is_installed)
-        packages = set(map(package_of, imports)) - sys.stdlib_module_names
-        if "torch" in packages and not changes_environment(paths, folder):
-            imports += (_WITH_TORCH,)
-        needs_packages = imports_packages(paths, folder)
+        imports = read_imports(paths, folder, is_installed)
     except (OSError, SyntaxError, ValueError):  # only the script itself has been checked
-        return _Text(_digest(source))
-    return _Text(_digest(source), imports if packages else (), needs_packages)
+        return ProgramText(_digest(source))
+    first, packages = imports.first, set(map(package_of, imports.first)) - sys.stdlib_module_names
+    if "torch" in packages and not imports.changes_environment:
+        first += (_WITH_TORCH,)
+    return ProgramText(_digest(source), first if packages else (), imports.needs_packages)
 
 
 def _locate(name: str) -> ModuleSpec | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.cli.first_imports import changes_environment, first_imports
+from elasticd.cli.first_imports import read_imports
 from elasticd.cli.script import find
 from elasticd.daemon.config import CommandKind
 
@@ -21,7 +21,7 @@ def read(tmp_path: Path) -> Read:
 
     def read(text: str, *own: str) -> tuple[str, ...]:
         (tmp_path / "text.py").write_text(text)
-        return first_imports([str(tmp_path / "text.py")], lambda name: name not in own)
+        return read_imports([str(tmp_path / "text.py")], str(tmp_path), lambda name: name not in own).first
 
     return read
 
@@ -92,7 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _of_script(folder: Path, text: str) -> tuple[str, ...]:
     (folder / "job.py").write_text(text)
-    return find(CommandKind.SCRIPT, "job.py", ()).imports
+    return find(CommandKind.SCRIPT, "job.py", ()).text.imports
 
 
 @pytest.mark.parametrize("name", ["installed", "elasticd", "numpy"])
@@ -108,7 +108,7 @@ def test_what_is_the_scripts_own_or_nowhere_ends_the_list(folder: Path, name: st
 def test_a_module_beside_a_linked_script_is_its_own(folder: Path, tmp_path: Path) -> None:
     (folder / "job.py").write_text("import installed, shadowed")
     (tmp_path / "link.py").symlink_to(folder / "job.py")
-    assert find(CommandKind.SCRIPT, str(tmp_path / "link.py"), ()).imports == ()
+    assert find(CommandKind.SCRIPT, str(tmp_path / "link.py"), ()).text.imports == ()
 
 
 def test_the_standard_library_alone_is_not_worth_a_list(folder: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_standard_library_alone_is_not_worth_a_list(folder: Path) -> None:
 
 def test_another_python_may_import_anything_else(folder: Path) -> None:
     (folder / "job.py").write_text("import installed")
-    assert find(CommandKind.SCRIPT, "job.py", (), own_python=False).imports == ()
+    assert find(CommandKind.SCRIPT, "job.py", (), own_python=False).text.imports == ()
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,13 @@ def test_a_module_is_read_after_its_package(folder: Path, init: str, listed: tup
     (package / "__init__.py").write_text(init)
     for name in ("job", "__main__"):
         (package / f"{name}.py").write_text("import installed\nfrom package import other\nimport torch")
-    assert find(CommandKind.MODULE, "package.job", ()).imports == listed
-    assert find(CommandKind.MODULE, "package", ()).imports == listed
+    assert find(CommandKind.MODULE, "package.job", ()).text.imports == listed
+    assert find(CommandKind.MODULE, "package", ()).text.imports == listed
 
 
 def test_a_module_in_no_package_is_read_as_a_script(folder: Path) -> None:
     (folder / "job.py").write_text("import installed, numpy")
-    assert find(CommandKind.MODULE, "job", ()).imports == ("installed", "numpy")
+    assert find(CommandKind.MODULE, "job", ()).text.imports == ("installed", "numpy")
 
 
 # ---------------------------------------------------------------- what torch imports for the first optimizer
@@ -178,7 +178,8 @@ def test_nor_if_a_module_of_the_script_does_so(folder: Path, statement: str) -> 
     }.items():
         (folder / path).write_text(text)
     assert _of_script(folder, f"import torch\n{statement}") == ("torch",)
-    assert changes_environment([str(folder / "package" / "deep.py")], str(folder))
+    deep = read_imports([str(folder / "package" / "deep.py")], str(folder), lambda name: True)
+    assert deep.changes_environment
 
 
 def test_a_module_of_the_script_that_cannot_be_read_leaves_nothing_to_list(folder: Path) -> None:
