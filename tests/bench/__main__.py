@@ -29,7 +29,8 @@ def start(workers: str, pairs: int, only: tuple[str, ...]) -> None:
     """A command to the first step, its CPU time, and a kill a second after the first step."""
     from tests.bench.start import start as measure
 
-    click.echo(measure([int(size) for size in workers.split(",")], pairs, only))
+    for table in measure([int(size) for size in workers.split(",")], pairs, only):
+        click.echo(table)
 
 
 @main.command()
@@ -41,7 +42,8 @@ def recovery(workers: str, kills: int, megabytes: str) -> None:
     from tests.bench.recovery import recovery as measure
 
     worlds, sizes = ([int(n) for n in text.split(",")] for text in (workers, megabytes))
-    click.echo(measure(worlds, kills, sizes))
+    for table in measure(worlds, kills, sizes):
+        click.echo(table)
 
 
 @main.command()
@@ -63,7 +65,8 @@ def goodput(workers: int, seconds: float, every: float, torchrun: bool) -> None:
     """Steps made while a worker is killed every so often, of those made undisturbed."""
     from tests.bench.goodput import goodput as measure
 
-    click.echo(measure(workers, seconds, every, torchrun))
+    for line in measure(workers, seconds, every, torchrun):
+        click.echo(line)
 
 
 @main.command("node-loss")

@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -69,8 +69,8 @@ def _kept(launcher: Launcher, workers: int, kills: int, every_s: float) -> Kept:
             steps.close()
 
 
-def goodput(workers: int, lasts_s: float, every_s: float, torchrun: bool) -> str:
-    """Each launcher in turn, for ``lasts_s`` seconds."""
+def goodput(workers: int, lasts_s: float, every_s: float, torchrun: bool) -> Iterator[str]:
+    """Yield a line for each launcher, which trains for ``lasts_s`` seconds."""
     rows: dict[str, Launcher] = {
         "elasticd in place, with a spare": lambda s, log: launch.elasticd_in_place(workers, s, log, spares=1),
         "elasticd in place": lambda s, log: launch.elasticd_in_place(workers, s, log, spares=0),
@@ -79,7 +79,6 @@ def goodput(workers: int, lasts_s: float, every_s: float, torchrun: bool) -> str
     if torchrun:
         rows["torchrun"] = lambda s, log: launch.torchrun_alone(workers, s, log)
     kills = max(1, round(lasts_s / every_s))
-    lines = [f"a worker of {workers} killed every {every_s:g} s: steps made, of an undisturbed run's"]
+    yield f"a worker of {workers} killed every {every_s:g} s: steps made, of an undisturbed run's"
     for name, launcher in rows.items():
-        lines.append(f"  {name:<34} {_kept(launcher, workers, kills, every_s)}")
-    return "\n".join(lines)
+        yield f"  {name:<34} {_kept(launcher, workers, kills, every_s)}"

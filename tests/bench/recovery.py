@@ -157,22 +157,20 @@ def node_loss(launcher: Callable[[Path, Path], Launched], lose: int, timeout_s: 
 FLOOR = "floor: abort a group, build the next"
 
 
-def recovery(worlds: Sequence[int], kills: int, megabytes: Sequence[int]) -> str:
-    """A worker killed on one node: for each number of workers and each size of a worker, and how the times
-    grow from one to the next."""
-    texts: list[str] = []
+def recovery(worlds: Sequence[int], kills: int, megabytes: Sequence[int]) -> Iterator[str]:
+    """Yield the tables of a worker killed on one node: for each number of workers and each size of a worker,
+    and how the times grow from one to the next."""
     medians: dict[str, list[float | None]] = {}
     for workers in worlds:
         for size in megabytes:
             os.environ["BENCH_MEGABYTES"] = str(size)
             rows = _recovery(workers, kills)
-            texts.append(_tables(rows, f"{workers} workers of {size} MB"))
+            yield _tables(rows, f"{workers} workers of {size} MB")
             for name, row in rows.items():
                 medians.setdefault(name, []).append(_median([kill.took for kill in row]))
-    if len(texts) > 1:
-        columns = [f"{workers} x {size} MB" for workers in worlds for size in megabytes]
-        texts.append(report.growth("how the medians grow, times the first", columns, medians))
-    return "\n".join(texts)
+    columns = [f"{workers} x {size} MB" for workers in worlds for size in megabytes]
+    if len(columns) > 1:
+        yield report.growth("how the medians grow, times the first", columns, medians)
 
 
 def _median(times: Sequence[float | None]) -> float | None:

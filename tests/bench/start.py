@@ -9,7 +9,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,17 +107,16 @@ JOBS: Mapping[str, Sequence[object]] = {
 }
 
 
-def start(sizes: Sequence[int], pairs: int, only: Sequence[str] = ()) -> str:
-    """Torchrun and elasticd in turn. ``only``: the scripts whose names begin so."""
-    tables = []
+def start(sizes: Sequence[int], pairs: int, only: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the tables of torchrun and elasticd in turn. ``only``: the scripts whose names begin so."""
     for name, job in JOBS.items():
         if only and not name.startswith(tuple(only)):
             continue
         if name == "transformers" and importlib.util.find_spec(name) is None:
-            tables.append(f"{name}: left out, not installed here")
+            yield f"{name}: left out, not installed here"
             continue
-        tables += [_compared(name, job, workers, pairs) for workers in sizes]
-    return "\n".join(tables)
+        for workers in sizes:
+            yield _compared(name, job, workers, pairs)
 
 
 def _compared(name: str, job: Sequence[object], workers: int, pairs: int) -> str:
