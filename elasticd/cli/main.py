@@ -157,6 +157,8 @@ def _sentence(error: click.ClickException) -> str:
             candidates = [names] if isinstance(names, str) else names
             name = next((n for n in candidates if os.environ.get(n)), candidates[0])
             message = f"{message.rstrip('.')} (from the environment variable {name})."
+        elif source is ParameterSource.DEFAULT_MAP:
+            message = f"{message.rstrip('.')} (from the job file)."
     return message
 
 

@@ -6,7 +6,7 @@ options are also read from ``PET_<NAME>``, elasticd's from ``ELASTICD_<NAME>``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache
@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
+import cloup
 from click.core import ParameterSource
 
+from elasticd.cli.command_error import CommandError
+from elasticd.cli.job_file import SUFFIX, read_job_file
 from elasticd.cli.option_types import Seconds, Switch, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]
+
+_HELP_ALL: Final = f"{__name__}.help_all"  # in a context's meta: whether to print the help of all options
 
 
 class OptionSource(IntEnum):
@@ -73,6 +79,7 @@ class RunOptions:
     http_token_file: Path | None = None
     plain: bool = False
     log_format: str = "auto"
+    log_level: str | None = None
     termination_log: Path | None = None
     # torchrun's
     nnodes: str | None = None
@@ -137,7 +144,7 @@ def _torchruns(*names: str, type: Any = str, help: str = "", **more: Any) -> Cal
 
 def _option(whose: str, names: tuple[str, ...], **more: Any) -> Callable[[F], F]:
     destination = names[-1].lstrip("-").replace("-", "_")
-    return click.option(*names, destination, envvar=f"{whose}_{destination.upper()}", **more)
+    return cloup.option(*names, destination, envvar=f"{whose}_{destination.upper()}", **more)
 
 
 def _our_switch(name: str, help: str) -> Callable[[F], F]:
@@ -148,175 +155,267 @@ def _torchruns_switch(*names: str, help: str) -> Callable[[F], F]:
     return _torchruns(*names, type=Switch(), help=help, is_flag=True, default=False)
 
 
-def etcd_options(command: F) -> F:
-    """Add the options for etcd's address and login, which all commands share."""
-    for option in reversed(
-        (
-            _ours("--etcd", help="Endpoints of etcd: http://a:2379,http://b:2379", metavar="URLS"),
-            _ours("--etcd-cacert", _FILE, "CA certificate for https:// endpoints."),
-            _ours("--etcd-cert", _FILE, "Client certificate."),
-            _ours("--etcd-key", _FILE, "Key of the client certificate."),
-            _ours("--etcd-user", help="User name in etcd, which needs https:// endpoints."),
-            _ours(
-                "--etcd-password-file",
-                _FILE,
-                "Password of --etcd-user, as a file or pipe; else ELASTICD_ETCD_PASSWORD.",
-            ),
-        )
-    ):
-        command = option(command)
+_ETCD_OPTION = _ours("--etcd", help="Endpoints of etcd: http://a:2379,http://b:2379", metavar="URLS")
+_LOGIN_OPTIONS: tuple[Decorator, ...] = (
+    _ours("--etcd-cacert", _FILE, "CA certificate for https:// endpoints."),
+    _ours("--etcd-cert", _FILE, "Client certificate."),
+    _ours("--etcd-key", _FILE, "Key of the client certificate."),
+    _ours("--etcd-user", help="User name in etcd, which needs https:// endpoints."),
+    _ours(
+        "--etcd-password-file",
+        _FILE,
+        "Password of --etcd-user, as a file or pipe; else ELASTICD_ETCD_PASSWORD.",
+    ),
+)
+
+
+def _add(decorators: Sequence[Decorator], command: F) -> F:
+    for decorator in reversed(decorators):
+        command = decorator(command)
     return command
 
 
-_RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    # size
-    _ours("--min", _COUNT, "Fewest workers to train with."),
-    _ours("--max", _COUNT, "Most workers to train with."),
-    _ours(
-        "--unit",
-        _COUNT,
-        "Train with whole units of N workers each, such as the stages of a pipeline: ranks 0 to N-1 are the "
-        "first unit. --min and --max are multiples of N.  [1]",
-        metavar="N",
+def etcd_options(command: F) -> F:
+    """Add the options for etcd's address and login, which all commands share."""
+    return _add((_ETCD_OPTION, *_LOGIN_OPTIONS), command)
+
+
+# The groups of options in the help of ``elasticd run``.
+_BASIC_GROUPS: tuple[Decorator, ...] = (
+    cloup.option_group(
+        "How many workers",
+        _ours("--min", _COUNT, "Fewest workers to train with."),
+        _ours("--max", _COUNT, "Most workers to train with."),
+        _ours(
+            "--slots",
+            help="Workers that this node offers: a number, or auto (one per GPU, else one per core).",
+            metavar="N|auto",
+        ),
+        _torchruns(
+            "--nproc-per-node", help="Workers that a node offers: a number, auto, cpu, gpu or xpu.  [1]"
+        ),
+        _torchruns(
+            "--nnodes",
+            help="Nodes: N or MIN:MAX. The limits in workers are --nproc-per-node times that.  [1]",
+        ),
     ),
-    _ours(
-        "--unit-within",
-        click.Choice(["node", "any"]),
-        "Where the workers of a unit may be: on one node, or also on neighbouring ones if they do not fit on "
-        "one.  [any]",
+    cloup.option_group(
+        "The job",
+        _ours("--job", help="Name of the job; the same on all its nodes."),
+        _ETCD_OPTION,
+        _torchruns_switch("--standalone", help="One node, without a shared etcd."),
+        _torchruns_switch("-m", "--module", help="The script is a module, as with python -m."),
     ),
-    _ours("--sizes", help="The only numbers of workers to train with: 2,4,8", metavar="N,N,..."),
-    _ours(
-        "--slots",
-        help="Workers that this node offers: a number, or auto (one per GPU, else one per core).",
-        metavar="N|auto",
+    cloup.option_group(
+        "Failures and hangs",
+        _torchruns("--max-restarts", type=Whole(0), help="Failures to survive within an hour.  [10]"),
+        _ours(
+            "--hang-after",
+            help="Time without a step after which a worker counts as hung: seconds, auto (learned from the "
+            "job's steps) or off.  [auto]",
+            metavar="auto|SECONDS|off",
+        ),
     ),
-    # names and addresses
-    _ours("--job", help="Name of the job; the same on all its nodes."),
-    _ours("--node", help="Name of this node.  [the host's name, with a number if that name is taken]"),
-    _ours(
-        "--address",
-        help="Address at which other nodes reach this node. gloo and NCCL use the interface of this address.",
+    cloup.option_group(
+        "Checkpoints",
+        _ours(
+            "--checkpoints",
+            help="Where worker.State and worker.Checkpoints() save: a folder that all nodes can write to, "
+            "or an address such as s3://bucket/run1.",
+            metavar="PATH|URL",
+        ),
+        _ours(
+            "--checkpoint-every",
+            help="How often to save: steps (100), time (90s, 10m, 1h), or auto (from the cost of a save and "
+            "the rate of failures).",
+            metavar="N|TIME|auto",
+        ),
     ),
-    etcd_options,
-    # patience
-    _ours("--join-timeout", Seconds(), "Seconds to wait for --min workers, else exit code 3.  [600]"),
-    _ours("--grow-cooldown", Seconds(), "Seconds that a round lasts before the job may grow.  [30]"),
-    _ours(
-        "--node-ttl",
-        Seconds(2.0, ", and etcd keeps no lease shorter than that"),
-        "Seconds after which a silent node counts as lost.  [5]",
+    cloup.option_group(
+        "Output and metrics",
+        _torchruns("--log-dir", type=_FILE, help="Folder for the workers' output."),
+        _ours(
+            "--http",
+            help="Where metrics and a status page are served, or off.  [127.0.0.1:9408, or a free port]",
+            metavar="HOST:PORT|off",
+        ),
+        _our_switch("--plain", "No live view, even on a terminal."),
     ),
-    _ours(
-        "--etcd-wait", Seconds(), "Seconds to wait for etcd at the start, else exit code 4.  [5, else code 2]"
+)
+_OTHER_GROUPS: tuple[Decorator, ...] = (
+    cloup.option_group(
+        "Units and sizes",
+        _ours(
+            "--unit",
+            _COUNT,
+            "Train with whole units of N workers each, such as the stages of a pipeline: ranks 0 to N-1 are "
+            "the first unit. --min and --max are multiples of N.  [1]",
+            metavar="N",
+        ),
+        _ours(
+            "--unit-within",
+            click.Choice(["node", "any"]),
+            "Where the workers of a unit may be: on one node, or also on neighbouring ones if they do not "
+            "fit on one.  [any]",
+        ),
+        _ours("--sizes", help="The only numbers of workers to train with: 2,4,8", metavar="N,N,..."),
     ),
-    # failures
-    _ours(
-        "--policy",
-        _FILE,
-        "TOML file with further settings for waits, failures, hangs and stragglers: see docs/policy.md",
+    cloup.option_group(
+        "Names and addresses",
+        _ours("--node", help="Name of this node.  [the host's name, with a number if that name is taken]"),
+        _ours(
+            "--address",
+            help="Address at which other nodes reach this node. gloo and NCCL use the interface of this "
+            "address.",
+        ),
     ),
-    # hangs
-    _ours(
-        "--hang-after",
-        help="Time without a step after which a worker counts as hung: seconds, auto (learned from the job's "
-        "steps) or off.  [auto]",
-        metavar="auto|SECONDS|off",
+    cloup.option_group(
+        "The login to etcd",
+        *_LOGIN_OPTIONS,
     ),
-    # stragglers
-    _ours(
-        "--stragglers",
-        type=click.Choice(["report", "drain"]),
-        help="What to do about a worker that is slower than its peers, or whose GPU has errors: report the "
-        "worker, or leave its slot out for a while.  [report]",
+    cloup.option_group(
+        "Waits",
+        _ours("--join-timeout", Seconds(), "Seconds to wait for --min workers, else exit code 3.  [600]"),
+        _ours("--grow-cooldown", Seconds(), "Seconds that a round lasts before the job may grow.  [30]"),
+        _ours(
+            "--node-ttl",
+            Seconds(2.0, ", and etcd keeps no lease shorter than that"),
+            "Seconds after which a silent node counts as lost.  [5]",
+        ),
+        _ours(
+            "--etcd-wait",
+            Seconds(),
+            "Seconds to wait for etcd at the start, else exit code 4.  [5, else code 2]",
+        ),
+        _ours(
+            "--policy",
+            _FILE,
+            "TOML file with further settings for waits, failures, hangs and stragglers: see docs/policy.md",
+        ),
     ),
-    # NaN and infinite values
-    _ours(
-        "--on-nonfinite",
-        type=click.Choice(["ignore", "stop", "rollback"]),
-        help="What to do if a script reports a loss or gradient that is NaN or infinite: count the step, "
-        "stop the job (exit code 6), or go back to the last checkpoint. The third return without "
-        "progress stops the job.  [ignore]",
+    cloup.option_group(
+        "Workers that start, hang or train badly",
+        _our_switch(
+            "--fresh-start",
+            "Start workers as new processes, not as forks of one that has imported torch; slower restarts.",
+        ),
+        _ours(
+            "--spares",
+            type=Whole(0),
+            default=0,
+            help="Extra workers that wait to replace failed ones, for scripts that use elasticd.worker.  [0]",
+            metavar="N",
+        ),
+        _ours(
+            "--stragglers",
+            type=click.Choice(["report", "drain"]),
+            help="What to do about a worker that is slower than its peers, or whose GPU has errors: report "
+            "the worker, or leave its slot out for a while.  [report]",
+        ),
+        _ours(
+            "--on-nonfinite",
+            type=click.Choice(["ignore", "stop", "rollback"]),
+            help="What to do if a script reports a loss or gradient that is NaN or infinite: count the "
+            "step, stop the job (exit code 6), or go back to the last checkpoint. The third return without "
+            "progress stops the job.  [ignore]",
+        ),
     ),
-    # how workers start
-    _our_switch(
-        "--fresh-start",
-        "Start workers as new processes, not as forks of one that has imported torch; slower restarts.",
+    cloup.option_group(
+        "More of checkpoints",
+        _ours(
+            "--checkpoint-rate",
+            help="Most bytes of checkpoints that a node writes per second while it trains: 200M.  [no limit]",
+            metavar="SIZE",
+        ),
+        _ours(
+            "--resume",
+            click.Choice(["auto", "required", "never"]),
+            "auto: load the newest whole checkpoint, if there is one. required: end with exit code 5 if "
+            "there is none. never: load only checkpoints of this job.",
+            default="auto",
+        ),
+        _ours(
+            "--replicate",
+            type=click.IntRange(0, 1),
+            default=0,
+            help="Number of other nodes that keep a copy of this node's checkpoints in memory.  [0]",
+            metavar="0|1",
+        ),
+        _our_switch(
+            "--audit",
+            "Have workers note which samples they use, for `elasticd audit`; see elasticd.worker.Data.",
+        ),
     ),
-    _ours(
-        "--spares",
-        type=Whole(0),
-        default=0,
-        help="Extra workers that wait to replace failed ones, for scripts that use elasticd.worker.  [0]",
-        metavar="N",
+    cloup.option_group(
+        "More of output and metrics",
+        _ours("--http-cert", _FILE, "Certificate for serving metrics and status over https."),
+        _ours("--http-key", _FILE, "Key of the certificate of --http-cert."),
+        _ours(
+            "--http-token-file",
+            _FILE,
+            "File with the token that clients need for metrics and status. /healthz and /readyz need none.",
+        ),
+        _ours(
+            "--log-format",
+            click.Choice(["auto", "console", "json"]),
+            "auto: console on a terminal, else json.",
+            default="auto",
+        ),
+        _ours(
+            "--log-level",
+            click.Choice(["debug", "info", "warning", "error"]),
+            "Least severe events that are logged; else LOGLEVEL.  [info]",
+        ),
+        _ours("--termination-log", _FILE, "File to write the reason of the end to, for Kubernetes."),
     ),
-    # checkpoints
-    _ours(
-        "--checkpoints",
-        help="Where worker.State and worker.Checkpoints() save: a folder that all nodes can write to, or an "
-        "address such as s3://bucket/run1.",
-        metavar="PATH|URL",
+    cloup.option_group(
+        "torchrun's rendezvous",
+        _torchruns("--rdzv-backend", help="etcd-v3 (or etcd, etcd-v2): --rdzv-endpoint is an etcd."),
+        _torchruns("--rdzv-endpoint", help="HOST:PORT of the etcd."),
+        _torchruns("--rdzv-id", help="Name of the job, as --job."),
+        _torchruns("--rdzv-conf", help="key=value,…: timeouts and certificates."),
+        _torchruns(
+            "--master-addr",
+            help="Ignored, except that --master-port also listens at this address if it is this node's.",
+        ),
+        _torchruns(
+            "--master-port",
+            type=int,
+            help="Port that forwards to the store of each round, for scripts with init_method=tcp://.",
+        ),
+        _torchruns("--local-addr", help="Address at which other nodes reach this one, as --address."),
     ),
-    _ours(
-        "--checkpoint-every",
-        help="How often to save: steps (100), time (90s, 10m, 1h), or auto (from the cost of a save and "
-        "the rate of failures).",
-        metavar="N|TIME|auto",
+    cloup.option_group(
+        "torchrun's workers",
+        _torchruns("--role", help="Role of the workers, for their environment.  [default]"),
+        _torchruns_switch("--no-python", help="The script is an executable program, not Python."),
+        _torchruns_switch("--run-path", help="Run the script as a script, also with -m or --no-python."),
+        _torchruns(
+            "--numa-binding",
+            type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
+            help="Bind workers to the cores near their GPU.",
+        ),
+        _torchruns(
+            "--signals-to-handle", help="Signals that drain this node.  [SIGTERM,SIGINT,SIGHUP,SIGQUIT]"
+        ),
+        _torchruns("--shutdown-timeout", type=Seconds(), help="Seconds between SIGTERM and SIGKILL.  [30]"),
+        _torchruns_switch("--virtual-local-rank", help="Give every worker LOCAL_RANK 0 and one visible GPU."),
     ),
-    _ours(
-        "--checkpoint-rate",
-        help="Most bytes of checkpoints that a node writes per second while it trains: 200M.  [no limit]",
-        metavar="SIZE",
+    cloup.option_group(
+        "torchrun's output",
+        _torchruns(
+            "-r", "--redirects", help="Output to files: 0 no, 1 stdout, 2 stderr, 3 both; or RANK:0-3,…"
+        ),
+        _torchruns("-t", "--tee", help="Output to files and the terminal, as for --redirects."),
+        _torchruns("--local-ranks-filter", help="Local ranks whose output is shown: 0,1,2"),
+        _torchruns(
+            "--duplicate-stdout-filters", help="Copy lines of stdout with these words to a file: apple,orange"
+        ),
+        _torchruns("--duplicate-stderr-filters", help="Copy lines of stderr with these words to a file."),
+        _torchruns("--logs-specs", help="An entry point of the group torchrun.logs_specs."),
     ),
-    _ours(
-        "--resume",
-        click.Choice(["auto", "required", "never"]),
-        "auto: load the newest whole checkpoint, if there is one. required: end with exit code 5 if there is "
-        "none. never: load only checkpoints of this job.",
-        default="auto",
-    ),
-    _ours(
-        "--replicate",
-        type=click.IntRange(0, 1),
-        default=0,
-        help="Number of other nodes that keep a copy of this node's checkpoints in memory.  [0]",
-        metavar="0|1",
-    ),
-    # audit, metrics and logs
-    _our_switch(
-        "--audit", "Have workers note which samples they use, for `elasticd audit`; see elasticd.worker.Data."
-    ),
-    _ours(
-        "--http",
-        help="Where metrics and a status page are served, or off.  [127.0.0.1:9408, or a free port]",
-        metavar="HOST:PORT|off",
-    ),
-    _ours("--http-cert", _FILE, "Certificate for serving metrics and status over https."),
-    _ours("--http-key", _FILE, "Key of the certificate of --http-cert."),
-    _ours(
-        "--http-token-file",
-        _FILE,
-        "File with the token that clients need for metrics and status. /healthz and /readyz need none.",
-    ),
-    _our_switch("--plain", "No live view, even on a terminal."),
-    _ours(
-        "--log-format",
-        click.Choice(["auto", "console", "json"]),
-        "auto: console on a terminal, else json.",
-        default="auto",
-    ),
-    _ours("--termination-log", _FILE, "File to write the reason of the end to, for Kubernetes."),
-    # torchrun's
-    _torchruns(
-        "--nnodes", help="Nodes: N or MIN:MAX. The limits in workers are --nproc-per-node times that.  [1]"
-    ),
-    _torchruns("--nproc-per-node", help="Workers that a node offers: a number, auto, cpu, gpu or xpu.  [1]"),
-    _torchruns("--rdzv-backend", help="etcd-v3 (or etcd, etcd-v2): --rdzv-endpoint is an etcd."),
-    _torchruns("--rdzv-endpoint", help="HOST:PORT of the etcd."),
-    _torchruns("--rdzv-id", help="Name of the job, as --job."),
-    _torchruns("--rdzv-conf", help="key=value,…: timeouts and certificates."),
-    _torchruns_switch("--standalone", help="One node, without a shared etcd."),
-    _torchruns("--max-restarts", type=Whole(0), help="Failures to survive within an hour.  [10]"),
+)
+_WITHOUT_EFFECT: tuple[Decorator, ...] = (
     _torchruns("--monitor-interval", type=float, help="Ignored.", hidden=True),
     _torchruns(
         "--start-method",
@@ -325,38 +424,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         hidden=True,
     ),
     _torchruns("--event-log-handler", help="Ignored.", hidden=True),
-    _torchruns("--role", help="Role of the workers, for their environment.  [default]"),
-    _torchruns_switch("-m", "--module", help="The script is a module, as with python -m."),
-    _torchruns_switch("--no-python", help="The script is an executable program, not Python."),
-    _torchruns_switch("--run-path", help="Run the script as a script, also with -m or --no-python."),
-    _torchruns("--log-dir", type=_FILE, help="Folder for the workers' output."),
-    _torchruns("-r", "--redirects", help="Output to files: 0 no, 1 stdout, 2 stderr, 3 both; or RANK:0-3,…"),
-    _torchruns("-t", "--tee", help="Output to files and the terminal, as for --redirects."),
-    _torchruns("--local-ranks-filter", help="Local ranks whose output is shown: 0,1,2"),
-    _torchruns(
-        "--duplicate-stdout-filters", help="Copy lines of stdout with these words to a file: apple,orange"
-    ),
-    _torchruns("--duplicate-stderr-filters", help="Copy lines of stderr with these words to a file."),
     _torchruns("--node-rank", type=int, help="Ignored.", hidden=True),
-    _torchruns(
-        "--master-addr",
-        help="Ignored, except that --master-port also listens at this address if it is this node's.",
-    ),
-    _torchruns(
-        "--master-port",
-        type=int,
-        help="Port that forwards to the store of each round, for scripts with init_method=tcp://.",
-    ),
-    _torchruns("--local-addr", help="Address at which other nodes reach this one, as --address."),
-    _torchruns("--logs-specs", help="An entry point of the group torchrun.logs_specs."),
-    _torchruns(
-        "--numa-binding",
-        type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
-        help="Bind workers to the cores near their GPU.",
-    ),
-    _torchruns("--signals-to-handle", help="Signals that drain this node.  [SIGTERM,SIGINT,SIGHUP,SIGQUIT]"),
-    _torchruns("--shutdown-timeout", type=Seconds(), help="Seconds between SIGTERM and SIGKILL.  [30]"),
-    _torchruns_switch("--virtual-local-rank", help="Give every worker LOCAL_RANK 0 and one visible GPU."),
 )
 
 
@@ -414,13 +482,57 @@ CONTEXT_SETTINGS: dict[str, Any] = {
 }
 
 
+class RunCommand(cloup.Command):
+    """A command with the options of ``elasticd run``, of which ``--help`` lists the basic ones. A job file in
+    place of the script gives the options that neither the command line nor the environment has."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        found = self.make_context(ctx.info_name, [*args], ctx.parent, resilient_parsing=True).params
+        target = found.get("target")
+        if isinstance(target, str) and target.endswith(SUFFIX):
+            flags = {
+                option.name: option.is_flag
+                for option in self.params
+                if isinstance(option, click.Option) and option.name is not None and option.expose_value
+            }
+            try:
+                job = read_job_file(Path(target), flags)
+            except CommandError as error:
+                raise click.UsageError(error.sentence, ctx) from error
+            ctx.default_map = dict(job.options)
+            at = len(args) - len(found["args"] or ()) - 1
+            args = [*args[:at], job.script, *job.args, *args[at + 1 :]]
+        return super().parse_args(ctx, args)
+
+    def format_params(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        basic = len(_BASIC_GROUPS)
+        for group in self.option_groups[basic:]:
+            group.hidden = not ctx.meta.get(_HELP_ALL)
+        super().format_params(ctx, formatter)
+
+
+def _print_all_help(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        ctx.meta[_HELP_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
 def run_options(command: F) -> F:
-    """Add all options of ``_RUN_OPTIONS``, TARGET and ARGS to a click command."""
+    """Add all options of ``elasticd run``, TARGET and ARGS to a command."""
     command = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")(command)
     command = click.argument("target", type=click.UNPROCESSED, metavar="SCRIPT")(command)
-    for option in reversed(_RUN_OPTIONS):
-        command = option(command)
-    return command
+    help_all = cloup.option(
+        "--help-all",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_print_all_help,
+        help="Show all options and exit.",
+    )
+    return _add((*_BASIC_GROUPS, *_OTHER_GROUPS, *_WITHOUT_EFFECT, help_all), command)
 
 
 def collect(ctx: click.Context, etcd_password: str | None) -> RunOptions:

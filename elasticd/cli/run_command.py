@@ -19,7 +19,14 @@ from elasticd.cli import passwords
 from elasticd.cli.begin import Stopped
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.machine import Machine, reserve_node_name, working_directory_fault
-from elasticd.cli.options import CONTEXT_SETTINGS, REMOVED_OPTIONS, RunOptions, collect, run_options
+from elasticd.cli.options import (
+    CONTEXT_SETTINGS,
+    REMOVED_OPTIONS,
+    RunCommand,
+    RunOptions,
+    collect,
+    run_options,
+)
 from elasticd.cli.run_configuration import plan
 from elasticd.daemon.config import RunConfig
 from elasticd.telemetry.termination import TerminationLog
@@ -45,14 +52,20 @@ _PERMANENT_ERRORS: Final = {
 }
 
 
-@click.command(context_settings=CONTEXT_SETTINGS)
+@click.command(
+    cls=RunCommand,
+    context_settings=CONTEXT_SETTINGS,
+    epilog="Environment variables set options, too: ELASTICD_MIN=2 is --min 2, and PET_NNODES=2 is "
+    "torchrun's --nnodes 2.",
+)
 @run_options
 @click.pass_context
 def run(ctx: click.Context, /, **_: object) -> int:
     """Run a training script, and keep it running.
 
-    Takes torchrun's options as well as its own. Options come before SCRIPT; all that follows SCRIPT goes to
-    the script.
+    Takes torchrun's options as well as its own: `elasticd run --help-all` shows all of them. Options come
+    before SCRIPT; all that follows SCRIPT goes to the script. SCRIPT may be a job file, such as job.toml,
+    which names the script and its options.
     """
     options = collect(ctx, passwords.of_login(ctx.params))
     for name in _FOR_THE_AGENT_ALONE:
@@ -92,7 +105,7 @@ def _run(options: RunOptions, termination_log: TerminationLog) -> int:
         try:
             log.setup(
                 options.log_format,  # type: ignore[arg-type]  # one of click's choices
-                level=os.environ.get("LOGLEVEL") or "info",
+                level=options.log_level or os.environ.get("LOGLEVEL") or "info",
                 line=view.line,
             )
         except ValueError as error:

@@ -69,7 +69,7 @@ class ElasticLoader:
         self._drain = Drain()
         self.epoch = self.step = 0
         largest = largest_world(accelerator.num_processes)
-        self._global_batch = loader.batch_size * accelerator.gradient_accumulation_steps * largest  # type: ignore[operator]
+        self._global_batch = loader.batch_size * accelerator.gradient_accumulation_steps * largest
         accelerator.register_for_checkpointing(self)
         newest = self._checkpoints.newest_on_all_ranks(self._gather)
         if newest is not None:
@@ -139,4 +139,5 @@ class ElasticLoader:
 
     def _gather(self, number: int) -> list[int]:
         accelerator = self._accelerator
-        return accelerator.gather(torch.tensor([number], device=accelerator.device)).tolist()
+        mine = torch.tensor([number], device=accelerator.device)
+        return [int(found) for found in accelerator.gather(mine)]

@@ -79,7 +79,7 @@ class ElasticFit(Callback):  # type: ignore[misc]
 
         def gather(number: int) -> list[int]:
             mine = torch.tensor(number, device=trainer.strategy.root_device)
-            return trainer.strategy.all_gather(mine).flatten().tolist()
+            return [int(found) for found in trainer.strategy.all_gather(mine).flatten()]
 
         self._checkpoints.newest_on_all_ranks(gather)
         self._loader.cut(trainer.accumulate_grad_batches)

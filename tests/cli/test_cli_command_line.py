@@ -651,10 +651,21 @@ def helps() -> dict[str, str]:
     with click.Context(cli, info_name="elasticd") as root:
         commands = {name: cli.get_command(root, name) for name in cli.list_commands(root)}
         return {
-            name: command.get_help(click.Context(command, info_name=name, parent=root))
+            name: command.get_help(command.context_class(command, info_name=name, parent=root))
             for name, command in commands.items()
             if command is not None
         }
+
+
+def test_the_help_of_run_is_short_and_help_all_has_the_rest() -> None:
+    basic, all_of_them = (
+        {*re.findall(r"^  (?:-\w, )?(--[a-z-]+)", elasticd("run", asked).stdout, re.MULTILINE)}
+        for asked in ("--help", "--help-all")
+    )
+    known = {max(p.opts, key=len) for p in run.params if isinstance(p, click.Option) and not p.hidden}
+    assert all_of_them == known | {"--help"}
+    assert {"--min", "--max", "--checkpoints", "--help-all"} < basic
+    assert len(basic) <= 20
 
 
 def test_help_names_no_option_and_no_command_that_does_not_exist() -> None:

@@ -1,0 +1,52 @@
+"""A job file: what ``elasticd run`` takes on its command line, in TOML."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elasticd.cli.command_error import CommandError
+
+SUFFIX: Final = ".toml"
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """``options``: the values by the options' long names, with underscores in place of dashes."""
+
+    script: str
+    args: tuple[str, ...]
+    options: Mapping[str, str | int | float | bool]
+
+
+def read_job_file(path: Path, flags: Mapping[str, bool]) -> JobFile:
+    """Read a job file. ``flags``: whether an option is a flag, by the options' names as in ``JobFile``.
+    Raises CommandError."""
+    try:
+        found = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise CommandError(f"the job file {path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:  # the file is not UTF-8, or not TOML
+        raise CommandError(f"the job file {path} is not TOML: {error}.") from error
+    script, args = found.pop("script", None), found.pop("args", [])
+    if not isinstance(script, str) or not script or script.endswith(SUFFIX):
+        raise CommandError(f'the job file {path} names no script: write script = "train.py".')
+    if not isinstance(args, list) or not all(isinstance(arg, str) for arg in args):
+        raise CommandError(f'{path}: args is not a list of texts: write args = ["--epochs", "3"].')
+    options = {name.replace("-", "_"): value for name, value in found.items()}
+    if len(options) < len(found):
+        raise CommandError(f"{path}: an option is given twice, with a dash and with an underscore.")
+    for name, value in options.items():
+        if name not in flags:
+            close = difflib.get_close_matches(name, flags, 1)
+            hint = f"did you mean {close[0]}?" if close else "`elasticd run --help-all` shows all options."
+            raise CommandError(f"{path}: there is no option {name}; {hint}")
+        if flags[name] is not isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise CommandError(
+                f"{path}: {name} is not {'true or false' if flags[name] else 'a text or a number'}."
+            )
+    return JobFile(script, tuple(args), options)

@@ -1,0 +1,69 @@
+"""A job file gives ``elasticd run`` its script and its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commandline import parse, refused
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(text: str) -> str:
+    Path("job.toml").write_text(text)
+    return "job.toml"
+
+
+def test_it_gives_the_script_its_arguments_and_the_options() -> None:
+    job = written(
+        'script = "train.py"\nargs = ["--lr", "3"]\nmin = 2\nhang-after = "90"\njoin_timeout = 1.5\n'
+        "nproc-per-node = 4\naudit = true\nplain = false\nmodule = true\n"
+    )
+    options = parse(job)
+    assert (options.target, options.args) == ("train.py", ("--lr", "3"))
+    assert (options.min, options.hang_after, options.join_timeout) == (2, "90", 1.5)
+    assert (options.nproc_per_node, options.audit, options.plain, options.module) == ("4", True, False, True)
+
+
+def test_the_command_line_and_then_the_environment_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTICD_MAX", "7")
+    monkeypatch.setenv("ELASTICD_SPARES", "7")
+    job = written('script = "train.py"\nargs = ["a"]\nmin = 2\nmax = 3\nspares = 3\n')
+    options = parse("--max", "9", job, "--min", "b")
+    assert (options.min, options.max, options.spares) == (2, 9, 7)
+    assert options.args == ("a", "--min", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("min = 2", 'the job file job.toml names no script: write script = "train.py".'),
+        ('script = "other.toml"', 'the job file job.toml names no script: write script = "train.py".'),
+        ('script = "a.py"\nargs = "--lr 3"', 'args is not a list of texts: write args = ["--epochs", "3"].'),
+        ('script = "a.py"\nmni = 2', "job.toml: there is no option mni; did you mean min?"),
+        ('script = "a.py"\ntarget = "b.py"', "`elasticd run --help-all` shows all options."),
+        ('script = "a.py"\nhelp-all = true', "job.toml: there is no option help_all"),
+        ('script = "a.py"\nmin = true', "job.toml: min is not a text or a number."),
+        ('script = "a.py"\nmin = [2]', "job.toml: min is not a text or a number."),
+        ('script = "a.py"\naudit = 1', "job.toml: audit is not true or false."),
+        ('script = "a.py"\nmin = "few"', "--min few is not a whole number (from the job file)."),
+        ('script = "a.py"\nmin = 0', "--min 0 is less than 1 (from the job file)."),
+        ('script = "a.py"\njoin-timeout = 1\njoin_timeout = 2', "an option is given twice"),
+        ("script = a.py", "the job file job.toml is not TOML: "),
+        ("a = " + "[" * 5000, "the job file job.toml is not TOML: "),
+    ],
+)
+def test_a_mistake_is_one_sentence(text: str, said: str) -> None:
+    assert said in refused(written(text))
+
+
+def test_one_that_is_missing_or_no_text_is_refused() -> None:
+    assert "the job file none.toml cannot be read: No such file" in refused("none.toml")
+    Path("job.toml").write_bytes(b"\xff")
+    assert "the job file job.toml is not TOML" in refused("job.toml")
