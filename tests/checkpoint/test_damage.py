@@ -33,7 +33,7 @@ from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 from tests.checkpoint.faults import check, commit, filled
 
-TRIES = 300  # of as many, plain DCP loaded 296 flipped bits, and 59 of 60 zeroed pages
+TRIES = 120  # of 300, plain DCP loaded 296 flipped bits, and 59 of 60 zeroed pages
 PAGES = 60
 CUTS = 60
 PAGE = 4096
