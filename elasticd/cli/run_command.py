@@ -113,7 +113,7 @@ def _run(options: RunOptions, termination_log: TerminationLog) -> int:
         _spell_log_level(os.environ)
         log.bind(job=config.job, node=config.node)
         for note in planned.notes:
-            log.get().info("options.noted", text=note)
+            log.get().info("options.noted", sentence=note, text=note)
 
         from elasticd.daemon.run_agent import run as run_agent
 

@@ -40,7 +40,7 @@ from elasticd.procs.logdest import LogDest
 from elasticd.procs.usage import throttled_s
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
-from elasticd.telemetry import log, runs
+from elasticd.telemetry import describe, log, runs
 from elasticd.telemetry.events import EventFile
 from elasticd.telemetry.goodput import totals
 from elasticd.telemetry.lines import clean
@@ -113,7 +113,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             nonlocal snapshot
             if isinstance(reason, ScriptCheckpointed) and reason.path:
                 snapshot = reason.path
-            log.reason(logger, reason)
+            log.reason(logger, reason, clock())
             publisher.note(reason, clock())
 
         master_port = edges.open_master_port(config, cleanup)
@@ -189,8 +189,15 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         served_at = edges.serve_pages(config, pages, cleanup)
         warden.on_lost(lambda: inbox.post(WardenLost()))
         events.write(run_summary.started(config, access, began_at))
+        pages_at = f"; status and metrics are at {served_at}" if served_at else ""
         logger.info(
-            "agent.started", etcd=access.url, slots=config.slots, address=config.address, http=served_at
+            "agent.started",
+            sentence=f"node {config.node} offers {describe.count(config.slots, 'slot')} to job "
+            f"{config.job}{pages_at}",
+            etcd=access.url,
+            slots=config.slots,
+            address=config.address,
+            http=served_at,
         )
         try:
             driver.begin()

@@ -336,6 +336,13 @@ def sentence(reason: r.Reason, now: float) -> str:
             assert_never(reason)
 
 
+def terminal_line(reason: r.Reason, now: float) -> str:
+    """Return what a terminal shows of a decision; empty if the next lines say as much."""
+    if isinstance(reason, r.WorkersStarted) or (isinstance(reason, r.RoundClosing) and reason.cause.charged):
+        return ""
+    return sentence(reason, now)
+
+
 def laggard(one: Laggard) -> str:
     """Return the worker that lags behind or has a bad GPU, in a clause without a full stop."""
     found = (

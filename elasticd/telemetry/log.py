@@ -1,7 +1,8 @@
 """The log: structlog events on stderr, in a readable form on a terminal, as JSON for machines.
 
 Call ``setup`` once, ``bind`` for the fields of every event (job, node, round), and ``get`` for a logger. An
-event has a dotted name that says what changed: ``log.info("round.formed", round=7, workers=12)``.
+event has a dotted name that says what changed: ``log.info("round.formed", round=7, workers=12)``. An event
+with a ``sentence`` shows it on a terminal, in place of its name and its fields; an empty one shows nothing.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def get(name: str = "elasticd") -> FilteringBoundLogger:
     return logger
 
 
-def reason(logger: FilteringBoundLogger, why: Reason) -> None:
-    """Log a decision of the core."""
+def reason(logger: FilteringBoundLogger, why: Reason, now: float) -> None:
+    """Log a decision of the core. ``now``: seconds since the epoch."""
     event = describe.event(why)
-    logger.log(logging.getLevelNamesMapping()[event.level.upper()], event.name, **event.fields)
+    level = logging.getLevelNamesMapping()[event.level.upper()]
+    logger.log(level, event.name, sentence=describe.terminal_line(why, now), **event.fields)
 
 
 def takes_colors(environ: Mapping[str, str] = os.environ) -> bool:
@@ -77,6 +79,7 @@ def setup(
     ]
     if as_json:
         shared += [
+            _without_sentence,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
         ]
@@ -84,6 +87,7 @@ def setup(
     else:
         shared += [
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            _sentence_alone,
             _quiet_for_people,
             _clean_for_terminals,
         ]
@@ -150,6 +154,20 @@ def _add_bound(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappi
     for key, value in _Context.fields.items():
         event.setdefault(key, value)
     return event
+
+
+def _without_sentence(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    event.pop("sentence", None)
+    return event
+
+
+def _sentence_alone(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    sentence = event.get("sentence")
+    if sentence is None:
+        return event
+    if not sentence:
+        raise structlog.DropEvent
+    return {"event": sentence, **{key: event[key] for key in ("level", "timestamp") if key in event}}
 
 
 def _quiet_for_people(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -57,7 +57,9 @@ def test_a_wheel_has_the_files_too(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path)]
     subprocess.run([*argv, str(ROOT)], check=True)
     [wheel] = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if "__pycache__" in name]
+        archive.extractall(tmp_path / "installed")
     for what, file in WRITTEN.items():
         subprocess.run(
             [sys.executable, "-m", "elasticd", "export", what, str(tmp_path / what)],
@@ -66,4 +68,3 @@ def test_a_wheel_has_the_files_too(tmp_path: Path) -> None:
             check=True,
         )
         assert (tmp_path / what / file).exists()
-    assert not [*(tmp_path / "installed").rglob("__pycache__")]

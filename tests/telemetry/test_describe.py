@@ -227,7 +227,7 @@ def lines() -> Iterator[list[str]]:
 def test_json_events_carry_what_was_bound_once_whatever_the_thread(lines: list[str]) -> None:
     log.setup("json", line=lines.append)
     log.bind(job="j", node="n")
-    thread = threading.Thread(target=lambda: log.reason(log.get(), EXAMPLES[r.RoundFormed]))
+    thread = threading.Thread(target=lambda: log.reason(log.get(), EXAMPLES[r.RoundFormed], NOW))
     thread.start()
     thread.join()
     told = json.loads(lines[0])
@@ -242,6 +242,33 @@ def test_json_events_carry_what_was_bound_once_whatever_the_thread(lines: list[s
         "nodes": 3,
         "cause": "node_lost",
     }
+
+
+def test_a_person_reads_sentences_and_a_program_fields(lines: list[str]) -> None:
+    failed = Failure("n", Exit(2, 2, -9, NOW))
+    reasons = (
+        r.RoundClosing(1, Cause.WORKER_FAILED, ("n",), failed),
+        r.FailureCharged(failed, 1, 10),
+        r.WorkersStarted(2, (0, 1), 2),
+    )
+    log.setup("console", line=lines.append, colors=False)
+    for why in reasons:
+        log.reason(log.get(), why, NOW)
+    log.get().info("options.noted", sentence="it is so", text="it is so")
+    assert [line.split("] ", 1)[1].rstrip() for line in lines] == [
+        (
+            "rank 2 (slot 2 on n) was killed by SIGKILL (perhaps out of memory: see `dmesg`); 1 of 10 restarts "
+            "spent"
+        ),
+        "it is so",
+    ]
+    lines.clear()
+    log.setup("json", line=lines.append)
+    for why in reasons:
+        log.reason(log.get(), why, NOW)
+    told = [json.loads(line) for line in lines]
+    assert [line["event"] for line in told] == ["round.closing", "failure.charged", "workers.started"]
+    assert not any("sentence" in line for line in told)
 
 
 def test_a_person_is_not_told_job_and_node_on_every_line(lines: list[str]) -> None:

@@ -113,7 +113,9 @@ class SaverService:
                     self.unsaved = f"{self.unsaved}; and {last}" if self.unsaved else last
                 self._ends.put(True)
             elif not self._warden.closing:
-                _log.warning("saver.ended", code=end.code, note="a new saver starts when a worker connects")
+                note = "a new saver starts when a worker connects"
+                said = f"the process that writes checkpoints {describe.ending(end.code)}; {note}"
+                _log.warning("saver.ended", sentence=said, code=end.code, note=note)
                 self._await()
 
         program = _PROGRAM.format(root=_ROOT)
@@ -133,7 +135,8 @@ class SaverService:
                 )
                 return
             except WardenError as error:  # the connected worker waits until the next try
-                _log.warning("saver.failed", why=f"checkpoints cannot be saved yet: {error}")
+                why = f"checkpoints cannot be saved yet: {error}"
+                _log.warning("saver.failed", sentence=why, why=why)
 
     def hurry(self, _: object = None) -> None:
         """Shorten the wait of ``close`` to ``FINISH_S``. If the wait is that short already, end the wait.
@@ -170,7 +173,8 @@ class SaverService:
             except queue.Empty:
                 if wait_s != _SAID_AFTER_S:
                     return  # the warden has died
-                _log.info("saver.finishing", note="the last checkpoints are being written and committed")
+                note = "the last checkpoints are being written and committed"
+                _log.info("saver.finishing", sentence=note, note=note)
             else:
                 finish_s = next(graces, 0.0)
                 self._warden.stop_service(pid, finish_s)
@@ -199,12 +203,17 @@ class SaverService:
             case Fate.COMMITTED:
                 self.newest = report
                 facts = {"size": report.size, "took_s": round(report.took_s, 3)}
-                _log.info("checkpoint.committed", step=report.step, name=report.name, **facts)
+                said = f"the checkpoint of step {report.step} is committed ({describe.size(report.size)})"
+                _log.info("checkpoint.committed", sentence=said, step=report.step, name=report.name, **facts)
             case Fate.FAILED:
-                _log.warning("checkpoint.failed", step=report.step, name=report.name, why=report.why)
+                said = f"the checkpoint of step {report.step} failed: {report.why}"
+                _log.warning(
+                    "checkpoint.failed", sentence=said, step=report.step, name=report.name, why=report.why
+                )
                 self._failures += 1
                 many = describe.count(self._failures, "checkpoint")
                 self.unsaved = f"{many}; the last, of step {report.step}: {report.why}"
             case Fate.SKIPPED:
-                _log.warning("checkpoint.skipped", step=report.step, why=BEHIND)
+                said = f"the checkpoint of step {report.step} is skipped: {BEHIND}"
+                _log.warning("checkpoint.skipped", sentence=said, step=report.step, why=BEHIND)
         self.reports.append(report)
