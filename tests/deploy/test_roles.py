@@ -148,7 +148,6 @@ def may_use(access: EtcdAccess, job: str) -> bool:
     return True
 
 
-@pytest.mark.timeout(300)
 def test_one_jobs_certificate_cannot_touch_another_job(guarded: Guarded) -> None:
     job = guarded.told.job
     assert may_use(guarded.known_by(f"job-{job}"), job)

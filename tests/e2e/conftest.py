@@ -14,13 +14,6 @@ from tests.e2e.prometheus import Prometheus
 from tests.etcd.cluster import EtcdOnPorts, freeze
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """These run whole jobs, step after step, perhaps on a machine that has much else to do."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))
-
-
 class Etcd:
     """A real server that can be hurt."""
 

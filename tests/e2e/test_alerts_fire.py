@@ -33,7 +33,7 @@ HASTE = 60  # a minute of the rules is a second
 
 def scenario(test: Callable[..., None]) -> Callable[..., None]:
     """It takes minutes, and a Prometheus."""
-    return pytest.mark.slow(needs_prometheus(pytest.mark.timeout(500)(test)))
+    return pytest.mark.slow(needs_prometheus(test))
 
 
 def begin(prometheus: Prometheus, cluster: Cluster, *agents: Agent) -> None:

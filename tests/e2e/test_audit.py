@@ -19,7 +19,6 @@ AUDITED = str(Path(__file__).parent / "programs" / "audited.py")
 AUDIT = ("--audit",)
 EVERY = {"audit_every": 5}
 STOPPED = 143  # an agent's exit code
-pytestmark = pytest.mark.timeout(240)
 
 
 def workers_of(agent: Agent) -> list[int]:

@@ -21,7 +21,6 @@ PROGRAM = Path(__file__).parent / "programs" / "consistent.py"
 STEPS = {"digits": 30, "gpt": 34}
 ACCIDENTS = ("kill", "stop", "sleep")
 DRAINED = 143  # an agent's exit code
-pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="session")

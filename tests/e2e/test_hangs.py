@@ -46,7 +46,6 @@ def _hung(cluster: Cluster) -> list[dict[str, Any]]:
     return [found[round] for round in sorted(found)]
 
 
-@pytest.mark.timeout(300)
 def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(cluster: Cluster) -> None:
     cluster.limits = (3, 3)
     cluster.policy |= HASTY
@@ -100,7 +99,6 @@ def _evidence(cluster: Cluster, round: int) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_nodes_find_out_together_whose_worker_hangs(cluster: Cluster) -> None:
     cluster.limits = (2, 2)
     cluster.policy |= HASTY
@@ -125,7 +123,6 @@ def test_nodes_find_out_together_whose_worker_hangs(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_whatever_hangs_on_several_nodes_is_named_with_evidence_from_all_ranks(cluster: Cluster) -> None:
     cluster.limits = (4, 4)
     cluster.policy |= HASTY

@@ -18,7 +18,6 @@ from tests.e2e.test_scrape import Scraped, eventually, scrape
 
 RESIDENT = str(Path(__file__).parent / "programs" / "resident.py")
 UNCOMMITTED = str(Path(__file__).parent / "programs" / "uncommitted.py")
-pytestmark = pytest.mark.timeout(240)
 
 
 class Residents:

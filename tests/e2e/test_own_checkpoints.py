@@ -11,7 +11,6 @@ import pytest
 from tests.e2e.harness import Cluster
 
 SNAPSHOTS = str(Path(__file__).parent / "programs" / "snapshots.py")
-pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.slow

@@ -22,8 +22,6 @@ from tests.checkpoint.s3server import SECRET, S3Server, everything, serving
 PROGRAM = Path(__file__).parent / "programs" / "remote.py"
 PATIENCE_S = 240
 
-pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
-
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Server]:

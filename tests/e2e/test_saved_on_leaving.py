@@ -12,7 +12,6 @@ from elasticd.checkpoint.store import store_at
 from tests.e2e.harness import Cluster
 
 LEAVING = str(Path(__file__).parent / "programs" / "leaving.py")
-pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.slow

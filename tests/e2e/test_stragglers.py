@@ -18,7 +18,6 @@ from tests.e2e.harness import Agent, Cluster
 
 PROGRAM = str(Path(__file__).parent / "programs" / "uneven.py")
 CONTROL_GROUPS = Path("/sys/fs/cgroup/cpu")  # of version 1
-pytestmark = pytest.mark.timeout(240)
 
 Burden = Callable[..., None]
 

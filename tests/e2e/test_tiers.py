@@ -17,7 +17,6 @@ from tests.e2e.test_in_place import Residents
 
 SHARDED = str(Path(__file__).parent / "programs" / "sharded.py")
 STEPS, FATAL = 9, 5
-pytestmark = pytest.mark.timeout(240)
 
 
 def undisturbed() -> dict[int, float]:

@@ -209,7 +209,6 @@ class ShellJob:
         self._hears.close()
 
 
-@pytest.mark.timeout(300)
 def test_within_a_role_of_one_job_two_nodes_run_and_are_steered_and_no_other_job_is_seen(
     shared: tuple[EtcdAccess, EtcdAccess], tmp_path: Path
 ) -> None:
@@ -310,7 +309,6 @@ print("found", *found, sep="\\n")
 """
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ["environment", pytest.param("file", marks=pytest.mark.slow)])
 def test_a_worker_cannot_read_the_password_of_its_agent_or_its_saver(
     shared: tuple[EtcdAccess, EtcdAccess], tmp_path: Path, way: str

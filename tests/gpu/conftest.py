@@ -26,7 +26,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     lacks = _lacks() if here else ""
     for item in here:
-        if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))
         if lacks:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {lacks}"))

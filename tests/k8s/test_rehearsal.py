@@ -19,8 +19,6 @@ from tests.k8s.network import why_not
 from tests.k8s.pod import Pod, trained
 from tests.k8s.test_guide import claim_of_the_guide, commands
 
-pytestmark = pytest.mark.timeout(500)
-
 SMALL = (
     "--data=/opt/elasticd/elasticd --layers=1 --heads=2 --width=32 --context=32 --global-batch=8 --sample=0"
 )

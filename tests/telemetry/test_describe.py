@@ -257,8 +257,8 @@ def test_a_person_reads_sentences_and_a_program_fields(lines: list[str]) -> None
     log.get().info("options.noted", sentence="it is so", text="it is so")
     assert [line.split("] ", 1)[1].rstrip() for line in lines] == [
         (
-            "rank 2 (slot 2 on n) was killed by SIGKILL (perhaps out of memory: see `dmesg`); 1 of 10 restarts "
-            "spent"
+            "rank 2 (slot 2 on n) was killed by SIGKILL (perhaps out of memory: see `dmesg`); "
+            "1 of 10 restarts spent"
         ),
         "it is so",
     ]

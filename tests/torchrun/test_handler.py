@@ -25,8 +25,6 @@ from elasticd.torchrun import create
 from elasticd.torchrun.rendezvous_records import prefix_of
 from tests.etcd.cluster import EtcdOnPorts
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def test_all_nodes_get_one_world_and_one_store(nodes: Nodes) -> None:
     three = [nodes.new(3, 3) for _ in range(3)]

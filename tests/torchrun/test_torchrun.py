@@ -7,8 +7,6 @@ import signal
 import pytest
 from torchrun_harness import Agents, gone, runs
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_the_node_of_rank_0_dies_and_comes_back(agents: Agents) -> None:
     pair = [agents.start("1:2"), agents.start("1:2")]
