@@ -158,6 +158,36 @@ def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_w
         world.forget()
 
 
+def test_whoever_waits_for_a_lost_connection_is_told_though_a_message_had_come_in_part() -> None:
+    """Gloo no longer reads a connection whose message nobody takes any more, and would never notice."""
+    store, groups = dist.HashStore(), {}
+    others = set(destroying.sockets())
+
+    def join(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+    other = threading.Thread(target=join, args=(1,))
+    other.start()
+    join(0)
+    other.join()
+    long, taken = torch.ones(1 << 28), torch.zeros(1 << 28)
+    receiving = groups[0].recv([taken], 1, 1)
+    sending = groups[1].send([long], 0, 1)
+    while not taken[0]:
+        pass
+    del receiving
+    assert not taken[-1], "the message had come in part"
+    next_one = groups[0].recv([torch.zeros(1)], 1, 2)
+    for descriptor, _ in set(destroying.sockets()) - others:
+        group_module._shut(descriptor)
+    group = dist.ProcessGroup(store, 0, 2)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, groups[0])
+    group_module._fail_waits([group])
+    with pytest.raises(RuntimeError, match="caused pair closure"):
+        next_one.wait(timedelta(seconds=60))
+    del sending
+
+
 @dataclass(frozen=True)
 class _Group:
     abort: Callable[[], None]
@@ -177,7 +207,7 @@ def test_a_world_is_left_at_once_also_where_a_communicator_cannot_be_aborted_wel
 
     nccl = SimpleNamespace(_group_start=lambda: done.append("begun"), _group_end=fails("ended"))
     group = SimpleNamespace(_get_backend=lambda _: nccl)
-    names = SimpleNamespace(pg_names={_Group(fails("aborted")): "0"})
+    names = SimpleNamespace(pg_names={_Group(fails("aborted")): "0"}, pg_map={})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(group_module, "c10d", SimpleNamespace(_world=names))
     monkeypatch.setattr(group_module, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))

@@ -37,6 +37,10 @@ STORE_S_MAX = 15.0  # the time to reach the store; torch resolves names of both 
 ANSWER_S_MAX = 2.0  # the time for the store's answer when a wait is ended, since the network may be down
 _LEFT = "left"
 _OF_THE_GROUP = ("gloo/", "NCCL", "monitoredBarrier")  # marks of a failed collective in torch's messages
+_LAST_TAG = 2**31 - 1  # of messages that nobody sends
+_UNREAD = timedelta(
+    milliseconds=20
+)  # the time in which Gloo notices that a connection is lost if Gloo reads it
 _FOREVER = timedelta(days=30)  # the agent ends the wait, not a clock
 _make_group = c10d._new_process_group_helper  # torch makes all process groups with this function
 
@@ -373,6 +377,7 @@ class World:
             mine = self._connections if self._others is None else self._connections | (now - self._others)
             for descriptor, _ in now & mine:
                 _shut(descriptor)
+        _fail_waits([*c10d._world.pg_map])
         if torch.cuda.is_available():  # aborting communicators may take a while
             _abort_communicators()
 
@@ -448,6 +453,21 @@ def _survive_the_communicator() -> None:
     here the process outlives the world."""
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
+
+
+def _fail_waits(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Have all waits for messages of these groups raise, whose connections are shut down.
+
+    Gloo notices a lost connection when it reads. If a collective fails while a message has come in part, Gloo
+    no longer reads that connection, and the next collective would wait for the connection until the group's
+    timeout. But if any wait for a message times out, Gloo fails all connections of the group.
+    """
+    nothing = torch.zeros(1)
+    for group in groups:
+        for peer in range(group.size()):
+            if peer != group.rank():
+                with contextlib.suppress(RuntimeError):  # the connection has failed, or is not Gloo's
+                    message_timeouts.receive(group, [nothing], peer, _LAST_TAG).wait(_UNREAD)
 
 
 def _abort_communicators() -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 _NO_TIMEOUT = timedelta(0)  # torch's default: no timeout is given
 _METHODS = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
+receive = _METHODS["recv"]  # with a timeout of the caller's
 
 
 class Message:
