@@ -389,7 +389,9 @@ _OTHER_GROUPS: tuple[Decorator, ...] = (
         "torchrun's workers",
         _torchruns("--role", help="Role of the workers, for their environment.  [default]"),
         _torchruns_switch("--no-python", help="The script is an executable program, not Python."),
-        _torchruns_switch("--run-path", help="Run the script as a script, also with -m or --no-python."),
+        _torchruns_switch(
+            "--run-path", help="SCRIPT is the path of a Python file: -m and --no-python are ignored."
+        ),
         _torchruns(
             "--numa-binding",
             type=click.Choice(["node", "socket", "exclusive", "core-complex"]),

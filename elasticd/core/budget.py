@@ -102,10 +102,10 @@ def why_unrunnable(budget: Budget, round: Round, failure: Failure, reports: Iter
 def charge(
     budget: Budget, failure: Failure, progressed: bool, policy: Policy, now: float, step: int | None = None
 ) -> Budget:
-    """Return the budget after one more failure, without the charges that left the window.
+    """Return the budget after one more failure, without charges older than ``restart_window_s``.
 
-    ``step``: see ``Charge``. If it is larger than the last charge's step, planned rounds in between made
-    progress.
+    ``step``: see ``Charge``. If ``step`` is larger than the last charge's step, rounds that ended as planned
+    made progress in between.
     """
     last = budget.charges[-1].step if budget.charges else None
     progressed = progressed or (step is not None and last is not None and step > last)

@@ -92,7 +92,7 @@ class PageContents:
     astray: int | None = None
     commits: int = 0
     uses: Use = NOTHING
-    made: int | None = None  # the optimizer's steps before this process, by the optimizer's own count
+    made: int | None = None  # the steps that the optimizer had counted before this process began
     stacks_fd: int = -1  # the worker's descriptor for its stacks
-    ended_well: bool = False  # only Python's own finalisation, with status 0, was left
+    ended_well: bool = False  # the script had ended well; only Python's finalisation was left
     values: tuple[tuple[str, float], ...] = ()

@@ -57,8 +57,9 @@ def own_s(before: PageContents, after: PageContents, charged_s: float = 0.0) -> 
 class Period:
     """The own times of all workers in one period, by rank; sorted once, as there may be many.
 
-    ``middle``: the two times, perhaps the same, of which the mean is the median of all workers but the
-    slowest; each with the next longer time. ``usual_s``: the median of all. ``behind``: the ranks that were
+    ``middle``: from it, ``ratio`` computes the median of a worker's peers. The sorted times of all workers
+    but the slowest have two middle times, or twice the one in the middle; each comes with the next longer
+    time. ``usual_s``: the median of all. ``behind``: the ranks that were
     at least ``calm`` times as slow as their peers.
     """
 

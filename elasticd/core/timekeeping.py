@@ -135,7 +135,8 @@ def not_at_work(state: AgentState, slot: int, alive: frozenset[int]) -> Kind | N
 
 
 def _slots(state: AgentState, ledger: Ledger) -> list[int]:
-    """Return as many slots as the job may have workers, and any other slot that has had a worker."""
+    """Return the slots to account for: this node's first ``limits.max`` slots, and every other slot that has
+    had a worker."""
     most = state.limits.max
     used = {*ledger.slots, *(state.crew.member.slots if state.crew is not None else ())}
     return [slot for n, slot in enumerate(state.me.slots) if n < most or slot in used]

@@ -346,7 +346,7 @@ def lacking(folder: Path) -> str:
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether a file has its end, and an index all its files."""
+    """Return whether a file is complete: an index is, if all files that it lists are."""
     if path.is_dir():
         return True
     try:

@@ -53,8 +53,8 @@ class StandardFiles:
         self._warn = warn
 
     def output_files(self, round_number: int, envs: dict[int, dict[str, str]]) -> OutputFiles:
-        """Return the output files of workers with these environments (by local rank). ``reify`` may add
-        variables to the environments."""
+        """Return the output files of a round's workers. ``envs``: the workers' environments, by local rank. A
+        layout of logs (torch's LogsSpecs) may add variables to the environments."""
         try:
             dest = self._reify(round_number, envs)
             return OutputFiles(dest, self._open_filtered(dest))
@@ -98,7 +98,8 @@ class StandardFiles:
         self._output.close()
 
     def _plug(self, worker: Worker, stream: int) -> tuple[int, Feed | None]:
-        """Return the worker's file for its stdout or stderr, and its feed unless the stream is redirected."""
+        """Return the descriptor that the worker gets as stdout or stderr, and the ``Feed`` that passes on
+        what the worker writes; None if the output goes to a file only."""
         dest, local_rank = worker.dest, worker.log_rank
         path, tee = dest.file_of(stream, local_rank), dest.tee_of(stream, local_rank)
         copies = []

@@ -187,7 +187,9 @@ def waiting(wait: r.Wait, now: float) -> str:
     match wait:
         case r.BelowMinimum(have, need, until, unit):
             if have >= need:
-                return f"waiting for whole units of {unit}: {have} workers make too few{_left(until, now)}"
+                return (
+                    f"waiting for more workers: {have} make too few whole units of {unit}{_left(until, now)}"
+                )
             missing = count(need - have, "more worker")
             return f"waiting for {missing}: {have} of at least {need}{_left(until, now)}"
         case r.Settling(have, most, until):

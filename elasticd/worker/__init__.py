@@ -10,7 +10,7 @@ other workers die, are replaced, join and leave::
                 step.backward(loss_of(state.model, batch))
             optimizer.step()
             optimizer.zero_grad()
-            state.commit()                            # no worker falls behind a committed step
+            state.commit()                            # training never goes back behind it
 
     data = worker.Data(dataset, global_batch=256, seed=0, epochs=10)
     train(worker.State(model=model, optimizer=optimizer, data=data))

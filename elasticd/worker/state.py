@@ -134,8 +134,10 @@ class State:
         return self._loop.epochs(until, steps, accumulate)
 
     def commit(self, **values: Any) -> None:
-        """Commit the steps since the last commit: no worker falls behind them. Call it after the optimizer's
-        step.
+        """Commit the steps since the last commit. Call it after the optimizer's step.
+
+        After a failure, training continues from the last commit if a worker that has it lives, and otherwise
+        from a checkpoint.
 
         ``values``: for ``worker.report``, such as the loss. Raises WorldChanged when the world ends here: do
         not catch it.

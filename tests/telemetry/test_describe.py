@@ -114,7 +114,7 @@ def test_the_sentences_say_what_matters() -> None:
         "waiting for 1 more worker: 3 of at least 4, for another 1 min 30 s"
     )
     assert describe.sentence(r.BelowMinimum(6, 4, NOW + 90, unit=4), NOW) == (
-        "waiting for whole units of 4: 6 workers make too few, for another 1 min 30 s"
+        "waiting for more workers: 6 make too few whole units of 4, for another 1 min 30 s"
     )
     assert describe.sentence(EXAMPLES[r.RoundFormed], NOW) == (
         "round 7 formed with 12 workers on 3 nodes: a node was lost"

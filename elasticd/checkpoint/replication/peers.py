@@ -65,11 +65,11 @@ def serve(wire: Wire, host: Host) -> None:
                         if any(
                             min(at, length) < 0 or at + length > replica.memory.size for at, length in ranges
                         ):
-                            raise PeerGone("it asks for bytes that a shard does not have")
+                            raise PeerGone("a request for bytes that a shard does not have")
                         for at, length in ranges:
                             wire.send_data(replica.memory.view[at : at + length])
                 case _:
-                    raise PeerGone("it sends a request that this saver does not know")
+                    raise PeerGone("an unknown request")
     except PeerGone:
         pass
     finally:
@@ -77,7 +77,7 @@ def serve(wire: Wire, host: Host) -> None:
 
 
 def _found(wire: Wire, replica: Replica | None) -> Replica | None:
-    wire.send_message({"why": "it does not hold this shard"} if replica is None else {"ok": True})
+    wire.send_message({"why": "the shard is not there"} if replica is None else {"ok": True})
     return replica
 
 
@@ -173,4 +173,4 @@ def _as(value: object, kind: type[_T]) -> _T:
     try:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise PeerGone(f"it sends an invalid message: {error}") from error
+        raise PeerGone(f"an invalid message: {error}") from error

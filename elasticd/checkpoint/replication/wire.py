@@ -80,14 +80,14 @@ class Wire:
             hmac.digest(secret.encode(), side + both, hashlib.sha256) for side in (b"server", b"client")
         ]
         if mine == theirs:
-            raise PeerGone("it only repeats what it receives")
+            raise PeerGone("an echo in place of an answer")
         if not server:  # the client proves itself first: a server reveals nothing to strangers
             self._send([proofs[1]])
             expected = proofs[0]
         else:
             expected = proofs[1]
         if not hmac.compare_digest(self._take(len(expected)), expected):
-            raise PeerGone("it does not know the secret of this job")
+            raise PeerGone("the secret of this job is not known there")
         if server:
             self._send([proofs[0]])
         keys = [
@@ -105,7 +105,7 @@ class Wire:
         try:
             message = msgspec.json.decode(self.receive_raw_message(), type=dict)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise PeerGone(f"it sends an invalid message: {error}") from error
+            raise PeerGone(f"an invalid message: {error}") from error
         return message
 
     def send_raw_message(self, content: bytes) -> None:
@@ -114,7 +114,7 @@ class Wire:
     def receive_raw_message(self) -> bytes:
         length, seal = _HEAD.unpack(self._take(_HEAD.size))
         if length > _MESSAGE_MAX:
-            raise PeerGone(f"it announces a message of {length} bytes, more than {_MESSAGE_MAX}")
+            raise PeerGone(f"a message of {length} bytes, more than {_MESSAGE_MAX}")
         content = self._take(length)
         self._check(length, seal, _digest(content))
         return content
@@ -137,7 +137,7 @@ class Wire:
             for piece in pieces:
                 length, seal = _HEAD.unpack(self._take(_HEAD.size))
                 if length != len(piece):
-                    raise PeerGone(f"it sends a frame of {length} bytes in place of {len(piece)}")
+                    raise PeerGone(f"a frame of {length} bytes in place of {len(piece)}")
                 self._fill(piece)
                 heads.append((length, seal))
                 yield piece
@@ -187,12 +187,12 @@ class Wire:
             while into:
                 read = self._socket.recv_into(into)
                 if not read:
-                    raise PeerGone("it has closed the connection")
+                    raise PeerGone("the connection was closed")
                 into = into[read:]
         except PeerGone:
             raise
         except OSError as error:
-            raise PeerGone(f"it does not answer: {error.strerror or error}") from error
+            raise PeerGone(f"no answer: {error.strerror or error}") from error
 
 
 def _seal(key: bytes, number: int, length: int, digest: bytes) -> bytes:

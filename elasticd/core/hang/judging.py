@@ -24,7 +24,9 @@ from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 
 FOREVER_S = 1e9  # no limit; JSON has no infinity
 REPEAT_S = 30.0  # the time after which a verdict without effect may be repeated
-FIRST_S = 300.0  # the limit for sleep before a round's first step, as data may come over a slow network
+FIRST_S = (
+    300.0  # how long a worker may be asleep before a round's first step: data may come over a slow network
+)
 GUILTY_MAX = 1000  # workers that a verdict names: 250 kB in etcd, where a value may have 1.5 MiB
 GAPS_ENOUGH = 5  # with fewer times between steps, limits are wide: the first steps compile and connect
 # A worker below all of these limits is asleep. A worker that sends a file over a slow network uses hardly any

@@ -62,10 +62,12 @@ from elasticd.core.hang.judging import (
 from elasticd.core.hang.standstill import Inspected, Standstill
 from elasticd.core.reasons import Reason, VerdictDropped, WorkersHung
 
-IDLE_S = 1.0  # between two reads of the pages while no step is overdue; a page keeps the times of 250 steps
-STALLED_S = 0.5  # between two reads while a step is overdue
-BRIEF_S = 0.03  # the shortest wait between two steps of this module
-ANSWER_S = 0.1  # between two reads while the other agents are asked
+IDLE_S = (
+    1.0  # the time between two reads of the pages while no step is overdue; a page has the times of 250 steps
+)
+STALLED_S = 0.5  # the time between two reads while a step is overdue
+BRIEF_S = 0.03  # the shortest time between two steps of this module
+ANSWER_S = 0.1  # the time between two reads while the other agents are asked
 ANSWERS_S = 3.0  # how long the agent waits for the other agents before it kills a stopped worker
 LATE_S = 2.0  # an agent that wakes up this late was stopped itself, and saw nothing meanwhile
 AGAIN = 1.3  # the next look comes when the standstill has grown by this factor
@@ -327,7 +329,7 @@ class _Decisions:
         )
         alone, in_step = len(crew.round.members) == 1, self.w.in_step
         came = any(k.still_s >= allowed.waiting_s and k.there_s < allowed.settled_s for k in looks)
-        due = self.w.again_at is not None and at < self.w.again_at  # an earlier look does not move this time
+        due = self.w.again_at is not None and at < self.w.again_at  # this look came before again_at
         if not due:
             self.set(again_at=at + allowed.settled_s if came and self.w.again_at is None else None)
         stopped = [look for look in looks if look.doing is Doing.STOPPED]

@@ -47,7 +47,7 @@ def name_the_hung(view: View, now: float) -> Plan:
             silent = True  # the member's workers make steps, or its report has not come yet
     if not received:
         return Plan()
-    if silent and found is not None and now < again_at:  # the agents have been asked
+    if silent and found is not None and now < again_at:  # the silent agents were asked for reports
         return Plan(wake_at=again_at)
     looks = _looks(received, now)
     if silent:  # without all reports, only stopped workers are certain

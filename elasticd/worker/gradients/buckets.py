@@ -40,21 +40,21 @@ class Exchange:
 
 
 class Bucket:
-    """The gradients of some parameters. ``members``: the parameters' numbers. ``likes``: tensors with the
-    shapes of these parameters, of one dtype and on one device.
+    """Adds up the gradients of some parameters over all virtual ranks. ``members``: the parameters' numbers.
+    ``examples``: one tensor for each parameter, with its shape; all have one dtype and one device.
 
     A step calls ``add`` for each virtual rank, then ``hand_in``, ``add_up`` and ``gather``.
     """
 
-    def __init__(self, members: Sequence[int], likes: Sequence[torch.Tensor], exchange: Exchange) -> None:
+    def __init__(self, members: Sequence[int], examples: Sequence[torch.Tensor], exchange: Exchange) -> None:
         self.members = members
         self._exchange = exchange
-        elements = sum(t.numel() for t in likes)
+        elements = sum(t.numel() for t in examples)
         self._slice = -(-elements // (exchange.size * _ALIGNED)) * _ALIGNED
         rows = max(1, exchange.leaves.height)
         # The sums so far, one row for each subtree. After ``gather``, the first row is the total.
-        self._rows = likes[0].new_zeros((rows, exchange.size * self._slice))
-        self._views = [_views(row, likes) for row in self._rows]
+        self._rows = examples[0].new_zeros((rows, exchange.size * self._slice))
+        self._views = [_views(row, examples) for row in self._rows]
         self.arrival_elements = exchange.arriving * self._slice
         self._arrived = self._rows[:0]
         self._height = self._leaf = 0
@@ -156,14 +156,14 @@ def fill(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[list[int
     return sorted([*full, *open_.values()], key=lambda members: places[members[-1]])
 
 
-def _views(row: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Cut a row into views, one for each tensor in ``likes``, with the strides of the tensor's gradient."""
+def _views(row: torch.Tensor, examples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Cut a row into views, one for each example, with the strides of the tensor's gradient."""
     ends = [0]
-    for like in likes:
+    for like in examples:
         ends.append(ends[-1] + like.numel())
     return [
         row[start:end].as_strided(like.shape, torch.empty_like(like, device="meta").stride())
-        for like, (start, end) in zip(likes, pairwise(ends), strict=True)
+        for like, (start, end) in zip(examples, pairwise(ends), strict=True)
     ]
 
 

@@ -43,8 +43,8 @@ def is_held(groups: list[dist.ProcessGroup]) -> bool:
 
 
 def sockets() -> Iterator[tuple[int, str]]:
-    """Yield the sockets of this process: the descriptor, and an id, which differs between sockets that have
-    the same descriptor one after the other. psutil does not report the id."""
+    """Yield the descriptor and the id of each socket of this process. The kernel uses descriptors again; the
+    id tells a new socket from an earlier one with the same descriptor. psutil does not report the id."""
     for number, target in _descriptors():
         if target.startswith("socket:"):
             yield number, target
