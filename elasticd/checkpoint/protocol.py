@@ -330,7 +330,7 @@ def answer(saver: SaverChannel) -> tuple[SaverToWorker, list[int]]:
 def descends_from(sock: socket.socket, agent: int) -> bool:
     """Return whether the process at the other end of the socket is the agent (a pid) or one of its
     descendants: a worker, or a process that a worker started. The kernel reports the pid, so no secret is
-    needed."""
+    needed. Without psutil, as workers import this module."""
     pid = framing.peer_of(sock)
     while pid > 0 and pid != agent:
         try:

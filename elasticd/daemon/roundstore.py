@@ -64,6 +64,8 @@ class TorchRoundStores:
             self._listener = None
 
     def _send(self, listener: socket.socket) -> None:
+        """Send what the store serves. One way, one message: JSON, as the server has only the standard library
+        and torch."""
         where = {"host": self._address, "port": self.port, "timeout_s": CLIENT_TIMEOUT_S}
         socket.send_fds(self._server, [json.dumps(where).encode()], [listener.fileno()])
 

@@ -58,7 +58,7 @@ def _kill_marked(prefix: str, variable: str) -> None:
 
 
 def _namespace() -> int:
-    """Return the number of this process's PID namespace; 0 if unknown."""
+    """Return the number of this process's PID namespace, which psutil does not report; 0 if unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

@@ -84,6 +84,7 @@ def _await_answer(page: Page) -> bytes:
 
 
 def _has(pid: int, fd: int, page: Page) -> bool:
+    """Whether the descriptor of the process is open on the page. psutil would read all of its descriptors."""
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{pid}/fd/{fd}") == str(page.path)
     return False

@@ -54,8 +54,8 @@ def _own(pid: int) -> Usage | None:
 
 def throttled_s(groups: str | None = None, root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return for how many seconds processor quotas have stopped processes in this process's control groups
-    and their parents, summed over processors. ``groups``: the content of /proc/self/cgroup; ``root``: where
-    the groups are mounted."""
+    and their parents, summed over processors. psutil knows no control groups. ``groups``: the content of
+    /proc/self/cgroup; ``root``: where the groups are mounted."""
     if groups is None:
         try:
             groups = Path("/proc/self/cgroup").read_text()

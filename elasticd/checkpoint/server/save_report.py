@@ -44,7 +44,7 @@ class Footprint:
 
 
 def to_line(report: SaveReport | Footprint) -> bytes:
-    """Encode a report for ``from_line``."""
+    """Encode a report for ``from_line``. Lines of stdout, as the saver outlives the agent's connections."""
     return msgspec.json.encode(report) + b"\n"
 
 
