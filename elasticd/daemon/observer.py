@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from elasticd.core.advice import Advice, advise
 from elasticd.core.agent import AgentState
 from elasticd.core.facts import Stragglers
+from elasticd.core.gpu_health import GpuErrors, GpuHealth, note_errors
 from elasticd.core.measuring import Measuring, SlotLag, lags, measure
 from elasticd.core.page_layout import PageContents, Use
 from elasticd.core.ports import Put, Seen, Store
 from elasticd.core.reasons import Reason
-from elasticd.telemetry.gpus import GpuReading, trouble
+from elasticd.telemetry.gpus import GpuReading
 
 LOOK_S = 1.0
 
@@ -21,7 +22,7 @@ class Observer:
     """Call ``begin``, then ``attend`` at ``wake_at``.
 
     ``page_contents`` returns the contents of a round's workers' pages, by slot. ``throttled_s`` returns how
-    long a CPU quota has delayed this node's processes so far. ``asked``: see ``Advice``. ``bad``: the slots
+    long a CPU quota has delayed this node's processes so far. ``asked``: see ``Advice``. ``gpus``: the slots
     with a bad GPU, and why. ``found``: the leader's last record of stragglers.
     """
 
@@ -32,13 +33,12 @@ class Observer:
         asked: tuple[tuple[str, Use], ...] = (),
     ) -> None:
         self.wake_at = 0.0
-        self.bad: Mapping[int, str] = {}
+        self.gpus = GpuHealth()
         self._page_contents = page_contents
         self._throttled_s = throttled_s
         self._advice = Advice(asked)
         self._measuring = Measuring()
         self.found: Stragglers | None = None
-        self._spoilt_before: dict[int, int] = {}
 
     def begin(self, store: Store) -> None:
         store.watch("stragglers", self._verdict_seen)
@@ -48,13 +48,9 @@ class Observer:
         return lags(self._measuring, self.found, node)
 
     def look_at_gpu(self, slot: int, reading: GpuReading) -> None:
-        """Note an error that the GPU of a slot reports. The GPU counts as bad until this agent ends."""
-        spoilt = reading.ecc.get("uncorrected")
-        if spoilt is not None:
-            self._spoilt_before.setdefault(slot, spoilt)
-        why = trouble(reading, self._spoilt_before.get(slot, 0))
-        if why and slot not in self.bad:
-            self.bad = {**self.bad, slot: why}
+        """Note what the GPU of a slot reports."""
+        errors = GpuErrors(reading.xids, reading.ecc.get("uncorrected"), reading.lost)
+        self.gpus = note_errors(self.gpus, slot, errors)
 
     def attend(self, state: AgentState, now: float, say: Callable[[Reason], None]) -> Put | None:
         """Return this node's paces for the leader, if a period has ended."""
@@ -69,7 +65,7 @@ class Observer:
         paces = None
         if now >= self._measuring.due:
             throttled_s = self._throttled_s()
-            self._measuring, paces = measure(self._measuring, state, pages, throttled_s, self.bad, now)
+            self._measuring, paces = measure(self._measuring, state, pages, throttled_s, self.gpus.bad, now)
         self.wake_at = min(now + LOOK_S, self._measuring.due)
         return Put(f"paces/{paces.node}", paces, leased=True) if paces is not None else None
 

@@ -37,23 +37,6 @@ class GpuReading:
     lost: bool = False
 
 
-# XID errors that concern the GPU, its memory or its links, after NVIDIA's catalogue. Others (13, 31, 43, 45)
-# concern the program that ran on the GPU.
-_ITS_OWN = frozenset((48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 119, 120, 136, 140, 143, 145, 155, 156))
-
-
-def trouble(reading: GpuReading, spoilt_before: int) -> str:
-    """Return a clause about the GPU's own errors; empty for a healthy GPU. ``spoilt_before``: the number of
-    uncorrected memory errors when the job started on the GPU."""
-    told = sorted(set(reading.xids) & _ITS_OWN)
-    if told:
-        return f"its driver reports XID {', '.join(map(str, told))}"
-    if reading.lost:
-        return "its driver cannot reach it: it is off the bus, or hangs"
-    spoilt = reading.ecc.get("uncorrected", 0) - spoilt_before
-    return f"{spoilt} of its memory errors could not be corrected" if spoilt > 0 else ""
-
-
 @dataclass(frozen=True, slots=True)
 class _Gpu:
     """A GPU's handle, kept because NVML does not find a GPU that is lost. ``events``: an event set for this

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from elasticd.core.agent_messages import StoreComplained, StoreFilled, WardenLost
 from elasticd.core.facts import Limits, Policy
+from elasticd.core.gpu_health import GpuErrors, note_errors
 from elasticd.core.page_layout import Fatal
 from elasticd.core.reasons import (
     FailureCharged,
@@ -295,7 +296,8 @@ def _slow_down(stage: Stage, slot: str, name: str, slower: str) -> None:
 
 @event(r"worker (\d+) on N has a bad GPU")
 def _spoil(stage: Stage, slot: str, name: str) -> None:
-    stage.agent(name).observer.bad = {int(slot): "its driver reports XID 79"}
+    observer = stage.agent(name).observer
+    observer.gpus = note_errors(observer.gpus, int(slot), GpuErrors(xids=(79,)))
 
 
 # ---------------------------------------------------------------- etcd, and people
