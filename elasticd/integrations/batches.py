@@ -9,19 +9,9 @@ from typing import Any, Final
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from elasticd.data.order import Order, Sequential, Shuffled
+from elasticd.worker.samples.loading import loader_options
 
 _WORLD_MAX: Final = "ELASTICD_WORLD_MAX"  # has the value of --max of elasticd run
-_OPTIONS: Final = (
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-)
 
 
 class GlobalBatches(Sampler[list[int]]):
@@ -126,11 +116,6 @@ def cut(
         drop_last=loader.drop_last,
     )
     return batches, DataLoader(loader.dataset, batch_sampler=batches, **loader_options(loader))
-
-
-def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments that make a DataLoader like this one, without those of its batches."""
-    return {name: getattr(loader, name) for name in _OPTIONS}
 
 
 def _part(whole: range, number: int, of: int) -> range:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
@@ -22,6 +22,18 @@ from elasticd.worker.commit.plaindata import number_of
 from elasticd.worker.commit.randomness import OwnRandomness
 
 OURS = ("batch_size", "batch_sampler", "drop_last", "generator", "in_order", "sampler", "shuffle")
+_KEPT: Final = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
 
 
 class Fetched(NamedTuple):
@@ -278,3 +290,8 @@ def collate_of(options: dict[str, Any]) -> Callable[[list[Any]], Any]:
 
 def _as_it_is(fetched: Any) -> Any:
     return fetched
+
+
+def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments that make a DataLoader like this one, without those of its batches."""
+    return {name: getattr(loader, name) for name in _KEPT}
