@@ -11,7 +11,8 @@ from elasticd.core.reasons import BatchesChanged, OptionWithoutEffect, Reason, T
 
 SEEN_AFTER = 5  # steps after which a script has used every part of the library that it will use
 FAR = 20  # a warning needs at least this many repeated steps
-_KEEPS_ITS_PLACE = Use.DATA | Use.CHECKPOINTED  # with one of these, a resize keeps the place in the data
+# With one of these, a resize keeps the place in the data.
+_KEEPS_ITS_PLACE = Use.DATA | Use.CHECKPOINTED | Use.PLACE
 
 
 @dataclass(frozen=True, slots=True)

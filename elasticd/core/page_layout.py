@@ -54,6 +54,7 @@ class Use(IntFlag):
     CHECKPOINTS = 2
     DATA = 4
     CHECKPOINTED = 8  # the script reports checkpoints of its own
+    PLACE = 16  # the script counts its place in the data in samples, without worker.Data
 
 
 NOTHING: Final = Use(0)

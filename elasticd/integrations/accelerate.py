@@ -85,7 +85,7 @@ class ElasticLoader:
             world=accelerator.num_processes,
         )
         accelerator.gradient_accumulation_steps = self._batches.pieces
-        agentpage.uses(Use.DATA)
+        agentpage.uses(Use.PLACE)
         agentpage.begins_after(self.epoch * self._batches.steps + self.step)
 
     def __len__(self) -> int:

@@ -105,7 +105,7 @@ class ElasticFit(Callback):  # type: ignore[misc]
         return {"global_batch": self._loader.global_batch, "pieces": self._loader.pieces}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        agentpage.uses(Use.DATA)
+        agentpage.uses(Use.PLACE)
         agentpage.begins_after(trainer.global_step)
         self._drain.begin()
 

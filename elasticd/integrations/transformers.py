@@ -186,7 +186,7 @@ class Elastic(_Base):  # type: ignore[misc]
             drop_last=args.dataloader_drop_last,
         )
         args.gradient_accumulation_steps = batches.pieces
-        agentpage.uses(Use.DATA)
+        agentpage.uses(Use.PLACE)
         return _Loader(loader.dataset, batch_sampler=batches, **loader_options(loader))
 
     def compute_loss(

@@ -68,7 +68,8 @@ def test_one_worker_that_uses_it_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uses", "says"), [(Use(0), 1), (Use.STATE, 1), (Use.DATA, 0), (Use.CHECKPOINTED, 0)]
+    ("uses", "says"),
+    [(Use(0), 1), (Use.STATE, 1), (Use.DATA, 0), (Use.CHECKPOINTED, 0), (Use.PLACE, 0)],
 )
 def test_the_first_resize_alone_is_told_and_not_to_scripts_that_bear_it(uses: Use, says: int) -> None:
     life = Life()
