@@ -292,13 +292,14 @@ def sentence(reason: r.Reason, now: float) -> str:
             return (
                 f"the world went from {before} to {size} workers, and with it the batches: a script that "
                 "counts its data in batches (epoch = step // len(loader)) repeats some samples and skips "
-                "others from here on; see docs/samples.md"
+                "others from here on; count the samples that were used, as for worker.rest_of_epoch; see "
+                "docs/samples.md"
             )
         case r.TrainingBeganAgain(furthest):
             return (
                 f"the script had made {furthest:,} steps and begins again with an optimizer that has made "
-                "none: have it load its newest snapshot, with the optimizer, when it starts (for "
-                "transformers' Trainer: trainer.train(resume_from_checkpoint=...))"
+                "none: have it load its newest snapshot, with the optimizer, when it starts; see "
+                "docs/samples.md (for transformers' Trainer: docs/frameworks.md)"
             )
         case r.Expelled(running, newest):
             return f"round {newest} formed without this node; its workers of round {running} are killed"

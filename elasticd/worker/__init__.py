@@ -25,6 +25,7 @@ from elasticd.worker.commit.contents import Local
 from elasticd.worker.commit.shared import Unlike
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.report import NotFinite, checkpointed, report
+from elasticd.worker.rest_of_epoch import rest_of_epoch
 from elasticd.worker.run import run
 from elasticd.worker.state import State
 from elasticd.worker.steps import Epoch
@@ -51,6 +52,7 @@ __all__ = [
     "mesh",
     "rank",
     "report",
+    "rest_of_epoch",
     "run",
     "world_size",
 ]
