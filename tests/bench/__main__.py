@@ -187,7 +187,7 @@ def techniques(programs: tuple[str, ...], faults: tuple[str, ...]) -> None:
 @main.command()
 @click.option("--only", multiple=True, help="Of the rows, those that begin so.")
 def frameworks(only: tuple[str, ...]) -> None:
-    """Trainer, Accelerate and Lightning through a kill and resizes: the samples lost and repeated."""
+    """DDP, Trainer, Accelerate and Lightning through a kill and resizes: the samples lost and repeated."""
     from tests.bench.frameworks import frameworks as measure
 
     for line in measure(only):

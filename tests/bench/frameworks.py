@@ -1,4 +1,4 @@
-"""What becomes of the samples when a training with another framework's loop loses a worker or is resized."""
+"""What becomes of the samples when a training loses a worker or is resized, by the loop that it uses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tests.integrations import jobs
 from tests.integrations.jobs import Trained
 
 ROWS = {
+    "DDP, batches counted": ("ordinary.py", "plain"),
+    "DDP, with worker.rest_of_epoch": ("ordinary.py", "elastic"),
     "Trainer, as it is": ("trainer.py", "plain"),
     "Trainer, with elasticd.integrations": ("trainer.py", "elastic"),
     "Trainer, in place": ("trainer.py", "in_place"),

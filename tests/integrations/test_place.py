@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import pytest
 
 from tests.e2e.harness import Cluster
 from tests.integrations import jobs
-
-pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,6 @@ def each(*, slow: tuple[str, ...]) -> pytest.MarkDecorator:
 def framework(request: pytest.FixtureRequest) -> Framework:
     pytest.importorskip(request.param, reason=f"{request.param} is not installed")
     return FRAMEWORKS[request.param]
-
-
-@pytest.fixture
-def cluster(clusters: Callable[[str | None], Cluster], shared_etcd: str) -> Cluster:
-    return clusters(shared_etcd)
 
 
 @pytest.fixture
