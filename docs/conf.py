@@ -34,21 +34,28 @@ def _cell(text: str) -> str:
 
 
 def _metrics() -> str:
-    from elasticd.telemetry.catalog import METRICS
+    from elasticd.telemetry.catalog import LABELS, METRICS
 
     rows = [
         f"| `{metric.name}` | {metric.type} | {', '.join(metric.labels)} | {_cell(metric.help)} |"
         for metric in METRICS
     ]
+    labels = [f"| `{label}` | {_cell(meaning)} |" for label, meaning in LABELS.items()]
     return "\n".join(
         [
             "# Metrics",
             "",
-            "The labels of every metric are `run`, the job's name, and `node`, the agent that exports it.",
+            "Every metric has the labels `run` and `node`.",
             "",
             "| metric | type | other labels | meaning |",
             "|---|---|---|---|",
             *rows,
+            "",
+            "## Labels",
+            "",
+            "| label | meaning |",
+            "|---|---|",
+            *labels,
             "",
         ]
     )

@@ -47,9 +47,9 @@ def now(title: str, expr: str, unit: str = "short") -> Panel:
     return Panel(title, ((expr, "{{run}}"),), unit, now=True)
 
 
-def mean(histogram: str, by: str = "run") -> str:
+def mean(histogram: str) -> str:
     """Return the mean of the observations of 15 minutes; no value without an observation."""
-    total, count = (f"sum by ({by}) (increase({histogram}_{part}{RUN}[15m]))" for part in ("sum", "count"))
+    total, count = (f"sum by (run) (increase({histogram}_{part}{RUN}[15m]))" for part in ("sum", "count"))
     return f"{total} / ({count} > 0)"
 
 
@@ -62,9 +62,13 @@ JOB = Board(
     (
         now("Workers", f"run:elasticd_world_size:max{RUN}"),
         now("Goodput, last hour", f"run:elasticd_goodput:ratio1h{RUN}", "percentunit"),
-        now("Since the last step", f"run:elasticd_last_step_age_seconds:min{RUN}", "s"),
+        now("Since the last step", f"time() - run:elasticd_last_step_timestamp_seconds:max{RUN}", "s"),
         now("Restarts left", f"max by (run) (elasticd_restart_budget_left{RUN})"),
-        now("Age of the newest checkpoint", f"min by (run) (elasticd_checkpoint_age_seconds{RUN})", "s"),
+        now(
+            "Age of the newest checkpoint",
+            f"time() - max by (run) (elasticd_checkpoint_timestamp_seconds{RUN})",
+            "s",
+        ),
         now("Round", f"max by (run) (elasticd_round{RUN})"),
         Panel(
             "World size",
@@ -90,18 +94,18 @@ JOB = Board(
         Panel(
             "From a fault to the next step",
             (
-                (mean("elasticd_recover_seconds", "run, cause"), "{{run}} recovered from {{cause}}"),
-                (mean("elasticd_detect_seconds", "run, cause"), "{{run}} detected {{cause}}"),
+                (mean("elasticd_recover_seconds"), "{{run}} recovered"),
+                (mean("elasticd_detect_seconds"), "{{run}} detected"),
             ),
             "s",
             "The mean over 15 minutes.",
         ),
         Panel(
             "Nodes by state",
-            ((f"max by (run, kind) (elasticd_members{RUN})", "{{run}} {{kind}}"),),
+            ((f"max by (run, node_state) (elasticd_members{RUN})", "{{run}} {{node_state}}"),),
             stacked=True,
         ),
-        Panel("Phase", ((f"max by (run, kind) (elasticd_job_phase{RUN}) == 1", "{{run}} {{kind}}"),)),
+        Panel("Phase", ((f"max by (run, phase) (elasticd_job_phase{RUN}) == 1", "{{run}} {{phase}}"),)),
         Panel(
             "Samples a second",
             ((f"sum by (run) (rate(elasticd_samples_total{RUN}[1m]))", "{{run}}"),),
@@ -126,8 +130,8 @@ JOB = Board(
             "Checkpoints by result",
             (
                 (
-                    f"sum by (run, kind) (increase(elasticd_checkpoints_total{RUN}[5m])) > 0",
-                    "{{run}} {{kind}}",
+                    f"sum by (run, result) (increase(elasticd_checkpoints_total{RUN}[5m])) > 0",
+                    "{{run}} {{result}}",
                 ),
             ),
             stacked=True,
@@ -151,7 +155,11 @@ WORKERS = Board(
     "elasticd: health of workers",
     (
         Panel("Up", ((f"elasticd_worker_up{SLOT}", WORKER),), most=1),
-        Panel("Since the last step", ((f"elasticd_worker_last_step_age_seconds{SLOT}", WORKER),), "s"),
+        Panel(
+            "Since the last step",
+            ((f"time() - elasticd_worker_last_step_timestamp_seconds{SLOT}", WORKER),),
+            "s",
+        ),
         Panel("Steps a second", ((f"rate(elasticd_worker_steps_total{SLOT}[1m])", WORKER),), "ops"),
         Panel(
             "Time of a step, mean",
@@ -178,7 +186,7 @@ WORKERS = Board(
         ),
         Panel(
             "Exits within five minutes",
-            ((f"increase(elasticd_worker_exits_total{SLOT}[5m]) > 0", f"{WORKER} {{{{kind}}}}"),),
+            ((f"increase(elasticd_worker_exits_total{SLOT}[5m]) > 0", f"{WORKER} {{{{exit}}}}"),),
         ),
         Panel("Hung", ((f"increase(elasticd_hangs_total{SLOT}[15m])", WORKER),)),
         Panel(
@@ -196,7 +204,7 @@ WORKERS = Board(
         ),
         Panel(
             "State",
-            ((f"elasticd_slot_state{SLOT} == 1", f"{WORKER} {{{{kind}}}}"),),
+            ((f"elasticd_slot_state{SLOT} == 1", f"{WORKER} {{{{slot_state}}}}"),),
         ),
         Panel("Memory", ((f"elasticd_worker_resident_memory_bytes{SLOT}", WORKER),), "bytes"),
         Panel("CPUs in use", ((f"rate(elasticd_worker_cpu_seconds_total{SLOT}[1m])", WORKER),)),
@@ -210,13 +218,15 @@ WORKERS = Board(
         Panel("GPU temperature", ((f"elasticd_gpu_temperature_celsius{SLOT}", WORKER),), "celsius"),
         Panel("GPU power", ((f"elasticd_gpu_power_watts{SLOT}", WORKER),), "watt"),
         Panel(
-            "GPU throttled", ((f"elasticd_gpu_throttled{SLOT} == 1", f"{WORKER} {{{{kind}}}}"),), stacked=True
+            "GPU throttled",
+            ((f"elasticd_gpu_throttled{SLOT} == 1", f"{WORKER} {{{{reason}}}}"),),
+            stacked=True,
         ),
         Panel(
             "GPU errors",
             (
-                (f"elasticd_gpu_xid_errors_total{SLOT}", f"{WORKER} XID {{{{kind}}}}"),
-                (f"elasticd_gpu_ecc_errors_total{SLOT}", f"{WORKER} memory, {{{{kind}}}}"),
+                (f"elasticd_gpu_xid_errors_total{SLOT}", f"{WORKER} XID {{{{xid}}}}"),
+                (f"elasticd_gpu_ecc_errors_total{SLOT}", f"{WORKER} memory, {{{{error}}}}"),
             ),
         ),
     ),
@@ -237,7 +247,11 @@ FLEET = Board(
             "Faults of the last 15 minutes",
             (("sum by (run) (run_cause:elasticd_faults:increase15m)", "{{run}}"),),
         ),
-        Panel("Since the last step", (("run:elasticd_last_step_age_seconds:min", "{{run}}"),), "s"),
+        Panel(
+            "Since the last step",
+            (("time() - run:elasticd_last_step_timestamp_seconds:max", "{{run}}"),),
+            "s",
+        ),
         Panel(
             "Where the time goes",
             (("sum by (kind) (run_kind:elasticd_time_seconds:rate5m)", "{{kind}}"),),
@@ -245,7 +259,7 @@ FLEET = Board(
         ),
         Panel(
             "Age of the newest checkpoint",
-            (("min by (run) (elasticd_checkpoint_age_seconds)", "{{run}}"),),
+            (("time() - max by (run) (elasticd_checkpoint_timestamp_seconds)", "{{run}}"),),
             "s",
         ),
         Panel(

@@ -67,7 +67,7 @@ class Pages:
         agent = last.status.agent
         assert agent is not None
         accept = headers.get("accept", "")
-        return Answer(*expose(last.measured, last.status.job, agent.node, self._clock(), accept))
+        return Answer(*expose(last.measured, last.status.job, agent.node, accept))
 
     def _readyz(self, last: Published, _: Mapping[str, str]) -> Answer:
         agent = last.status.agent

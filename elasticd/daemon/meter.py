@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elasticd import __version__
 from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
 from elasticd.core.agent import AgentState
 from elasticd.core.facts import Cause, Checkpoint, Phase, SlotProgress
@@ -51,7 +52,7 @@ _COUNTED = [
 ]
 _BY_SLOT = (
     "worker_rank",
-    "worker_last_step_age_seconds",
+    "worker_last_step_timestamp_seconds",
     "worker_resident_memory_bytes",
     "committed_step",
     "loss",
@@ -80,7 +81,6 @@ class Meter:
         driver: Driver,
         store: TimedStore,
         step_times: StepTimes,
-        began_at: float,
         saves: deque[SaveReport] | None = None,
         page_contents: ReadPages = dict,
         footprint: Callable[[], Footprint] = Footprint,
@@ -104,7 +104,7 @@ class Meter:
         self._saved: set[str] | None = None  # the checkpoints' names at the last update
         store.watch("checkpoint", self._checkpoint_seen)
         self.metrics = metrics = Metrics()
-        metrics.set("elasticd_agent_uptime_seconds", began_at)
+        metrics.set("elasticd_build_info", 1, __version__)
         for metric in _COUNTED:
             if "slot" not in metric.labels:
                 metrics.start(metric.name)
@@ -133,7 +133,7 @@ class Meter:
             case RoundFormed(cause=cause):
                 metrics.add("elasticd_rounds_total", 1, cause)
             case ScriptCheckpointed():
-                metrics.set("elasticd_checkpoint_age_seconds", now)
+                metrics.set("elasticd_checkpoint_timestamp_seconds", now)
             case FailureCharged():
                 metrics.add("elasticd_failures_charged_total", 1)
             case WorkersStarted(ranks=ranks):
@@ -227,7 +227,9 @@ class Meter:
             worker = self._workers.get(slot)
             if has_worker and line.rank is not None and worker is not None:
                 self.metrics.set("elasticd_worker_rank", line.rank, slot)
-                self.metrics.set("elasticd_worker_last_step_age_seconds", worker.at or worker.since, slot)
+                self.metrics.set(
+                    "elasticd_worker_last_step_timestamp_seconds", worker.at or worker.since, slot
+                )
             else:
                 for name in _BY_SLOT:
                     self.metrics.forget(f"elasticd_{name}", slot)
@@ -315,8 +317,9 @@ class Meter:
         if recovery is None or crew is None or crew.member.base_rank != 0:
             return
         if recovery.detect_s is not None:
-            self.metrics.observe("elasticd_detect_seconds", recovery.detect_s, recovery.cause)
-        self.metrics.observe("elasticd_recover_seconds", recovery.recover_s, recovery.cause)
+            self.metrics.observe("elasticd_detect_seconds", recovery.detect_s)
+        self.metrics.observe("elasticd_recover_seconds", recovery.recover_s)
+        self.metrics.add("elasticd_outage_seconds_total", recovery.recover_s, recovery.cause)
 
     def _update_job(self, s: JobStatus, now: float) -> None:
         metrics, state, view = self.metrics, self._driver.state, self._driver.view
@@ -374,7 +377,7 @@ class Meter:
             self._saved = names
         newest = found.newest if found is not None else None
         if newest is not None:
-            self.metrics.set("elasticd_checkpoint_age_seconds", newest.at)
+            self.metrics.set("elasticd_checkpoint_timestamp_seconds", newest.at)
             self.metrics.set("elasticd_checkpoint_step", newest.step)
             self.metrics.set("elasticd_checkpoint_size_bytes", newest.size)
 

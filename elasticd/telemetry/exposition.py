@@ -22,11 +22,11 @@ from elasticd.telemetry.metrics import Histogram, Labels, Measured, Value
 _OF_THE_AGENT = (ProcessCollector(registry=None), PlatformCollector(registry=None))
 
 
-def expose(measured: Measured, run: str, node: str, now: float, accept: str = "") -> tuple[bytes, str]:
-    """Return the body and the content type of a scrape. ``now``: seconds since the epoch, to compute ages.
-    ``accept``: the request's Accept header; an empty one selects Prometheus's text format."""
+def expose(measured: Measured, run: str, node: str, accept: str = "") -> tuple[bytes, str]:
+    """Return the body and the content type of a scrape. ``accept``: the request's Accept header; an empty one
+    selects Prometheus's text format."""
     registry = CollectorRegistry()
-    for collector in (_Measured(measured, (_encodable(run), _encodable(node)), now), *_OF_THE_AGENT):
+    for collector in (_Measured(measured, (_encodable(run), _encodable(node))), *_OF_THE_AGENT):
         registry.register(collector)
     encoder, content_type = _encoder(accept)
     return encoder(registry), content_type
@@ -43,7 +43,6 @@ def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
 class _Measured(Collector):
     measured: Measured
     common: Labels  # the values of "run" and "node"
-    now: float
 
     def collect(self) -> Iterator[Family]:
         for metric in METRICS:
@@ -66,7 +65,7 @@ class _Measured(Collector):
         family = kind(metric.name, metric.help, labels=names, unit=metric.unit)
         for labels, value in labeled:
             assert not isinstance(value, Histogram)
-            family.add_metric(labels, max(0.0, self.now - value) if metric.type is Type.AGE else value)
+            family.add_metric(labels, value)
         return family
 
 

@@ -42,12 +42,11 @@ class Metrics:
         self._values: dict[str, dict[Labels, Value]] = {}
 
     def set(self, name: str, value: float | None, *labels: object) -> None:
-        """Set a gauge. The value of an age is its start, in seconds since the epoch. None means
-        ``forget``."""
+        """Set a gauge. None means ``forget``."""
         if value is None:
             self.forget(name, *labels)
             return
-        self._of(name, labels, Type.GAUGE, Type.AGE)[_texts(labels)] = float(value)
+        self._of(name, labels, Type.GAUGE)[_texts(labels)] = float(value)
 
     def add(self, name: str, amount: float, *labels: object) -> None:
         """Add ``amount`` to a counter. 0 creates the counter: Prometheus sees an increase only where it
@@ -91,9 +90,9 @@ class Metrics:
         of[key] = Histogram(tuple(counts), total + sum(values) * times)
 
     def choose(self, name: str, chosen: object, *labels: object) -> None:
-        """Set the gauge of the chosen kind to 1, and the gauges of the other kinds to 0."""
-        for kind in BY_NAME[name].values:
-            self.set(name, kind == str(chosen), *labels, kind)
+        """Set the gauge with the chosen value of the last label to 1, and the gauges with the others to 0."""
+        for value in BY_NAME[name].values:
+            self.set(name, value == str(chosen), *labels, value)
 
     def forget(self, name: str, *labels: object) -> None:
         """Remove a value that is no longer known, or whose subject no longer exists."""
@@ -105,9 +104,9 @@ class Metrics:
     def copy(self) -> Measured:
         return Measured({name: dict(of) for name, of in self._values.items()})
 
-    def _of(self, name: str, labels: tuple[object, ...], *types: Type) -> dict[Labels, Value]:
+    def _of(self, name: str, labels: tuple[object, ...], type: Type) -> dict[Labels, Value]:
         metric = BY_NAME[name]
-        assert metric.type in types, f"{name} is a {metric.type}"
+        assert metric.type is type, f"{name} is a {metric.type}"
         assert len(metric.labels) == len(labels), f"{name} has the labels {metric.labels}"
         return self._values.setdefault(name, {})
 

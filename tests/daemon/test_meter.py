@@ -72,7 +72,7 @@ def meter(*, leads: bool = True) -> tuple[Meter, Store]:
     )
     driver = SimpleNamespace(state=state, view=None)
     store = Store()
-    made = Meter(CONFIG, cast(Any, driver), cast(Any, store), lambda slot, after: (), 0.0)
+    made = Meter(CONFIG, cast(Any, driver), cast(Any, store), lambda slot, after: ())
     return made, store
 
 
@@ -107,7 +107,7 @@ def test_checkpoints_are_counted_as_they_come_and_the_newest_is_described() -> N
     made._update_checkpoint()
     assert value(made.metrics, "checkpoints_total", "committed") == 3
     assert value(made.metrics, "checkpoint_step") == 30
-    assert value(made.metrics, "checkpoint_age_seconds") == 1002.0
+    assert value(made.metrics, "checkpoint_timestamp_seconds") == 1002.0
     assert value(made.metrics, "checkpoint_size_bytes") == 4096
 
 
@@ -303,7 +303,7 @@ def test_a_slot_that_the_status_leaves_out_is_idle() -> None:
     assert value(made.metrics, "slot_state", 1, "idle") == 1
     assert (
         value(made.metrics, "worker_rank", 1)
-        is value(made.metrics, "worker_last_step_age_seconds", 1)
+        is value(made.metrics, "worker_last_step_timestamp_seconds", 1)
         is None
     )
     assert value(made.metrics, "worker_up", 0) == 1

@@ -134,10 +134,10 @@ def _the_job_is_shown(shows: Shows, killed: Killed, began_at: float) -> None:
         began == counted(killed.cluster, "round.formed", "cause") - Counter(start=1) == {"worker_failed": 1}
     )
     recovered, detected = shows("From a fault to the next step")
-    assert 0 < detected(cause="worker_failed") <= recovered(cause="worker_failed") < killed.really_s + 0.01
+    assert 0 < detected(run=run) <= recovered(run=run) < killed.really_s + 0.01
     (nodes,), (phase,) = shows("Nodes by state"), shows("Phase")
-    assert nodes.by("kind") == {("member",): 2, ("waiting",): 0, ("draining",): 0, ("lost",): 0}
-    assert phase(kind="live") == 1
+    assert nodes.by("node_state") == {("member",): 2, ("waiting",): 0, ("draining",): 0, ("lost",): 0}
+    assert phase(phase="live") == 1
     (since,), (pace,) = shows("Since the last step"), shows("Steps a second")
     assert 0 <= since(run=run) < PATIENCE_S
     assert 0 < pace(run=run) * 60 <= 1.2 * min(killed.steps(*slot) for slot in SLOTS)
@@ -174,8 +174,8 @@ def _its_workers_are_shown(shows: Shows, killed: Killed) -> None:
     assert {k: whole(n) for k, n in restarts.by("node", "slot", "cause").items()} == {
         (*slot, "worker_failed"): 1 for slot in SLOTS
     }
-    assert {k: whole(n) for k, n in exits.by("node", "slot", "kind").items()} == {("b", "0", "signal"): 1}
-    assert {slot[:2] for slot in states.by("node", "slot", "kind") if slot[2] == "running"} == SLOTS
+    assert {k: whole(n) for k, n in exits.by("node", "slot", "exit").items()} == {("b", "0", "signal"): 1}
+    assert {slot[:2] for slot in states.by("node", "slot", "slot_state") if slot[2] == "running"} == SLOTS
     rss = psutil.Process(killed.second.on("b")[0].pid).memory_info().rss
     assert 0.1 < memory(node="b", slot=0) / rss < 10
     assert not any(hung.by("node", "slot").values())

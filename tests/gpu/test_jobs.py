@@ -80,7 +80,7 @@ def test_the_gpu_of_a_slot_is_in_its_metrics(
     assert 1 << 28 < used < there, "a CUDA context alone has some hundred MiB"
     assert 10 < (seen("gpu_temperature_celsius", slot=0) or 0) < 110
     assert 10 < (seen("gpu_power_watts", slot=0) or 0) < 2000
-    assert seen("gpu_throttled", slot=0, kind="hardware") in (0, 1)
+    assert seen("gpu_throttled", slot=0, reason="hardware") in (0, 1)
     assert seen("slot_bad", slot=0) == 0
     (tmp_path / "end").touch()
     assert a.end() == 0, a.said()

@@ -4,9 +4,8 @@ from pathlib import Path
 import pytest
 
 import elasticd
-from elasticd.telemetry.catalog import METRICS, Metric, Type
+from elasticd.telemetry.catalog import LABELS, METRICS, Metric, Type
 
-LABELS = {"slot", "cause", "kind"}
 UNITS = {"", "seconds", "bytes", "ratio", "celsius", "watts"}
 
 
@@ -17,16 +16,30 @@ def test_a_metric_is_named_as_prometheus_wants_it(metric: Metric) -> None:
     base = metric.name.removesuffix("_total")
     assert (metric.name != base) == (metric.type is Type.COUNTER)
     assert base.endswith(f"_{metric.unit}") if metric.unit else base.rpartition("_")[2] not in UNITS
-    assert not base.endswith(("_count", "_sum", "_bucket", "_info", "_created"))
+    assert not base.endswith(("_count", "_sum", "_bucket", "_created"))
+    assert not re.search(r"_(age|uptime)_", base), "a time is exported, and a query computes the age"
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.name)
 def test_its_labels_are_bounded_and_its_help_is_a_sentence(metric: Metric) -> None:
-    assert set(metric.labels) <= LABELS
-    assert not metric.values or metric.labels[-1] in ("cause", "kind")
+    assert set(metric.labels) <= set(LABELS)
     assert metric.help.endswith(".") and "\n" not in metric.help
     assert (metric.type is Type.HISTOGRAM) == bool(metric.buckets)
     assert list(metric.buckets) == sorted(set(metric.buckets))
+    if metric.type is Type.HISTOGRAM:
+        assert set(metric.labels) <= {"slot"}, "each value of another label is a series for each bucket"
+
+
+def test_each_label_has_one_meaning_and_so_one_list_of_values() -> None:
+    known: dict[str, set[frozenset[str]]] = {"run": set(), "node": set()}
+    for metric in METRICS:
+        for label in metric.labels:
+            known.setdefault(label, set())
+        if metric.values:
+            known[metric.labels[-1]].add(frozenset(metric.values))
+    assert known.keys() == LABELS.keys()
+    for label, lists in known.items():
+        assert not lists or frozenset().union(*lists) in lists, f"{label} has lists that differ"
 
 
 def test_no_two_metrics_share_a_name() -> None:
