@@ -31,6 +31,7 @@ class Image:
     user: str = "0:0"
     workdir: str = "/"
     entrypoint: list[str] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
 
     def run(
         self,
@@ -131,6 +132,7 @@ class Builder:
             config["User"],
             config["WorkingDir"],
             config["Entrypoint"],
+            config["Labels"],
         )
 
     def close(self) -> None:

@@ -86,8 +86,10 @@ def test_the_context_holds_what_is_copied_and_little_else() -> None:
     let_in = {line[1:] for line in rules if line.startswith("!")}
     copies = re.findall(r"^COPY (?!--from=)(.*) \S+$", TEXT, re.MULTILINE)
     copied = {word.rstrip("/") for words in copies for word in words.split()}
-    assert copied == let_in
-    for path in copied:
+    below = {path: {rule for rule in let_in if Path(rule).is_relative_to(path)} for path in copied}
+    assert all(below.values()), "each folder that is copied has something"
+    assert set().union(*below.values()) == let_in
+    for path in let_in:
         assert (ROOT / path).exists(), path
 
 
@@ -121,6 +123,8 @@ def test_an_extra_that_there_is_none_of_is_refused() -> None:
 
 # ---------------------------------------------------------------- built
 
+LABELS = {"VERSION": "1.2.3", "REVISION": "0123abc", "SOURCE": "https://example.org/elasticd"}
+
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
@@ -138,7 +142,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     # An index that is a folder has its files beside it.
     named = {Path(w.removeprefix("file://")).parent if w.startswith("file://") else Path(w) for w in words}
     binds = {path: path for path in named if path.is_absolute() and path.exists()}
-    arguments = {"VARIANT": "cuda" if torch.version.cuda else "cpu", "EXTRAS": "s3"}
+    arguments = {"VARIANT": "cuda" if torch.version.cuda else "cpu", "EXTRAS": "s3", **LABELS}
     if index := os.environ.get("TORCH_INDEX"):
         arguments["TORCH_INDEX"] = index
     builder = Builder(folder)
@@ -163,6 +167,14 @@ def test_the_images_entry_point_trains_as_process_1_with_a_root_that_it_cannot_w
 def test_the_image_can_run_a_job_says_its_own_doctor(image: Image) -> None:
     done = image.run([*image.entrypoint, "doctor", "/opt/elasticd/workers/train_gpt.py"], check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_image_says_what_it_was_built_of(image: Image) -> None:
+    said = {name: image.labels[f"org.opencontainers.image.{name.lower()}"] for name in LABELS}
+    assert said == LABELS
+    assert image.labels["org.opencontainers.image.licenses"] == "Apache-2.0"
 
 
 @pytest.mark.slow
