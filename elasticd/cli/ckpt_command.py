@@ -302,5 +302,7 @@ def _save_safetensors(tensors: dict[str, Any], out: Path, manifest: Manifest) ->
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise CommandError("safetensors is not installed: install it, or export a .pt file") from error
+        raise CommandError(
+            "safetensors is not installed: pip install 'elasticd[safetensors]', or export a .pt file"
+        ) from error
     save_file(tensors, out, metadata={"step": str(manifest.step), "name": manifest.name})

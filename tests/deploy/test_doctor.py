@@ -500,12 +500,33 @@ CUDA = {"version": "2.13.0", "build": "CUDA 13.0", "groups": {"gloo": "", "nccl"
     ],
 )
 def test_gpus_are_those_that_workers_get(
-    devices: tuple[str, ...], said: dict[str, Any], grade: Grade, says: str, tmp_path: Path
+    devices: tuple[str, ...],
+    said: dict[str, Any],
+    grade: Grade,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: name)
     for name in devices:
         (tmp_path / name).touch()
     found = worst(checks.gpus(candidate(probed={"torch": said}), tmp_path))
     assert (found.grade, found.says) == (grade, says.replace("DEV", str(tmp_path)))
+
+
+def test_gpus_without_the_package_that_reads_their_metrics_are_worth_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    (tmp_path / "nvidia0").touch()
+    gpus = {"gpus": ["H100"]}
+    cuda, rocm = (
+        list(checks.gpus(candidate(probed={"torch": CUDA | gpus | {"build": build}}), tmp_path))
+        for build in ("CUDA 13.0", "ROCm 7.0")
+    )
+    assert [found.grade for found in cuda] == [Grade.FINE, Grade.ADVICE]
+    assert cuda[1].do == "pip install 'elasticd[gpu]'"
+    assert [found.grade for found in rocm] == [Grade.FINE], "NVML knows NVIDIA's GPUs only"
 
 
 @pytest.mark.parametrize(

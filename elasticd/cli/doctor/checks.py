@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -401,6 +402,8 @@ def gpus(candidate: Candidate, devices: Path = Path("/dev")) -> Iterator[Finding
     release = f"torch {torch.get('version')}"
     if names := torch.get("gpus"):
         yield fine(f"{len(names)} ({', '.join(sorted(set(names)))}), {torch['build']}")
+        if torch["build"].startswith("CUDA") and find_spec("pynvml") is None:
+            yield advice("the GPUs have no metrics without nvidia-ml-py", "pip install 'elasticd[gpu]'")
     elif not there:
         yield fine("this machine has none: workers train on the CPU")
     elif error := torch.get("gpu_error"):
