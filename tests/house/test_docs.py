@@ -67,7 +67,8 @@ def test_each_command_and_its_options_exist(page: str, words: str) -> None:
         assert inner is not None, words
         command = inner
         rest.pop(0)
-    own = re.split(r"\s[\w./]+\.py\b", " ".join(rest))[0]  # what follows a script is the script's
+    # What follows a script or a job file is the script's.
+    own = re.split(r"\s[\w./]+\.(?:py|toml)\b", " ".join(rest))[0]
     params = command.get_params(context)
     known = {opt for param in params for opt in (*param.opts, *param.secondary_opts)}
     assert {option.partition("=")[0] for option in re.findall(r"(?<!\S)--[a-z][\w=-]*", own)} <= known
