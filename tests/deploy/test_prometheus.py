@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
+from elasticd.cli.main import cli
 from tests.deploy.promql import complaints, recorded, selectors
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +23,7 @@ UNIT_TESTS = Path(__file__).parent / "alerts.yml"
 RULES = [r for g in yaml.safe_load((HERE / "rules.yml").read_text())["groups"] for r in g["rules"]]
 ALERTS = {r["alert"]: r for r in RULES if "alert" in r}
 RECORDS = {r["record"]: r for r in RULES if "record" in r}
-GUIDE = (HERE / "README.md").read_text()
+RUNBOOKS = (ROOT / "docs" / "runbooks.md").read_text()
 
 
 def run(tool: str, *argv: str | Path) -> tuple[int, str]:
@@ -112,22 +114,22 @@ def test_a_record_is_named_after_the_labels_it_keeps(rule: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("rule", ALERTS.values(), ids=rule_id)
-def test_an_alert_says_how_bad_it_is_and_where_to_read_what_to_do(rule: dict[str, Any]) -> None:
-    name = rule["alert"]
+def test_an_alert_says_how_bad_it_is_what_to_do_and_where_to_read_more(rule: dict[str, Any]) -> None:
+    name, annotations = rule["alert"], rule["annotations"]
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
-    assert rule["annotations"]["summary"]
-    assert rule["annotations"]["runbook"] == f"deploy/prometheus/README.md#{name.lower()}"
-    (section,) = re.findall(rf"^## {name}\n\n(.+?)(?=\n#|\Z)", GUIDE, re.MULTILINE | re.DOTALL)
+    assert annotations.keys() == {"summary", "description", "runbook_url"}
+    assert annotations["summary"] and annotations["description"].endswith(".")
+    for command in re.findall(r"`elasticd (\w+)", annotations["description"]):
+        assert cli.get_command(click.Context(cli), command) is not None, command
+    assert annotations["runbook_url"].endswith(f"/docs/runbooks.html#{name.lower()}")
+    (section,) = re.findall(rf"^## {name}\n\n(.+?)(?=\n#|\Z)", RUNBOOKS, re.MULTILINE | re.DOTALL)
     assert len(section) > 80
 
 
-def test_the_guide_tells_of_no_alert_that_is_not() -> None:
-    assert re.findall(r"^## (\w+)", GUIDE, re.MULTILINE) and set(
-        re.findall(r"^## (\w+)", GUIDE, re.MULTILINE)
-    ) == set(ALERTS)
-    known = set(ALERTS)
+def test_every_runbook_is_of_an_alert() -> None:
+    assert set(re.findall(r"^## (\w+)", RUNBOOKS, re.MULTILINE)) == set(ALERTS)
     alertmanager = (HERE / "alertmanager.yml").read_text()
-    assert set(re.findall(r"Elasticd\w+", GUIDE + alertmanager)) <= known
+    assert set(re.findall(r"Elasticd\w+", RUNBOOKS + alertmanager)) <= set(ALERTS)
 
 
 def test_it_scrapes_the_agents_and_etcd_of_the_compose_file() -> None:

@@ -41,6 +41,10 @@ def test_all_pages_are_built_without_a_warning_and_are_within_reach(tmp_path: Pa
     )
     assert built.returncode == 0, built.stderr
     assert "--max-restarts" in (tmp_path / "html/docs/commands.html").read_text()
+    runbooks = (tmp_path / "html/docs/runbooks.html").read_text()
+    rules = (ROOT / "deploy/prometheus/rules.yml").read_text()
+    anchors = re.findall(r"runbook_url: \S+/docs/runbooks\.html#(\w+)", rules)
+    assert anchors and all(f'id="{anchor}"' in runbooks for anchor in anchors)
     assert "elasticd_world_size" in (tmp_path / "html/docs/metrics.html").read_text()
     assert "round.formed" in (tmp_path / "html/docs/events.html").read_text()
 
