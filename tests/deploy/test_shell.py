@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
-SCRIPTS = sorted(p for p in DEPLOY.rglob("*") if p.is_file() and p.read_bytes().startswith(b"#!"))
+ROOT = Path(__file__).parents[2]
+FILES = [*(ROOT / "deploy").rglob("*"), *(ROOT / "tests").glob("*"), *(ROOT / ".ci").glob("*")]
+SCRIPTS = sorted(p for p in FILES if p.is_file() and p.read_bytes().startswith(b"#!"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
