@@ -22,7 +22,7 @@ _WHAT: Final = {
     "slurm": "deploy/slurm",
 }
 """The folders of the repository that can be exported, by what users call them."""
-_NOT_OURS: Final = shutil.ignore_patterns("__pycache__", "generate.py")
+_NOT_OURS: Final = shutil.ignore_patterns("__pycache__", "boards.py", "generate.py")
 
 
 def example(path: str) -> Path:

@@ -44,6 +44,7 @@ def complaints(expr: str) -> list[str]:
     """What of it is not in the catalogue."""
     found = []
     known: set[str] = set(EVERY_SAMPLE | SCRAPED)
+    known |= {"alertname"} if "ALERTS" in expr else set()
     for selector in selectors(expr):
         base = re.sub(r"_(bucket|sum|count)$", "", selector.name)
         metric = BY_NAME.get(base if selector.name not in BY_NAME else selector.name)

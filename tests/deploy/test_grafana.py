@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from elasticd.telemetry.catalog import BY_NAME
 from tests.deploy.promql import complaints, recorded, selectors
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -19,24 +20,34 @@ HERE = DEPLOY / "grafana"
 BOARDS: dict[str, dict[str, Any]] = {
     p.stem: json.loads(p.read_text()) for p in (HERE / "dashboards").glob("*.json")
 }
-RECORDS = {
-    rule["record"]
+RULES = [
+    rule
     for group in yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())["groups"]
     for rule in group["rules"]
-    if "record" in rule
-}
-QUERIES = [
-    (name, panel["title"], target["expr"])
-    for name, board in BOARDS.items()
-    for panel in board["panels"]
-    for target in panel["targets"]
 ]
+RECORDS = {rule["record"] for rule in RULES if "record" in rule}
+ALERTS = {rule["alert"]: rule["expr"] for rule in RULES if "alert" in rule}
+PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"]]
+QUERIES = [
+    *((name, panel["title"], target["expr"]) for name, panel in PANELS for target in panel["targets"]),
+    *(
+        (name, event["name"], event["expr"])
+        for name, board in BOARDS.items()
+        for event in board["annotations"]["list"]
+    ),
+]
+
+
+def panels(kind: str) -> list[Any]:
+    """Return the panels of this kind, as parameters of a test."""
+    return [pytest.param(p, id=f"{name}: {p['title']}") for name, p in PANELS if p["type"] == kind]
 
 
 def test_what_is_committed_is_what_the_code_makes(tmp_path: Path) -> None:
     pytest.importorskip("grafana_foundation_sdk")
     (tmp_path / "dashboards").mkdir()
-    (tmp_path / "generate.py").write_text((HERE / "generate.py").read_text())
+    for program in ("boards.py", "generate.py"):
+        (tmp_path / program).write_text((HERE / program).read_text())
     subprocess.run([sys.executable, tmp_path / "generate.py"], check=True, timeout=60)
     made = {p.stem: p.read_text() for p in (tmp_path / "dashboards").iterdir()}
     assert made == {name: (HERE / "dashboards" / f"{name}.json").read_text() for name in BOARDS}
@@ -49,7 +60,66 @@ def test_a_panel_asks_only_for_what_is_measured_or_recorded(board: str, title: s
     assert recorded(expr) <= RECORDS
     assert list(selectors(expr)) or recorded(expr) or "up{" in expr or "ALERTS{" in expr
     variables = {v["name"] for v in BOARDS[board]["templating"]["list"]}
-    assert set(re.findall(r"\$(\w+)", expr)) <= variables
+    assert set(re.findall(r"\$(\w+)", expr)) <= variables | {"__rate_interval"}
+
+
+@pytest.mark.parametrize("panel", panels("timeseries"))
+def test_a_curve_is_of_whatever_time_is_shown_and_has_a_table_for_its_legend(panel: dict[str, Any]) -> None:
+    assert panel["options"]["legend"]["displayMode"] == "table" and panel["options"]["legend"]["calcs"]
+    for target in panel["targets"]:
+        assert set(re.findall(r"\[(.*?)\]", target["expr"])) <= {"$__rate_interval"}
+
+
+@pytest.mark.parametrize("panel", panels("state-timeline"))
+def test_a_state_is_drawn_as_the_catalogue_calls_it(panel: dict[str, Any]) -> None:
+    (target,), (mapping,) = panel["targets"], panel["fieldConfig"]["defaults"]["mappings"]
+    (metric,) = {selector.name for selector in selectors(target["expr"])}
+    asked = re.findall(r'(\d+) \* \w+\{\w+="(\w+)"', target["expr"])
+    assert [value for _, value in asked] == list(BY_NAME[metric].values)
+    assert {number: text["text"] for number, text in mapping["options"].items()} == dict(asked)
+
+
+@pytest.mark.parametrize(
+    ("board", "title", "alert"),
+    [
+        ("job", "Since the last step", "ElasticdStalled"),
+        ("job", "Goodput, last hour", "ElasticdGoodputLow"),
+        ("job", "Age of the newest checkpoint", "ElasticdCheckpointOld"),
+        ("job", "From a fault to the next step", "ElasticdRecoverySlow"),
+        ("job", "etcd request time, 99th percentile", "ElasticdEtcdSlow"),
+    ],
+)
+def test_a_panel_turns_red_where_its_alert_fires(board: str, title: str, alert: str) -> None:
+    (panel,) = (p for name, p in PANELS if (name, p["title"]) == (board, title))
+    first, *more = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+    red = more[0] if first["color"] == "red" else more[-1]
+    limit, *_ = re.findall(r"[<>] ([\d.]+)(?= and|$)", ALERTS[alert])
+    assert float(limit) == red["value"], alert
+
+
+def test_each_link_leads_to_a_dashboard_and_chooses_only_what_it_has() -> None:
+    led: set[tuple[str, str]] = set()
+    for name, board in BOARDS.items():
+        for url in re.findall(r'"/d/elasticd-([^"]*)"', json.dumps(board)):
+            to, _, chosen = url.partition("?")
+            assert {f"var-{v['name']}" for v in BOARDS[to]["templating"]["list"]} >= set(
+                re.findall(r"var-\w+", chosen)
+            )
+            led.add((name, to))
+    assert led == {
+        ("fleet", "job"),
+        ("job", "fleet"),
+        ("job", "workers"),
+        ("workers", "fleet"),
+        ("workers", "job"),
+    }
+
+
+def test_each_panel_that_an_alert_or_its_runbook_names_exists() -> None:
+    pages = (DEPLOY / "prometheus" / "rules.yml", DEPLOY.parent / "docs" / "runbooks.md")
+    told = "".join(page.read_text() for page in pages)
+    named = set(re.findall(r'panel \\?"(.*?)\\?"', told))
+    assert named and named <= {panel["title"] for _, panel in PANELS}
 
 
 @pytest.mark.parametrize("name", BOARDS)

@@ -48,20 +48,41 @@ class Query:
 
 
 def queries() -> list[Query]:
-    """All that the dashboards ask, for any run and node."""
+    """All that the dashboards ask, for any run and node. Marks are asked for as curves are. A rate
+    is taken over five minutes, as where Grafana shows some days."""
+
+    def of_all(expr: str) -> str:
+        return re.sub(r'="\$(run|node)"', '=~".+"', expr).replace("$__rate_interval", "5m")
+
     found = []
     for path in sorted((DEPLOY / "grafana" / "dashboards").glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
+        board = json.loads(path.read_text())
+        for panel in board["panels"]:
             for target in panel["targets"]:
-                expr = re.sub(r"\$(run|node)\b", ".+", target["expr"])
-                found.append(Query(path.stem, panel["title"], expr, bool(target.get("instant"))))
+                now = bool(target.get("instant"))
+                found.append(Query(path.stem, panel["title"], of_all(target["expr"]), now))
+        found += [
+            Query(path.stem, event["name"], of_all(event["expr"]), now=False)
+            for event in board["annotations"]["list"]
+        ]
     return found
+
+
+def texts(panel: str, board: str) -> dict[float, str]:
+    """What the numbers of a panel of states mean."""
+    shown = json.loads((DEPLOY / "grafana" / "dashboards" / f"{board}.json").read_text())["panels"]
+    (found,) = (p for p in shown if p["title"] == panel)
+    (mapping,) = found["fieldConfig"]["defaults"]["mappings"]
+    return {float(number): text["text"] for number, text in mapping["options"].items()}
 
 
 # What would show nothing after a mere kill, by the test of test_alerts_fire.py that has it show something.
 SHOWN_BY = {
     "test_workers_that_are_killed": {("fleet", "Firing alerts")},
-    "test_a_worker_that_lags_behind": {("workers", "Time of a step relative to peers")},
+    "test_a_worker_that_lags_behind": {
+        ("workers", "Time of a step relative to peers"),
+        ("job", "Each worker"),
+    },
     "test_checkpoints_that_are_no_longer_made": {
         ("job", "Loss"),
         ("job", "Age of the newest checkpoint"),

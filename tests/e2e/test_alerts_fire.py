@@ -22,7 +22,16 @@ import pytest
 from elasticd.core.facts import Checkpoint
 from tests.e2e.conftest import Etcd
 from tests.e2e.harness import Agent, Cluster
-from tests.e2e.prometheus import SHOWN_BY, Prometheus, hastened, names, needs_prometheus, queries, rules
+from tests.e2e.prometheus import (
+    SHOWN_BY,
+    Prometheus,
+    hastened,
+    names,
+    needs_prometheus,
+    queries,
+    rules,
+    texts,
+)
 from tests.etcd import cluster as etcds
 
 Serve = Callable[[dict[str, Any]], Prometheus]
@@ -95,7 +104,7 @@ def test_workers_that_are_killed(cluster: Cluster, serve: Serve) -> None:
     assert slow.summary.startswith(f"{run}: recovery took ")
 
     exits = Counter(f"{e['slot']} {e['code']}" for e in a.find("worker.ended"))
-    (shown,) = prometheus.shows("Exits within five minutes", "workers")
+    (shown,) = prometheus.shows("Exits", "workers")
     by_slot = {slot: round(n) for (slot,), n in shown.by("slot").items()}
     assert by_slot == {slot: exits[f"{slot} -9"] for slot in by_slot} and sum(by_slot.values()) == 6
     (rounds,) = prometheus.shows("Rounds by cause", "job")
@@ -108,7 +117,7 @@ def test_workers_that_are_killed(cluster: Cluster, serve: Serve) -> None:
     (left,) = prometheus.shows("Restarts left", "job")
     assert left(run=run) <= 2
     (states,) = prometheus.shows("State", "workers")
-    assert 1 in states.over(slot=2, slot_state="quarantined")
+    assert "quarantined" in map(texts("State", "workers").get, states.over(slot=2))
     (faults,) = prometheus.shows("Faults of the last 15 minutes", "fleet")
     assert max(faults.over(run=run)) > 4
     (firing,) = prometheus.shows("Firing alerts", "fleet")
@@ -174,6 +183,8 @@ def test_a_worker_that_lags_behind(cluster: Cluster, serve: Serve, tmp_path: Pat
     assert lags.summary == f"{run}: the worker in slot 1 of a is slower than its peers"
     (ratios,) = prometheus.shows("Time of a step relative to peers", "workers")
     assert ratios(slot=1) > 1.2 > ratios(slot=0)
+    _, _, _, relative, *_ = prometheus.shows("Each worker", "job")
+    assert relative(slot=1) > 1.2 > relative(slot=0)
     lagging, bad = prometheus.shows("Stragglers and bad GPUs", "workers")
     assert lagging.by("node", "slot") == {("a", "1"): 1} and not bad
     assert "lags      rank 1 (slot 1 on a) takes " in cluster.command("status", run).out
@@ -212,7 +223,8 @@ def test_nodes_that_are_lost(cluster: Cluster, serve: Serve) -> None:
     waits = alerts.fires("ElasticdWaitingForWorkers", run=run)
     assert waits.labels["severity"] == "critical"
     (phase,), (nodes,) = prometheus.shows("Phase", "job"), prometheus.shows("Nodes by state", "job")
-    assert phase.over(phase="waiting") and nodes(node_state="waiting") + nodes(node_state="member") == 1
+    assert "waiting" in map(texts("Phase", "job").get, phase.over(run=run))
+    assert nodes(node_state="waiting") + nodes(node_state="member") == 1
     alerts.fires("ElasticdGoodputLow", run=run)
     (goodput,), (spent,) = (
         prometheus.shows("Goodput, last hour", "job"),
@@ -260,8 +272,8 @@ def test_an_etcd_that_is_away_or_slow(
         time.sleep(0.2)
     slow = alerts.fires("ElasticdEtcdSlow", run=run)
     assert slow.summary.startswith(f"{run}: requests of {slow.labels['node']} to etcd take ")
-    (late,) = prometheus.shows("etcd request time, 99th percentile", "job")
-    assert max(late.over(node=slow.labels["node"])) > 0.5
+    slowest, *_ = prometheus.shows("etcd request time, 99th percentile", "job")
+    assert max(slowest.over()) > 0.5
     alerts.resolves("ElasticdEtcdSlow")
     # A node that is silent for longer than its lease.
     newest = cluster.world(2)
