@@ -26,9 +26,10 @@ from elasticd.core.page_layout import Use
 from elasticd.integrations.batches import cut, largest_world, order_of_loader
 from elasticd.integrations.checkpoint_folder import CheckpointFolder
 from elasticd.integrations.draining import Drain
+from elasticd.integrations.in_place import in_place, present
 from elasticd.worker.agent import agentpage
 
-__all__ = ["ElasticLoader"]
+__all__ = ["ElasticLoader", "in_place"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class ElasticLoader:
     ``accelerator.register_for_checkpointing``: it loads the newest checkpoint in ``folder`` by
     ``accelerator.load_state``. It saves one by ``accelerator.save_state`` every so many steps, at the end of
     an epoch, and when the workers are asked to end; the process then ends. The newest ``last`` are kept.
+    In a function that is decorated with ``in_place`` each step is committed, and the process goes on.
 
     A step uses the loader's ``batch_size`` times ``accelerator.gradient_accumulation_steps`` times the
     largest world (``--max``) samples, in any world: in a smaller world each worker accumulates more batches.
@@ -67,12 +69,15 @@ class ElasticLoader:
         self._accelerator, self._every = accelerator, every
         self._checkpoints = CheckpointFolder(folder, last=last)
         self._drain = Drain()
+        self._kept = present()
         self.epoch = self.step = 0
         largest = largest_world(accelerator.num_processes)
         self._global_batch = loader.batch_size * accelerator.gradient_accumulation_steps * largest
         accelerator.register_for_checkpointing(self)
-        newest = self._checkpoints.newest_on_all_ranks(self._gather)
-        if newest is not None:
+        committed = self._kept.begin(accelerator, self.state_dict) if self._kept is not None else {}
+        if committed:
+            self.load_state_dict(committed)
+        elif (newest := self._checkpoints.newest_on_all_ranks(self._gather)) is not None:
             accelerator.load_state(str(newest))
             accelerator.step = 0  # counts batches, of which a step has another number in another world
             if accelerator.is_main_process:
@@ -86,7 +91,10 @@ class ElasticLoader:
         )
         accelerator.gradient_accumulation_steps = self._batches.pieces
         agentpage.uses(Use.PLACE)
-        agentpage.begins_after(self.epoch * self._batches.steps + self.step)
+        if self._kept is None:
+            agentpage.begins_after(self.epoch * self._batches.steps + self.step)
+        else:
+            self._kept.commit()  # loading and `prepare`, which sends rank 0's weights, are no part of a step
 
     def __len__(self) -> int:
         """The number of this worker's batches in an epoch."""
@@ -99,7 +107,8 @@ class ElasticLoader:
 
     def epochs(self, until: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs. Iterate over the loader once in each."""
-        self._drain.begin()
+        if self._kept is None:
+            self._drain.begin()
         while self.epoch < until:
             epoch = self.epoch
             yield epoch
@@ -126,7 +135,12 @@ class ElasticLoader:
         self.epoch, self.step, self._global_batch = state["epoch"], state["step"], state["global_batch"]
 
     def _end_step(self, *, is_due: bool) -> None:
-        self._drain.after_step(self._save, is_due=is_due)
+        if self._kept is None:
+            self._drain.after_step(self._save, is_due=is_due)
+            return
+        self._kept.commit()
+        if is_due:
+            self._save()
 
     def _save(self) -> None:
         accelerator = self._accelerator

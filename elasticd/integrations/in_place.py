@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
 
 from elasticd import worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_SHARDING: Final = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin")
 
 
 class LoopProgress:
@@ -40,7 +44,18 @@ class Present:
 
     def __init__(self, state: worker.State, progress: LoopProgress) -> None:
         self.commit = state.commit
-        self.progress = progress
+        self._progress = progress
+
+    def begin(self, accelerator: Accelerator, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Have each commit keep the progress that ``read`` returns. Return the progress as of the last
+        commit; empty before the first. Raises ValueError for a sharded model."""
+        if any(getattr(accelerator.state, plugin, None) is not None for plugin in _SHARDING):
+            raise ValueError(
+                "in_place keeps models that each worker holds as a whole: leave it out with FSDP and "
+                "DeepSpeed"
+            )
+        self._progress.read = read
+        return self._progress.committed
 
 
 _present: list[Present] = []
@@ -52,7 +67,7 @@ def present() -> Present | None:
     return _present[-1] if _present else None
 
 
-def in_place(**kept: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def in_place(*, undo: bool | None = None, **kept: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate the function that trains. Workers keep their process when others die, join or leave: the
     function is called again in each world, and continues after the last step that was made.
 
@@ -60,15 +75,15 @@ def in_place(**kept: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
     own also the optimizer and the scheduler. See ``worker.State``. Make everything else in the function:
     TrainingArguments, Trainer, Accelerator, the result of ``prepare``.
 
-    Without an optimizer in ``kept``, the parameters are copied after each step.
+    ``undo``: see ``worker.State``. Without an optimizer in ``kept``, parameters are copied after each step.
     """
 
     def decorate(train: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(train)
         def entered(*args: P.args, **kwargs: P.kwargs) -> T:
             progress = LoopProgress()
-            undo = None if "optimizer" in kept else True
-            state = worker.State(wrap=None, undo=undo, progress=progress, **kept)
+            undoes = undo if "optimizer" in kept else True
+            state = worker.State(wrap=None, undo=undoes, progress=progress, **kept)
 
             @worker.run
             def train_in_world(state: worker.State) -> T:
@@ -76,6 +91,9 @@ def in_place(**kept: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 # Accelerate has no public function for this; its own tests use these.
                 AcceleratorState._reset_state(reset_partial_state=True)
                 GradientState._reset_state()
+                for module in kept.values():
+                    if isinstance(module, nn.Module):  # else `prepare` would wrap its forward once more
+                        extract_model_from_parallel(module, keep_fp32_wrapper=False)
                 _present.append(Present(state, progress))
                 try:
                     return train(*args, **kwargs)

@@ -146,14 +146,9 @@ class Elastic(_Base):  # type: ignore[misc]
         """Train as Trainer does, but from the newest whole checkpoint in ``output_dir`` if there is one,
         unless ``resume_from_checkpoint`` is False."""
         if self._elastic is not None and (kept := present()) is not None:
-            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                raise ValueError(
-                    "in_place keeps models that each worker holds as a whole: leave it out with FSDP and "
-                    "DeepSpeed"
-                )
-            kept.progress.read = self._progress
-            if kept.progress.committed:
-                return self._train_on(kept.progress.committed, *args, **kwargs)
+            committed = kept.begin(self.accelerator, self._progress)
+            if committed:
+                return self._train_on(committed, *args, **kwargs)
         if self._elastic is not None and resume_from_checkpoint is not False:
             newest = self._newest_on_all_ranks()
             if newest is not None:
@@ -233,7 +228,6 @@ class Elastic(_Base):  # type: ignore[misc]
     def _train_on(self, committed: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Continue after the last step that this process committed in an earlier world. The model has kept
         its weights."""
-        self.model: Any = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         with tempfile.TemporaryDirectory() as folder:  # the way in which Trainer takes its progress
             Path(folder, _STATE).write_text(committed["trainer"])
             self._keep_global_batch(Path(folder))

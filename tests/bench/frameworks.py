@@ -20,6 +20,7 @@ ROWS = {
     "Trainer, in place": ("trainer.py", "in_place"),
     "Accelerate, as it is": ("accelerated.py", "plain"),
     "Accelerate, with elasticd.integrations": ("accelerated.py", "elastic"),
+    "Accelerate, in place": ("accelerated.py", "in_place"),
     "Lightning, as it is": ("lightened.py", "plain"),
     "Lightning, with elasticd.integrations": ("lightened.py", "elastic"),
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -23,3 +26,12 @@ def test_a_loader_whose_order_is_not_known_is_refused(kind: str) -> None:
     }[kind]()
     with pytest.raises(TypeError, match="is not known ahead"):
         ElasticLoader(accelerate.Accelerator(cpu=True), loader, "nowhere", every=1)
+
+
+def test_a_sharded_model_is_not_kept_in_place() -> None:
+    from elasticd.integrations.in_place import LoopProgress, Present
+
+    accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=object()))
+    present = Present(cast(Any, SimpleNamespace(commit=None)), LoopProgress())
+    with pytest.raises(ValueError, match="leave it out with FSDP"):
+        present.begin(accelerator, dict)

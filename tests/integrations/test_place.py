@@ -88,23 +88,20 @@ def test_a_job_that_is_stopped_saves_a_checkpoint_and_continues_from_it(
     assert trained.ledger.again == 0
 
 
+@pytest.mark.parametrize("framework", ["transformers", "accelerate"], indirect=True)
 class TestInPlace:
-    @pytest.fixture
-    def arguments(self, output: str) -> tuple[str, ...]:
-        pytest.importorskip("transformers", reason="transformers is not installed")
-        return ("trainer.py", "in_place", output, "1", "1000", "2")
-
     def test_a_worker_that_is_not_killed_keeps_its_process_and_every_committed_step(
-        self, cluster: Cluster, arguments: tuple[str, ...]
+        self, framework: Framework, cluster: Cluster, output: str
     ) -> None:
-        trained = jobs.killed(cluster, *arguments)
+        trained = jobs.killed(cluster, framework.program, "in_place", output, "1", "1000", "2")
         assert trained.outcome == "exact"
         assert trained.ledger.again <= 1, "the step that was not committed"
         assert trained.processes == 3, "a replacement, and no other process, is started"
 
-    def test_a_resize_repeats_no_step(self, cluster: Cluster, arguments: tuple[str, ...]) -> None:
-        trained = jobs.resized(cluster, *arguments)
+    def test_a_resize_repeats_no_step(self, framework: Framework, cluster: Cluster, output: str) -> None:
+        trained = jobs.resized(cluster, framework.program, "in_place", output, "2", "1000", "2")
         assert trained.outcome == "exact"
         assert set(trained.ledger.worlds.values()) == {2, 3}
         assert trained.ledger.again == 0
         assert trained.processes == 3
+        assert "copied at each commit" not in trained.agent.said(), "only an optimizer changes the weights"

@@ -1,5 +1,5 @@
-"""Trains a tiny model with Accelerate's own loop. argv: "plain" or "elastic"; a folder for checkpoints;
-batches that a worker accumulates; the steps between checkpoints; the epochs."""
+"""Trains a tiny model with Accelerate's own loop. argv: "plain", "elastic" or "in_place"; a folder for
+checkpoints; batches that a worker accumulates; the steps between checkpoints; the epochs."""
 
 import sys
 from pathlib import Path
@@ -19,10 +19,10 @@ def loss_of(model, batch):
     )
 
 
-def prepared(accelerator):
+def made():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(TOKENS, LENGTH), torch.nn.Linear(LENGTH, TOKENS))
-    return accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    return model, torch.optim.AdamW(model.parameters())
 
 
 def train_on(accelerator, model, optimizer, batch, step):
@@ -37,11 +37,11 @@ def train_on(accelerator, model, optimizer, batch, step):
     return step
 
 
-def elastic():
+def elastic_on(model, optimizer):
     from elasticd.integrations.accelerate import ElasticLoader
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=int(ACCUMULATE))
-    model, optimizer = prepared(accelerator)
+    model, optimizer = accelerator.prepare(model, optimizer)
     loader = DataLoader(Numbered(), batch_size=2, shuffle=True)
     loader = ElasticLoader(accelerator, loader, OUTPUT, every=int(EVERY))
     step = loader.epoch * loader.steps + loader.step
@@ -50,10 +50,21 @@ def elastic():
             step = train_on(accelerator, model, optimizer, batch, step)
 
 
+def elastic():
+    elastic_on(*made())
+
+
+def in_place():
+    from elasticd.integrations.accelerate import in_place
+
+    model, optimizer = made()
+    in_place(model=model, optimizer=optimizer)(elastic_on)(model, optimizer)
+
+
 def plain():
     """As Accelerate's documentation says."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=int(ACCUMULATE))
-    model, optimizer = prepared(accelerator)
+    model, optimizer = accelerator.prepare(*made())
     loader = accelerator.prepare(DataLoader(Numbered(), batch_size=2, shuffle=True))
     folders = sorted(Path(OUTPUT).glob("step_*"), key=lambda folder: int(folder.name[5:]))
     batches = 0
@@ -71,4 +82,4 @@ def plain():
 
 
 if __name__ == "__main__":
-    {"plain": plain, "elastic": elastic}[KIND]()
+    {"plain": plain, "elastic": elastic, "in_place": in_place}[KIND]()
