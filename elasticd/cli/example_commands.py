@@ -62,8 +62,8 @@ def demo(most: int, args: tuple[str, ...]) -> int:
 def export(what: str, folder: Path) -> None:
     """Write files that come with elasticd to a new FOLDER.
 
-    workers: a training program for each technique. k8s: manifests for kustomize. grafana: dashboards.
-    prometheus: rules and alerts. systemd, slurm: a unit, and a batch script.
+    workers: a training program for each technique. k8s: manifests for kustomize, and a Helm chart.
+    grafana: dashboards. prometheus: rules and alerts. systemd, slurm: a unit, and a batch script.
     """
     if folder.exists():
         raise CommandError(f"{folder} exists: give a folder that does not, so that no file is replaced.")
