@@ -167,9 +167,9 @@ def spread(expr: str, least: str, most: str) -> tuple[tuple[str, str], ...]:
     return (f"max({expr})", most), (f"quantile(0.5, {expr})", "median"), (f"min({expr})", least)
 
 
-def failures(where: str) -> Event:
+def failures(where: str, *by: str) -> Event:
     counter = f'elasticd_worker_exits_total{{{where}, exit!="success"}}'
-    return Event("Failures", counter, ("node", "slot", "exit"), "red")
+    return Event("Failures", counter, by, "red")
 
 
 def since(timestamp: str, by: str = "run") -> str:
@@ -393,7 +393,7 @@ JOB = Board(
             limits=Limits(0.25, 0.5),
         ),
     ),
-    (ROUNDS, failures(OF_RUN)),
+    (ROUNDS, failures(OF_RUN, "node", "exit")),
     (("run", "elasticd_round"),),
     (Link("All jobs", "elasticd-fleet"), Link("Workers of a node", "elasticd-workers")),
 )
@@ -470,7 +470,7 @@ WORKERS = Board(
             ),
         ),
     ),
-    (ROUNDS, failures(OF_NODE)),
+    (ROUNDS, failures(OF_NODE, "slot", "exit")),
     (("run", "elasticd_round"), ("node", f"elasticd_round{RUN}")),
     (Link("All jobs", "elasticd-fleet"), Link("The job", "elasticd-job")),
 )

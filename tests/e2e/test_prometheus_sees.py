@@ -176,7 +176,7 @@ def _the_job_is_shown(shows: Shows, killed: Killed, began_at: float) -> None:
     assert all(set(column.by("node", "slot")) <= SLOTS for column in others)
     (rounds,), (failures,) = shows("Rounds"), shows("Failures")
     assert ("worker_failed",) in rounds.by("cause")
-    assert set(failures.by("node", "slot", "exit")) == {("b", "0", "signal")}
+    assert set(failures.by("node", "exit")) == {("b", "signal")}
 
 
 def _rows_are_told_apart(prometheus: Prometheus) -> None:
@@ -187,7 +187,7 @@ def _rows_are_told_apart(prometheus: Prometheus) -> None:
 
 
 def _no_curve_is_of_one_worker(prometheus: Prometheus) -> None:
-    """Nor of one node, as there may be hundreds. The marks of failures say whose they are."""
+    """Nor of one node, as there may be hundreds. The marks of failures say on which node."""
     for query in queries():
         if query.board != "workers" and not query.now and query.panel != "Failures":
             for labels, _ in prometheus.over_time(query.expr).series:
@@ -222,6 +222,7 @@ def _its_workers_are_shown(shows: Shows, killed: Killed) -> None:
     rss = psutil.Process(killed.second.on("b")[0].pid).memory_info().rss
     assert 0.1 < memory(node="b", slot=0) / rss < 10
     assert not any(hung.by("node", "slot").values())
+    assert set(shows("Failures")[0].by("slot", "exit")) == {("0", "signal")}
 
 
 def _all_jobs_are_shown(shows: Shows, killed: Killed) -> None:
