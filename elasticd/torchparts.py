@@ -41,14 +41,17 @@ REPLACED: Final = (
     ),
     Private(
         "torch.distributed.ProcessGroup.send",
-        "worker/world/message_timeouts.py: waits with the group's own timeout.",
+        "worker/world/waits.py: waits with the group's own timeout.",
     ),
-    Private("torch.distributed.ProcessGroup.recv", "worker/world/message_timeouts.py: as for send."),
+    Private("torch.distributed.ProcessGroup.recv", "worker/world/waits.py: as for send."),
     Private(
         "torch.distributed.ProcessGroup.recv_anysource",
-        "worker/world/message_timeouts.py: as for send, in a thread that can be abandoned.",
+        "worker/world/waits.py: as for send, in a thread that can be abandoned.",
     ),
-    Private(f"{_BUILT}.Work.wait", "worker/boot/elasticd_waits.py: measures how long collectives wait."),
+    Private(
+        f"{_BUILT}.Work.wait",
+        "worker/world/waits.py: ends with the world. worker/boot/elasticd_waits.py: measures how long.",
+    ),
     Private(
         "torch.nn.parallel.DistributedDataParallel._run_ddp_forward",
         "worker/gradients/reduction.py: a forward pass that adds nothing to the sums of gradients.",

@@ -20,6 +20,7 @@ from click.core import ParameterSource
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.job_file import SUFFIX, read_job_file
 from elasticd.cli.option_types import Seconds, Switch, Whole
+from elasticd.cli.say import say
 
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]
@@ -518,7 +519,7 @@ class RunCommand(cloup.Command):
 def _print_all_help(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     if asked and not ctx.resilient_parsing:
         ctx.meta[_HELP_ALL] = True
-        click.echo(ctx.get_help())
+        say(*ctx.get_help().splitlines())
         ctx.exit()
 
 

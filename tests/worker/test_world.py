@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elasticd.channel.worker_messages import Enter
-from elasticd.worker.world import destroying
+from elasticd.worker.world import destroying, waits
 from elasticd.worker.world import group as group_module
 from elasticd.worker.world.group import World, WorldChanged
 
@@ -46,8 +46,10 @@ def lose_a_barrier_that_names_who_is_missing() -> None:
     in_a_group_of_two(lambda group: group.monitored_barrier(timedelta(milliseconds=10), True))
 
 
-def in_a_group_of_two(act: Callable[[dist.ProcessGroupGloo], None]) -> None:
-    """Both in this process, the other of which does not take part."""
+def in_a_group_of_two(
+    act: Callable[[dist.ProcessGroupGloo], None], timeout_s: float = 0.01, *, answers: bool = False
+) -> None:
+    """Both in this process, the other of which takes part only if it ``answers``."""
     store, groups = dist.HashStore(), {}
 
     def join(rank: int) -> None:
@@ -57,7 +59,9 @@ def in_a_group_of_two(act: Callable[[dist.ProcessGroupGloo], None]) -> None:
     other.start()
     join(0)
     other.join()
-    groups[0]._set_default_timeout(timedelta(milliseconds=10))
+    groups[0]._set_default_timeout(timedelta(seconds=timeout_s))
+    if answers:
+        groups[1].allreduce([torch.zeros(1)])
     act(groups[0])
 
 
@@ -158,34 +162,42 @@ def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_w
         world.forget()
 
 
-def test_whoever_waits_for_a_lost_connection_is_told_though_a_message_had_come_in_part() -> None:
-    """Gloo no longer reads a connection whose message nobody takes any more, and would never notice."""
-    store, groups = dist.HashStore(), {}
-    others = set(destroying.sockets())
+@pytest.fixture
+def waits_end() -> Iterator[None]:
+    """In this process, waits end with the world."""
+    wait = dist.Work.wait
+    waits.use_group_timeouts()
+    yield
+    dist.Work.wait = wait  # type: ignore[method-assign]
+    waits._Ends.patched = False
+    for name, method in waits._METHODS.items():
+        setattr(dist.ProcessGroup, name, method)
 
-    def join(rank: int) -> None:
-        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
 
-    other = threading.Thread(target=join, args=(1,))
-    other.start()
-    join(0)
-    other.join()
-    long, taken = torch.ones(1 << 28), torch.zeros(1 << 28)
-    receiving = groups[0].recv([taken], 1, 1)
-    sending = groups[1].send([long], 0, 1)
-    while not taken[0]:
-        pass
-    del receiving
-    assert not taken[-1], "the message had come in part"
-    next_one = groups[0].recv([torch.zeros(1)], 1, 2)
-    for descriptor, _ in set(destroying.sockets()) - others:
-        group_module._shut(descriptor)
-    group = dist.ProcessGroup(store, 0, 2)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, groups[0])
-    group_module._fail_waits([group])
-    with pytest.raises(RuntimeError, match="caused pair closure"):
-        next_one.wait(timedelta(seconds=60))
-    del sending
+def test_whoever_waits_for_others_is_told_of_the_end_though_gloo_is_not(waits_end: None) -> None:
+    """Gloo is not if the connection is lost when a part of a message has come."""
+
+    def wait(group: dist.ProcessGroupGloo) -> None:
+        def end() -> None:
+            while not waits._Ends.open:
+                pass
+            waits.end()
+
+        work = group.allreduce([torch.zeros(1)])
+        threading.Thread(target=end).start()
+        with pytest.raises(dist.DistNetworkError, match="the world ended before"):
+            work.wait()
+        with pytest.raises(dist.DistNetworkError, match="the world ended before"):
+            group.allreduce([torch.zeros(1)]).wait()
+
+    in_a_group_of_two(wait, timeout_s=2.0)
+
+
+def test_a_wait_that_others_answer_returns_and_one_that_fails_says_why(waits_end: None) -> None:
+    in_a_group_of_two(lambda group: group.allreduce([torch.zeros(1)]).wait(), 60.0, answers=True)
+    with pytest.raises(RuntimeError, match="gloo"):
+        in_a_group_of_two(lambda group: group.allreduce([torch.zeros(1)]).wait())
+    assert not waits._Ends.open
 
 
 @dataclass(frozen=True)

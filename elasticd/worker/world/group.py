@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elasticd.channel.worker_messages import Enter
-from elasticd.worker.world import destroying, message_timeouts
+from elasticd.worker.world import destroying, waits
 from elasticd.worker.world.destroying import sockets
 
 if TYPE_CHECKING:
@@ -37,10 +37,6 @@ STORE_S_MAX = 15.0  # the time to reach the store; torch resolves names of both 
 ANSWER_S_MAX = 2.0  # the time for the store's answer when a wait is ended, since the network may be down
 _LEFT = "left"
 _OF_THE_GROUP = ("gloo/", "NCCL", "monitoredBarrier")  # marks of a failed collective in torch's messages
-_LAST_TAG = 2**31 - 1  # of messages that nobody sends
-_UNREAD = timedelta(
-    milliseconds=20
-)  # the time in which Gloo notices that a connection is lost if Gloo reads it
 _FOREVER = timedelta(days=30)  # the agent ends the wait, not a clock
 _make_group = c10d._new_process_group_helper  # torch makes all process groups with this function
 
@@ -142,7 +138,7 @@ class World:
             if self._await("all") != "here" or self.over:  # the world may have ended too late for the store
                 raise WorldChanged
             self._know_groups()
-            message_timeouts.use_group_timeouts()
+            waits.use_group_timeouts()
             _survive_the_communicator()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -371,13 +367,12 @@ class World:
         c10d._new_process_group_helper = connecting
 
     def _cut(self) -> None:
-        message_timeouts.end()
+        waits.end()
         with self._lock:
             now = set(sockets())
             mine = self._connections if self._others is None else self._connections | (now - self._others)
             for descriptor, _ in now & mine:
                 _shut(descriptor)
-        _fail_waits([*c10d._world.pg_map])
         if torch.cuda.is_available():  # aborting communicators may take a while
             _abort_communicators()
 
@@ -453,21 +448,6 @@ def _survive_the_communicator() -> None:
     here the process outlives the world."""
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
-
-
-def _fail_waits(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Have all waits for messages of these groups raise, whose connections are shut down.
-
-    Gloo notices a lost connection when it reads. If a collective fails while a message has come in part, Gloo
-    no longer reads that connection, and the next collective would wait for the connection until the group's
-    timeout. But if any wait for a message times out, Gloo fails all connections of the group.
-    """
-    nothing = torch.zeros(1)
-    for group in groups:
-        for peer in range(group.size()):
-            if peer != group.rank():
-                with contextlib.suppress(RuntimeError):  # the connection has failed, or is not Gloo's
-                    message_timeouts.receive(group, [nothing], peer, _LAST_TAG).wait(_UNREAD)
 
 
 def _abort_communicators() -> None:
