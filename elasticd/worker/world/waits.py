@@ -94,7 +94,7 @@ def end() -> None:
         futures, _Ends.open = _Ends.open, set()
         _Ends.news.notify_all()
     for future in futures:
-        future.set_exception(dist.DistNetworkError(_OVER))
+        _fail(future, dist.DistNetworkError(_OVER))
 
 
 def until_end(of: Future[T]) -> Future[T]:
@@ -105,7 +105,7 @@ def until_end(of: Future[T]) -> Future[T]:
         if not is_over:
             _Ends.open.add(future)
     if is_over:
-        future.set_exception(dist.DistNetworkError(_OVER))
+        _fail(future, dist.DistNetworkError(_OVER))
         return future
 
     def complete(of: Future[T]) -> None:
@@ -116,10 +116,14 @@ def until_end(of: Future[T]) -> Future[T]:
         try:
             future.set_result(of.value())
         except RuntimeError as error:
-            future.set_exception(error)
+            _fail(future, error)
 
     of.add_done_callback(complete)
     return future
+
+
+def _fail(future: Future[T], error: Exception) -> None:
+    future.set_exception(error)  # type: ignore[arg-type]  # torch annotates the type of a result
 
 
 def use_group_timeouts() -> None:
@@ -130,7 +134,7 @@ def use_group_timeouts() -> None:
         setattr(dist.ProcessGroup, name, _patient(method))
     if not _Ends.patched:  # elasticd_waits wraps it in turn
         _Ends.patched = True
-        dist.Work.wait = _wait_until_end  # type: ignore[method-assign]
+        dist.Work.wait = _wait_until_end  # type: ignore[assignment, method-assign]
 
 
 def _wait_until_end(work: dist.Work, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -150,21 +154,21 @@ def _wait_until_end(work: dist.Work, timeout: timedelta = _NO_TIMEOUT) -> bool:
 
 def add_up_until_end(model: DistributedDataParallel, size: int) -> None:
     """Have the model's backward passes end with the world, unless the model has a hook already: torch allows
-    one. ``size``: the number of workers. The gradients are those that DistributedDataParallel computes without
-    this, to the bit."""
-    if size == 1 or torch.cuda.is_available():
-        return
-    share, group = 1.0 / size, model.process_group  # a hook with the model would outlive the world
+    one. ``size``: the number of workers. The gradients are the same, to the bit, as without this."""
+    if size > 1 and not torch.cuda.is_available():
+        group = None if model.process_group is dist.group.WORLD else model.process_group
+        with contextlib.suppress(RuntimeError):
+            model.register_comm_hook((1.0 / size, group), _add_up)
 
-    def mean(_: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        total = bucket.buffer().mul_(share)
-        work = dist.all_reduce(total, group=group, async_op=True)
-        assert work is not None
-        return until_end(work.get_future()).then(lambda done: done.value()[0])
 
-    mean.__annotations__.clear()  # torch would compare the texts with classes
-    with contextlib.suppress(RuntimeError):
-        model.register_comm_hook(None, mean)
+def _add_up(how: tuple[float, dist.ProcessGroup | None], bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    share, group = how  # not the model: a hook with the model would outlive the world
+    work = dist.all_reduce(bucket.buffer().mul_(share), group=group, async_op=True)
+    assert work is not None
+    return until_end(work.get_future()).then(lambda done: done.value()[0])
+
+
+_add_up.__annotations__.clear()  # torch would compare the texts with classes
 
 
 def _patient(method: Callable[..., dist.Work]) -> Callable[..., dist.Work | Message]:
