@@ -41,7 +41,7 @@ def expected(bench: Bench, site: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
     def expect(text: str, *, news: News | None = None, **more: str) -> LocalProcs:
         (tmp_path / "job.py").write_text(text)
-        imports = find(CommandKind.SCRIPT, str(tmp_path / "job.py"), ()).imports
+        imports = find(CommandKind.SCRIPT, str(tmp_path / "job.py"), ()).text.imports
         procs = bench.procs(
             [sys.executable, "-u", str(tmp_path / "job.py")],
             zygote=True,
