@@ -194,7 +194,7 @@ def test_a_gpu_with_an_error_of_its_own_is_told_once_and_one_of_the_programs_is_
     b.of.look_at_gpu(1, GpuReading())
     live([a, b], 5)
     assert store.said == [SlotBad("b", 1, 3, "its driver reports XID 79")]
-    assert b.of.bad == {1: "its driver reports XID 79"}
+    assert b.of.gpus.bad == {1: "its driver reports XID 79"}
     assert store.written(Stragglers)[-1].slow[0].why
 
 
@@ -202,6 +202,6 @@ def test_memory_errors_of_a_gpu_count_from_when_the_job_came_to_it() -> None:
     (_, b), _ = two_nodes()
     for spoilt in (None, 7, 7):
         b.of.look_at_gpu(0, GpuReading(ecc={"uncorrected": spoilt} if spoilt is not None else {}))
-    assert b.of.bad == {}, "they are of another job, or of last year"
+    assert b.of.gpus.bad == {}, "they are of another job, or of last year"
     b.of.look_at_gpu(0, GpuReading(ecc={"uncorrected": 9}))
-    assert b.of.bad == {0: "2 of its memory errors could not be corrected"}
+    assert b.of.gpus.bad == {0: "2 of its memory errors could not be corrected"}
