@@ -101,10 +101,10 @@ def lose(handler: object) -> None:
 def test_a_node_beyond_the_maximum_is_spare_and_takes_the_place_of_a_lost_one(nodes: Nodes) -> None:
     pair = [nodes.new(1, 2) for _ in range(2)]
     nodes.fill(*pair)
-    spare = nodes.new(1, 2, join_timeout=2)  # being spare does not use up its patience
+    spare = nodes.new(1, 2, join_timeout=6)  # being spare does not use up its patience
     [waiting] = nodes.join(spare)
     with pytest.raises(TimeoutError):
-        waiting.result(2.5)
+        waiting.result(6.5)
     assert pair[0].num_nodes_waiting() == 0
     lose(pair[1])
     until(lambda: pair[0].num_nodes_waiting() > 0, pair[0])
