@@ -37,6 +37,7 @@ def test_no_file_is_replaced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert mine.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_the_demonstration_trains(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "elasticd", "demo", "--max", "1", "--", "--steps", "2"]
     done = subprocess.run(
