@@ -490,7 +490,7 @@ class RunCommand(cloup.Command):
     place of the script gives the options that neither the command line nor the environment has."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:
+        if ctx.resilient_parsing or not any(arg.endswith(SUFFIX) for arg in args):
             return super().parse_args(ctx, args)
         found = self.make_context(ctx.info_name, [*args], ctx.parent, resilient_parsing=True).params
         target = found.get("target")
