@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from elasticd.data.order import Order, Sequential, Shuffled
+from elasticd.worker.data import WORLD_MAX
 from elasticd.worker.samples.loading import loader_options
-
-_WORLD_MAX: Final = "ELASTICD_WORLD_MAX"  # has the value of --max of elasticd run
 
 
 class GlobalBatches(Sampler[list[int]]):
@@ -78,7 +77,7 @@ class GlobalBatches(Sampler[list[int]]):
 def largest_world(present: int = 0) -> int:
     """Return the size of the largest world of this job, at least ``present``; 0 outside ``elasticd run`` if
     none is given."""
-    return max(present, int(os.environ.get(_WORLD_MAX, "0")))
+    return max(present, int(os.environ.get(WORLD_MAX, "0")))
 
 
 def order_of(dataset: Any, sampler: object, seed: int) -> Order | None:

@@ -26,6 +26,7 @@ class CheckpointFolder:
         self._folder, self._last, self._suffix = Path(folder), last, suffix
 
     def newest(self) -> Path | None:
+        """Return the newest whole checkpoint that this node sees; None if there is none."""
         return next(reversed(self._all()), None)
 
     def newest_on_all_ranks(self, gather: Callable[[int], Sequence[int]]) -> Path | None:

@@ -22,7 +22,7 @@ from elasticd.worker.samples.loading import Cutting, Fetched, Indexed, Requests,
 from elasticd.worker.samples.sampling import Sampler, SamplerOrder, order_of
 from elasticd.worker.world.group import world_size
 
-VIRTUAL_RANKS = "ELASTICD_WORLD_MAX"  # has the value of --max of elasticd run
+WORLD_MAX = "ELASTICD_WORLD_MAX"  # has the value of --max of elasticd run
 
 
 class DataChanged(ValueError):
@@ -112,7 +112,7 @@ class Data:
         self.seed, self.epochs, self.consistent, self._drop_last = seed, epochs, consistent, drop_last
         self._asked_ranks = virtual_ranks
         self.virtual_ranks = virtual_ranks or int(
-            os.environ.get(VIRTUAL_RANKS) or os.environ.get("WORLD_SIZE") or 1
+            os.environ.get(WORLD_MAX) or os.environ.get("WORLD_SIZE") or 1
         )
         self._check_ranks()
         self._collate = loading.collate_of(loader)
