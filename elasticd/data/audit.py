@@ -17,6 +17,7 @@ from elasticd.data.order import Order, order_from
 
 NAMED_MAX = 20  # samples to name; for the others the positions are enough
 Round = tuple[str, int]  # the series and the number of the round
+_Made = dict[int, tuple[Round, CommitNote]]  # by step: the commit, and its round
 
 
 # ---------------------------------------------------------------- what may be found
@@ -231,30 +232,36 @@ def _lives(
         yield life
 
 
-def _lineage(
-    rounds: Mapping[Round, Sequence[_Life]], findings: list[Finding]
-) -> tuple[dict[int, tuple[Round, CommitNote]], int]:
-    """Return the valid commits with their rounds, by step, and the number of steps that were made again."""
-    made: dict[int, tuple[Round, CommitNote]] = {}
-    again = 0
+def _lineage(rounds: Mapping[Round, Sequence[_Life]], findings: list[Finding]) -> tuple[_Made, int]:
+    """Return the valid commits with their rounds, by step, and the number of steps that were made again.
+
+    A round continues the newest earlier round that got to the step after which it begins. That need not be
+    the round before: while a saver still wrote a checkpoint of the first round, the second one may have begun
+    without it and ended early, and the third one resumes from it.
+    """
+    lines: list[tuple[int, _Made]] = []  # after each round: the first step, and the valid commits
+    covered = 0
     for key in sorted(rounds):
         lives = rounds[key]
         begins = {life.entered.step for life in lives}
         if len(begins) > 1 or len({life.entered.world for life in lives}) > 1:
             findings.append(ConflictingNotes(key[1], min(begins), "where the round begins"))
         after = max(begins)
-        undone = [step for step in made if step > after]
-        for step in undone:
-            again += made.pop(step)[1].covers
-        last = max(made, default=after)
-        if after > last:
+        earlier = [(first, {k: v for k, v in made.items() if k <= after}) for first, made in reversed(lines)]
+        joined = (line for line in earlier if max(line[1], default=line[0]) == after)
+        first, made = next(joined, (after, earlier[0][1] if earlier else {}))
+        if after > (last := max(made, default=after)):
             findings.append(MissingCommits(key[1], after, last))
         commits = {commit for life in lives for commit in life.committed.values()}
         for commit in sorted(commits, key=lambda c: (c.step, c.covers)):
             if made.get(commit.step, ("", commit))[0] == key:
                 findings.append(ConflictingNotes(key[1], commit.step, "how many steps are committed with it"))
+            else:
+                covered += commit.covers
             made[commit.step] = key, commit
-    return made, again
+        lines.append((first, made))
+    made = lines[-1][1] if lines else {}
+    return made, covered - sum(commit.covers for _, commit in made.values())
 
 
 def _of_commit(commit: CommitNote, lives: Sequence[_Life], findings: list[Finding]) -> list[BatchNote]:

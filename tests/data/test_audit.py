@@ -249,6 +249,22 @@ def test_steps_after_the_one_that_is_gone_on_from_are_no_more():
     assert [(e.used, e.over) for e in found.epochs] == [(6, False)]
 
 
+def test_a_round_continues_the_round_whose_checkpoint_it_resumed_from():
+    """Round 1 gets to step 4 and dies. Round 2 begins anew, before the saver has committed the checkpoint of
+    step 4, and dies after one step. Round 3 resumes from step 4."""
+    first = train(random.Random(1), fails=0, epochs=1)
+    world = next(iter(first.values()))[0].world
+
+    def begun(notes: list[Note], number: int, step: int) -> Note:
+        return dataclasses.replace(notes[0], round=number, step=step, position=6 * step)
+
+    alone = {f"{n} alone": [begun(v, 2, 0), *(x for x in v[1:] if x.step == 1)] for n, v in first.items()}
+    later = {f"{n} later": [begun(v, 3, 4)] for n, v in first.items()}
+    found = verdict_of({**first, **alone, **later})
+    assert found.findings == () and found.steps == range(1, 5) and found.worlds == (world,)
+    assert found.rounds == 1 and found.again == 1  # the step of round 2
+
+
 def undisturbed() -> Files:
     """Four steps in a world of one, so that a note is easily found."""
     files = train(random.Random(0), fails=0, epochs=1)

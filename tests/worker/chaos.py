@@ -317,8 +317,10 @@ def _close(one: Any, other: Any) -> bool:
 
 
 def _ledger(folder: Path, script: Script) -> list[str]:
-    """Check that the committed steps used each sample once in an epoch. A round begins after some step, and
-    later commits of earlier rounds are void."""
+    """Check that the committed steps used each sample once in an epoch. A round continues the newest earlier
+    round that got to the step after which it begins; later commits of that round are void. Usually that is
+    the round before. A round that began while a killed worker's saver still wrote is passed over if it ends
+    before its own first checkpoint."""
     begins: dict[int, int] = {}
     last: dict[int, int] = defaultdict(int)
     took: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(dict)
@@ -338,9 +340,13 @@ def _ledger(folder: Path, script: Script) -> list[str]:
             else:
                 last[number] = max(last[number], entry["committed"])
     made: dict[int, int] = {}
+    lines: list[dict[int, int]] = []
     for number in sorted(begins):
-        made = {step: by for step, by in made.items() if step < begins[number]}
+        steps = range(begins[number])
+        joined = (line for line in reversed(lines) if line.keys() >= set(steps))
+        made = {step: by for step, by in next(joined, made).items() if step in steps}
         made |= dict.fromkeys(range(begins[number], last[number]), number)
+        lines.append(made)
     if sorted(made) != list(range(script.steps)):
         return [f"committed are steps {sorted(made)}, not {script.steps}"]
     used = [Counter(i for ids in took[by, step].values() for i in ids) for step, by in sorted(made.items())]
@@ -393,7 +399,10 @@ def run(seed: int, plan: Plan | None = None, befell: Counter[str] | None = None)
                 befell["fail"] += sum(hand.status == 1 for hand in agent.hands)
             if undisturbed.exitcode != 0:
                 return [f"alone it ended with {undisturbed.exitcode}: {_last(alone / 'alone.err')}"]
-            return differences(agent, disturbed, alone, plan)
+            found = differences(agent, disturbed, alone, plan)
+            if found and os.environ.get("CHAOS_KEEP"):
+                shutil.copytree(folder, os.environ["CHAOS_KEEP"], dirs_exist_ok=True)
+            return found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
