@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.futures import Future
 
 from elasticd.channel.worker_messages import Enter
 from elasticd.worker.world import destroying, waits
@@ -65,6 +66,15 @@ def in_a_group_of_two(
     act(groups[0])
 
 
+def lose_a_sum_of_gradients() -> None:
+    """A hook of DistributedDataParallel waits for a sum, and torch hides the class of the error."""
+    waits.use_group_timeouts()
+    asked: Future[list[torch.Tensor]] = Future()
+    hooked = waits.until_end(asked).then(lambda done: done.value()[0])
+    waits.end()
+    hooked.wait()
+
+
 def run_out_of_memory() -> None:
     torch.empty(1 << 50)
 
@@ -74,9 +84,17 @@ def run_out_of_threads() -> None:
 
 
 @pytest.mark.parametrize(
-    "fail", [lose_the_store, wait_in_vain, lose_a_collective, lose_a_barrier_that_names_who_is_missing]
+    "fail",
+    [
+        lose_the_store,
+        wait_in_vain,
+        lose_a_collective,
+        lose_a_barrier_that_names_who_is_missing,
+        lose_a_sum_of_gradients,
+    ],
 )
 def test_what_the_group_or_its_store_fails_with_means_that_the_world_is_over(
+    waits_end: None,
     fail: Callable[[], None],
 ) -> None:
     world = a_world()

@@ -36,7 +36,9 @@ FORMING_S_MAX_EACH = 0.1  # additional time for each worker
 STORE_S_MAX = 15.0  # the time to reach the store; torch resolves names of both ends, and DNS may be slow
 ANSWER_S_MAX = 2.0  # the time for the store's answer when a wait is ended, since the network may be down
 _LEFT = "left"
-_OF_THE_GROUP = ("gloo/", "NCCL", "monitoredBarrier")  # marks of a failed collective in torch's messages
+# Marks of a failed collective in the messages of errors. A hook of DistributedDataParallel that fails with a
+# DistError makes torch raise a RuntimeError with its text.
+_OF_THE_GROUP = ("gloo/", "NCCL", "monitoredBarrier", waits.ENDED)
 _FOREVER = timedelta(days=30)  # the agent ends the wait, not a clock
 _make_group = c10d._new_process_group_helper  # torch makes all process groups with this function
 

@@ -27,7 +27,8 @@ T = TypeVar("T")
 _NO_TIMEOUT = timedelta(0)  # torch's default: no timeout is given
 _METHODS = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
 _wait_for_work = dist.Work.wait
-_OVER = "the world ended before all workers had answered"
+ENDED = "the world ended before"  # the messages of all errors of this module begin so
+_OVER = f"{ENDED} all workers had answered"
 
 
 class Message:
@@ -70,7 +71,7 @@ class FromAnyone(Message):
         with _Ends.news:
             _Ends.news.wait_for(lambda: came or _Ends.so_far != self._ends)
         if not came:
-            raise dist.DistNetworkError("the world ended before anyone had sent a message")
+            raise dist.DistNetworkError(f"{ENDED} anyone had sent a message")
         if isinstance(came[0], RuntimeError):
             raise came[0]
         return came[0]
