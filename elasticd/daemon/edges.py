@@ -77,7 +77,7 @@ def procs(
         whole_group=not runs_python,
         zygote=runs_python and not config.fresh_start and config.numa_binding is None,
         imports=() if config.virtual_local_rank and config.slots > 1 else config.imports,
-        say=logger.info,
+        say=log.of_workers(logger),
         warn=logger.warning,
         duplicate_stdout=config.logs.duplicate_stdout,
         duplicate_stderr=config.logs.duplicate_stderr,

@@ -25,7 +25,7 @@ class Status:
 
 
 def _job_name(name: bytes) -> list[str]:
-    """Return a list of the name as text; empty if it cannot be the name of a job."""
+    """Return the name as text, in a list that is empty if no job can have this name."""
     try:
         text = name.decode()
         check_name(text, "job")

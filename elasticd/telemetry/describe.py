@@ -346,6 +346,23 @@ def terminal_line(reason: r.Reason, now: float) -> str:
     return sentence(reason, now)
 
 
+def worker_line(event: str, fields: Mapping[str, object]) -> str:
+    """Return what a terminal shows of an event of the node's workers or of their zygote; empty if the event
+    asks nothing of its reader, or if the next lines say as much."""
+    match event, fields:
+        case "worker.entered", {"batch": batch, "rates_times": times, "round": number}:
+            return f"round {number}: the global batch is {batch} now, and learning rates are times {times}"
+        case "worker.entered" | "worker.done" | "zygote.ready" | "zygote.left_out" | "zygote.ended", _:
+            return ""
+        case "worker.broken", {"slot": slot, "why": why}:
+            return f"the worker of slot {slot} has lost the others: {why}"
+        case "worker.unlinked", {"slot": slot, "why": why}:
+            return f"the worker of slot {slot} cannot be told anything any more: {why}"
+        case "zygote.given_up", {"why": why}:
+            return f"workers start without imported modules, since the zygote is of no use: {why}"
+    return event
+
+
 def laggard(one: Laggard) -> str:
     """Return the worker that lags behind or has a bad GPU, in a clause without a full stop."""
     found = (

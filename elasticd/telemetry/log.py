@@ -49,6 +49,15 @@ def reason(logger: FilteringBoundLogger, why: Reason, now: float) -> None:
     logger.log(level, event.name, sentence=describe.terminal_line(why, now), **event.fields)
 
 
+def of_workers(logger: FilteringBoundLogger) -> Callable[..., None]:
+    """Return a function that logs an event of the node's workers: its name, and its fields as keywords."""
+
+    def say(event: str, **fields: object) -> None:
+        logger.info(event, sentence=describe.worker_line(event, fields), **fields)
+
+    return say
+
+
 def takes_colors(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment allows colours and cursor codes on a terminal."""
     return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") not in ("", "dumb")

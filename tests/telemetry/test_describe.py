@@ -415,3 +415,26 @@ def test_where_no_step_was_seen_nothing_is_called_unproductive() -> None:
     assert describe.spent({"restarting": 30.0}) == "no step was seen in 30 s of worker time"
     assert describe.spent({"productive": 30.0, "hung": 0.5}) == "98.4 % productive of 30 s of worker time"
     assert describe.spent({"idle": 100.0}) == ""
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "line"),
+    [
+        ("worker.entered", {"slot": 0, "round": 2, "step": 4, "state_from": "worker"}, ""),
+        (
+            "worker.entered",
+            {"slot": 0, "round": 2, "step": 4, "batch": 32, "rates_times": 2.0},
+            "round 2: the global batch is 32 now, and learning rates are times 2.0",
+        ),
+        ("worker.done", {"slot": 0, "round": 2}, ""),
+        ("zygote.ready", {}, ""),
+        ("zygote.left_out", {"module": "pyarrow", "why": "it starts threads"}, ""),
+        ("worker.unlinked", {"slot": 3, "why": "it sent no JSON"}, "the worker of slot 3 cannot be told"),
+        ("zygote.given_up", {"why": "torch starts threads"}, "workers start without imported modules"),
+    ],
+)
+def test_a_terminal_shows_what_workers_do_only_where_its_reader_cares(
+    event: str, fields: dict[str, object], line: str
+) -> None:
+    shown = describe.worker_line(event, fields)
+    assert shown.startswith(line) and bool(shown) == bool(line)

@@ -131,7 +131,7 @@ def write_file(path: Path, content: memoryview, pace: RateLimit | None = None) -
                 except OSError as error:
                     if error.errno != errno.EINVAL or not past_cache:
                         raise
-                    # The end of the file does not fill a page, as direct I/O requires.
+                    # Direct I/O takes whole pages only, and the end of the file is not a whole page.
                     past_cache = _go_past_cache(fd, False)
             if pace is not None:
                 pace.wrote(min(BLOCK, len(content) - at))

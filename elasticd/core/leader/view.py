@@ -60,7 +60,8 @@ class View:
         )
 
     def up_to_date(self) -> View:
-        """Return the view with an up-to-date roll, once the view is complete and there is a round."""
+        """Bring ``roll`` up to date with the facts of the view. Without a round, or before all facts have
+        come, return the view unchanged."""
         if not self.complete or self.round is None:
             return self
         assert self.spec is not None
