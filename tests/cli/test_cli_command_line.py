@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.cli.log_options import _commas
@@ -44,7 +44,6 @@ _words = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(
     args=st.lists(_words, max_size=8),
     dashes=st.booleans(),
@@ -59,7 +58,6 @@ def test_the_scripts_own_arguments_are_never_touched(
     assert options.min == (2 if before and before[0] == "--min" else None)
 
 
-@settings(deadline=None)
 @given(args=st.lists(_words, max_size=6))
 def test_the_group_does_not_touch_them_either(args: list[str]) -> None:
     from elasticd.cli.main import cli

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.core.agent_messages import (
@@ -187,7 +187,7 @@ def tell(one: Watched, kind: str, a: int, b: int) -> None:
             one.at(one.now + [0.0, 0.1, 1.0, 6.0, 700.0][a % 5])
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400)
 @given(lives(), st.booleans())
 def test_whatever_an_agent_is_told_it_keeps_to_its_rules(events: list[Told], well_begun: bool) -> None:
     one = Watched()

@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core import facts
@@ -78,7 +78,6 @@ KEYS: dict[type, str] = {
 
 @pytest.mark.parametrize("kind", get_args(facts.Fact), ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_a_fact_comes_back_as_it_went(kind: type, data: st.DataObject) -> None:
     key, fact = KEYS[kind], data.draw(drawn(kind))
     value = records.encode(key, fact)
@@ -136,7 +135,6 @@ def test_garbage_is_an_error_that_names_the_key(value: bytes) -> None:
 
 
 @given(st.binary())
-@settings(deadline=None)
 def test_no_bytes_raise_anything_but_a_bad_record(value: bytes) -> None:
     for key in ("spec", "round", "nodes/a", "budget"):
         try:

@@ -23,7 +23,7 @@ def step_samples(world: int, number: int, **cut: int) -> list[int]:
     return found
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     samples=st.integers(8, 80),
     worker_batch=st.integers(1, 4),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyte
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
@@ -28,7 +28,6 @@ from tests.telemetry.madeup import agent, job, node, running
 # ---------------------------------------------------------------- lines
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=20), max_size=10))
 def test_how_output_is_cut_into_chunks_changes_nothing(chunks: list[bytes]) -> None:
     pieces, whole = LineBuffer(), LineBuffer()
@@ -37,7 +36,6 @@ def test_how_output_is_cut_into_chunks_changes_nothing(chunks: list[bytes]) -> N
     assert pieces.close() == whole.close()
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
 def test_nothing_that_is_shown_moves_the_cursor(text: str) -> None:
     left = re.sub(r"\x1b\[[0-9;:<=>?]*[ -/]*m", "", shown(text))
@@ -102,7 +100,6 @@ def test_a_line_without_end_does_not_fill_the_memory() -> None:
 # ---------------------------------------------------------------- the footer
 
 
-@settings(deadline=None)
 @given(
     width=st.integers(1, 250),
     height=st.integers(1, 80),

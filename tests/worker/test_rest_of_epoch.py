@@ -66,7 +66,7 @@ def test_the_ranks_go_on_after_the_used_samples(
     assert rests(used, samples=10, world=world, batch=2, shuffle=False, drop_last=drop_last) == left
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     cut=CUTS,
     worlds=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), max_size=4),
@@ -92,7 +92,7 @@ def test_through_any_worlds_each_sample_of_an_epoch_is_used_once(
         assert repeated < world and not lost
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cut=CUTS, drop_last_batch=st.booleans(), world=st.integers(1, 5), steps=st.integers(0, 9))
 def test_in_a_world_of_the_same_size_the_batches_are_those_of_the_loader(
     cut: dict[str, Any], drop_last_batch: bool, world: int, steps: int
