@@ -7,11 +7,16 @@ from typing import Any, cast
 
 import pytest
 
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+@pytest.fixture(autouse=True)
+def _needs_accelerate() -> None:
+    """Import the library here, not in each process that collects tests."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 
 @pytest.mark.parametrize("kind", ["a stream", "a sampler with weights"])
 def test_a_loader_whose_order_is_not_known_is_refused(kind: str) -> None:
+    from accelerate import Accelerator
     from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
     from elasticd.integrations.accelerate import ElasticLoader
@@ -25,7 +30,7 @@ def test_a_loader_whose_order_is_not_known_is_refused(kind: str) -> None:
         "a sampler with weights": lambda: DataLoader(range(3), sampler=WeightedRandomSampler([1, 2, 3], 3)),
     }[kind]()
     with pytest.raises(TypeError, match="is not known ahead"):
-        ElasticLoader(accelerate.Accelerator(cpu=True), loader, "nowhere", every=1)
+        ElasticLoader(Accelerator(cpu=True), loader, "nowhere", every=1)
 
 
 def test_a_sharded_model_is_not_kept_in_place() -> None:

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("lightning", reason="lightning is not installed")
+
+@pytest.fixture(autouse=True)
+def _needs_lightning() -> None:
+    """Import the library here, not in each process that collects tests."""
+    pytest.importorskip("lightning", reason="lightning is not installed")
 
 
 def test_without_a_loader_it_says_what_to_do(tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed")
+
+@pytest.fixture(autouse=True)
+def _needs_transformers() -> None:
+    """Import the library here, not in each process that collects tests."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 class TestOneProcess:
