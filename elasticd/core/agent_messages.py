@@ -143,11 +143,13 @@ class Transact:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
-    """Start the workers of a round. If this node is the first member, host the round's store before."""
+    """Start the workers of a round. If this node is the first member, host the round's store before.
+    ``waiting``: see ``ports.Procs.start``."""
 
     round: Round
     member: Member
     hosts_store: bool
+    waiting: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ possible answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -271,13 +271,15 @@ class Procs(Protocol):
         round_number: int,
         assignments: tuple[Assignment, ...],
         exited: Callable[[int, Exit], None],
+        waiting: Collection[int] = (),
     ) -> None:
         """Have one worker for each assignment take part in the round.
 
         A slot's waiting process enters the round. A process from ``standby`` that does not wait yet enters
-        once it waits. A slot without a process gets a new one. ``exited(round_number, exit)`` is called once
-        for each process, with the last round it was given, also if it could not be started (code 127 and a
-        message). ``exit.fenced``: the fence killed it.
+        once it waits. A slot without a process gets a new one, unless the slot is in ``waiting``: its process
+        has ended without the caller's knowledge. ``exited(round_number, exit)`` is called once for each
+        process, with the last round it was given, also if it could not be started (code 127 and a message).
+        ``exit.fenced``: the fence killed it.
         """
 
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:

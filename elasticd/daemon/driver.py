@@ -233,10 +233,10 @@ class Driver:
         match action:
             case Transact(tag, guards, writes):
                 self._store.transact(guards, writes, lambda answer: self._post(Answered(tag, answer)))
-            case StartWorkers(round, member, hosts_store):
+            case StartWorkers(round, member, hosts_store, waiting):
                 if hosts_store:
                     self._stores.open()
-                self._procs.start(round.number, self._assign(round, member), self._exited)
+                self._procs.start(round.number, self._assign(round, member), self._exited, waiting)
             case LeaveRound(planned, signal, grace_s, leave_s, going):
                 if leave_s is not None and self._hangs is not None:
                     leave_s = max(leave_s, self._hangs.leaving_s(self.state))

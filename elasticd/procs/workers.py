@@ -7,7 +7,7 @@ import shutil
 import signal as signals
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,11 @@ class LocalProcs:
         self._news = news
 
     def start(
-        self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
+        self,
+        round_number: int,
+        assignments: tuple[Assignment, ...],
+        exited: Callable[[int, Exit], None],
+        waiting: Collection[int] = (),
     ) -> None:
         with self._lock:
             others = [w for w in self._workers.values() if w.life.in_round]
@@ -133,7 +137,8 @@ class LocalProcs:
                 worker = self._workers[a.slot]
                 worker.exited = exited
                 self._take_along(worker, round_number, a)
-        self._start_afresh(round_number, [a for a in assignments if a not in kept], exited)
+        fresh = [a for a in assignments if a not in kept and a.slot not in waiting]
+        self._start_afresh(round_number, fresh, exited)
 
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
         self._start_afresh(0, assignments, exited)

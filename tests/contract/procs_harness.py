@@ -61,7 +61,9 @@ class ProcsHarness(Protocol):
     exits: list[tuple[int, Exit]]  # as `exited` was told, in order
     heard: Heard
 
-    def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
+    def start(
+        self, round_number: int, behaviours: Mapping[int, Behaviour], waiting: tuple[int, ...] = ()
+    ) -> None:
         """Start one worker in each of these slots; ranks follow the order of slots."""
 
     def standby(self, behaviours: Mapping[int, Behaviour]) -> None:
@@ -96,13 +98,15 @@ class SimHarness:
         self._procs.listen(self.heard.news.append)
         self.procs: Procs = self._procs
 
-    def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
+    def start(
+        self, round_number: int, behaviours: Mapping[int, Behaviour], waiting: tuple[int, ...] = ()
+    ) -> None:
         self._set(behaviours)
         assignments = tuple(
             Assignment(slot, i, i, {**_size(behaviours), "MASTER_PORT": str(round_number)})
             for i, slot in enumerate(sorted(behaviours))
         )
-        self.procs.start(round_number, assignments, self._exited)
+        self.procs.start(round_number, assignments, self._exited, waiting)
         for slot, behaviour in behaviours.items():
             if isinstance(behaviour, EndWith):
                 self._clock.after(2.0, partial(self._procs.crash, slot, behaviour.code))
@@ -148,12 +152,14 @@ class RealHarness:
         self._procs.listen(partial(self._tell, self.heard.news))
         self.procs: Procs = self._procs
 
-    def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
+    def start(
+        self, round_number: int, behaviours: Mapping[int, Behaviour], waiting: tuple[int, ...] = ()
+    ) -> None:
         assignments = tuple(
             Assignment(slot, i, i, {**_size(behaviours), "BEHAVE": _spell(behaviours[slot])})
             for i, slot in enumerate(sorted(behaviours))
         )
-        self.procs.start(round_number, assignments, self._exited)
+        self.procs.start(round_number, assignments, self._exited, waiting)
 
     def standby(self, behaviours: Mapping[int, Behaviour]) -> None:
         assignments = tuple(

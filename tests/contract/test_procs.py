@@ -296,6 +296,17 @@ def test_a_standby_on_its_way_enters_the_round_it_is_given_when_it_comes(harness
     assert (harness.heard.linked, harness.heard.waits) == ([0], [])
 
 
+def test_a_process_that_ended_while_it_waited_is_not_replaced(harness: ProcsHarness) -> None:
+    """The caller does not know of the end yet, so it knows of no process that the kernel takes down."""
+    harness.standby({0: InPlace(), 1: InPlace()})
+    _waiting(harness, 2)
+    harness.procs.stop(SIGKILL, 0.0, (1,))
+    _ended(harness, 1)
+    harness.start(1, {0: InPlace(), 1: InPlace()}, waiting=(0, 1))
+    assert [(number, exit.slot) for number, exit in harness.exits] == [(0, 1)]
+    assert set(harness.procs.steps()) == {0}
+
+
 def test_a_replacement_may_come_to_wait_while_the_others_train(harness: ProcsHarness) -> None:
     harness.start(1, {0: InPlace(), 1: InPlace()})
     _training(harness, 2)

@@ -117,6 +117,22 @@ def test_a_round_formed_on_a_worker_that_is_being_sent_away_is_given_up() -> Non
     assert not one.all_of(StartWorkers) and one.state.released.round == 2
 
 
+def test_a_worker_that_ends_just_before_its_round_begins_fails_in_this_round() -> None:
+    """The news of its end comes after the round: the agent was paused, and the fence killed its workers."""
+    one = working()
+    one.sees("round", closing(ROUND))
+    one.told(WorkerWaiting(0, 1))
+    one.told(WorkerWaiting(1, 1))
+    one.store_closed(1234)
+    one.answered(Tag.NODE)
+    one.sees("round", replace(ROUND, number=2, store="a.example:1234"))
+    assert one.one(StartWorkers).waiting == (0, 1)
+    one.exits(1, replace(exit(1, 1, code=-9), fenced=True))
+    crew = one.state.crew
+    assert crew is not None and crew.round.number == 2
+    assert crew.workers == {0: Life.TRAINING, 1: Life.FENCED}
+
+
 def test_survivors_are_seated_before_newcomers_and_spares_only_in_their_place() -> None:
     a, b = node("a", 4), node("b", 2)
     last = replace(round(1, {"a": 2, "b": 2}), phase=Phase.CLOSING)

@@ -7,7 +7,7 @@ save, and finish. ``SimProcs`` implements ``elasticd.core.ports.Procs`` on one n
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -599,6 +599,7 @@ class SimProcs:
         round_number: int,
         assignments: tuple[Assignment, ...],
         exited: Callable[[int, Exit], None],
+        waiting: Collection[int] = (),
     ) -> None:
         acting = [w for w in self.workers.values() if w.acts]
         assert not acting, f"round {round_number} starts while workers of round {acting[0].round} act"
@@ -611,6 +612,8 @@ class SimProcs:
             store = f"{a.env.get('MASTER_ADDR', '')}:{a.env.get('MASTER_PORT', '')}"
             world = self.training.world(round_number, store, size, HANDOVER in a.env)
             if (worker := self.workers.get(a.slot)) is None:
+                if a.slot in waiting:
+                    continue
                 self._require_room()
                 worker = self._add(a, exited)
             worker.exited = exited

@@ -84,7 +84,7 @@ def follow_the_round(do: Decisions) -> None:
         ),
         standbys={slot: life for slot, life in state.standbys.items() if slot not in waiting},
     )
-    do.actions.append(StartWorkers(round, member, hosts))
+    do.actions.append(StartWorkers(round, member, hosts, tuple(sorted(waiting))))
     ranks = tuple(member.rank_of(s) for s in member.slots)
     do.reasons.append(WorkersStarted(round.number, ranks, round.world_size))
 

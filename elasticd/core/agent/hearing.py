@@ -282,7 +282,8 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
     if exit.slot in do.state.standbys:
         lose_standby(do, exit)
         return
-    if crew is None or crew.round.number != event.round or exit.slot not in crew.alive:
+    # A process that ended while it waited, just before its round began, was not told the round's number.
+    if crew is None or crew.round.number < event.round or exit.slot not in crew.alive:
         return
     life, order = crew.workers[exit.slot], crew.order
     if life is Life.FAILING:
