@@ -64,11 +64,15 @@ def drain(node: str, job: str | None, **etcd: Any) -> None:
 
 @click.command()
 @click.argument("job", type=Name("job"))
+@click.option("--now", is_flag=True, help="Kill the workers: what they have not saved is lost.")
 @etcd_options
-def stop(job: str, **etcd: Any) -> None:
-    """End JOB on all its nodes: its workers may save."""
-    _edit(find(etcd, job), job, lambda spec: replace(spec, stop=True))
-    say(f"{job} is asked to stop.")
+def stop(job: str, now: bool, **etcd: Any) -> None:
+    """End JOB on all its nodes: its workers may save.
+
+    Workers that take too long to save can be killed by a second command with --now.
+    """
+    _edit(find(etcd, job), job, lambda spec: replace(spec, stop=True, kill=now or spec.kill))
+    say(f"{job} is asked to stop{' at once' if now else ''}.")
 
 
 @click.command()

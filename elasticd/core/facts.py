@@ -144,7 +144,8 @@ class Spec:
     ``asked``: the limits on the agents' command lines, which must agree. ``limits``: the limits in force,
     which ``elasticd scale`` changes. ``script``: the script's name, for people. ``fingerprint`` identifies
     the script. ``inplace``: the job's workers keep their process from round to round (``elasticd.worker``).
-    ``checkpointed``: the job's scripts write checkpoints of their own and report them.
+    ``checkpointed``: the job's scripts write checkpoints of their own and report them. ``stop``: the job is
+    to end; with ``kill``, its workers get no time to save.
     """
 
     asked: Limits
@@ -156,6 +157,7 @@ class Spec:
     drain: tuple[Drained, ...] = ()
     inplace: bool = False
     checkpointed: bool = False
+    kill: bool = False
 
     @cached_property
     def drained(self) -> frozenset[Drained]:

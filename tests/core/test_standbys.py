@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from signal import SIGKILL
 
 from elasticd.core import leader, world
 from elasticd.core.age import Age
@@ -56,6 +57,13 @@ def test_workers_leave_a_closing_round_and_keep_their_process() -> None:
     assert one.one(LeaveRound).planned and not one.all_of(StopWorkers)
     one.sees("round", closing(ROUND, Cause.GREW))
     assert not one.one(LeaveRound).planned, "it turned out to be broken"
+
+
+def test_a_job_that_is_to_stop_at_once_gives_its_workers_no_time_to_save() -> None:
+    one = working()
+    one.sees("spec", replace(IN_PLACE, stop=True, kill=True))
+    stop = one.one(StopWorkers)
+    assert (stop.signal, stop.grace_s) == (SIGKILL, 0.0) and not one.all_of(LeaveRound)
 
 
 def test_workers_of_a_round_that_nobody_is_to_go_on_with_end_with_it_and_fresh_spares_stay() -> None:

@@ -96,6 +96,23 @@ def test_stop_ends_the_job_on_all_nodes_with_143_after_saving(cluster: Cluster) 
     assert cluster.round.phase is Phase.ENDED
 
 
+def test_stop_now_ends_a_job_whose_workers_take_too_long_to_save(cluster: Cluster) -> None:
+    cluster.limits = (2, 2)
+    cluster.direct(lambda player: Script(on_sigterm="ignore"))
+    agents = cluster.start("a", "b", options=["--shutdown-timeout=3600"])
+    world = cluster.world(2)
+    assert cluster.command("stop", cluster.job).code == 0
+    cluster.until(lambda: all(player.heard for player in world.players), "the workers were asked")
+    said = cluster.command("stop", "--now", cluster.job)
+    assert (said.code, said.out) == (0, f"{cluster.job} is asked to stop at once.\n")
+    assert [agent.end() for agent in agents] == [143, 143]
+    assert cluster.round.outcome is Outcome.STOPPED
+    cluster.direct(lambda player: Script())
+    a, b = cluster.start("a", "b")
+    cluster.world(2, after=world)
+    cluster.finishes(a, b)
+
+
 def test_the_last_node_may_leave_and_come_back(cluster: Cluster) -> None:
     cluster.limits = (1, 1)
     (a,) = cluster.start("a")

@@ -41,6 +41,8 @@ def follow_the_round(do: Decisions) -> None:
         dismiss_holders(do)
     if state.crew is not None:
         crew = state.crew
+        if state.spec is not None and state.spec.stop and state.spec.kill:
+            stop(do, SIGKILL, 0.0)
         if round.number > crew.round.number:
             if crew.order != Stopping(0.0):
                 do.reasons.append(Expelled(crew.round.number, round.number))
