@@ -456,8 +456,9 @@ def test_a_warden_without_descriptors_for_a_fork_says_so_and_lives_on(
         if room == 3:
             (exit,) = bench.wait()
             assert (exit.code, exit.message) == (127, "cannot fork: Too many open files")
-        else:  # enough for a start without the zygote
-            assert [line.split()[0] for line in bench.console.wait_for_lines(1)] == [b"False"]
+        else:  # enough for a start without the zygote; 7 are enough for a fork if the zygote is quick
+            forked = [line.split()[0] for line in bench.console.wait_for_lines(1)]
+            assert forked == [b"False"] or (room == 7 and forked == [b"True"])
             bench.kill(procs)
     bench.start(procs)
     assert [line.split()[0] for line in bench.console.wait_for_lines(1)] == [b"True"]
