@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO
@@ -54,7 +54,11 @@ class _NoWorkers:
     def go_on(self, slots: tuple[int, ...]) -> None: ...
 
     def start(
-        self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
+        self,
+        round_number: int,
+        assignments: tuple[Assignment, ...],
+        exited: Callable[[int, Exit], None],
+        waiting: Collection[int] = (),
     ) -> None:
         self.started()
 

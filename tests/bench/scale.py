@@ -12,7 +12,7 @@ import sys
 import time
 import tracemalloc
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -154,7 +154,11 @@ class _Procs:
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None: ...
 
     def start(
-        self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
+        self,
+        round_number: int,
+        assignments: tuple[Assignment, ...],
+        exited: Callable[[int, Exit], None],
+        waiting: Collection[int] = (),
     ) -> None:
         def end() -> None:
             for slot in range(WORKERS):

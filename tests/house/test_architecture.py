@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,13 @@ def defined(name: str) -> bool:
             return True
         file = module.with_suffix(".py")
         if file.is_file():
-            return _holds(ast.parse(file.read_text()), parts[i:])
+            return _holds(_parsed(file), parts[i:])
     return False
+
+
+@cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def _holds(node: ast.AST, names: list[str]) -> bool:
