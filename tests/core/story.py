@@ -37,6 +37,7 @@ from elasticd.core.reasons import (
 from elasticd.telemetry import describe
 from tests.sim.clock import START, Clock
 from tests.sim.cluster import Cluster, Setup, SimAgent
+from tests.sim.inspector import Illness
 from tests.sim.invariants import Invariants
 from tests.sim.procs import Job, World
 
@@ -266,6 +267,15 @@ def _finish(stage: Stage, slot: str, name: str) -> None:
 def _stick(stage: Stage, slot: str, name: str) -> None:
     """It will not leave its round when it is told to."""
     stage.agent(name).procs.workers[int(slot)].stuck = True
+
+
+@event(r"worker (\d+) on N is (stopped|asleep|busy|apart|polling) from now on(?:, for (\d+) s)?")
+def _fall_ill(stage: Stage, slot: str, name: str, how: str, seconds: str | None) -> None:
+    """It makes no step: its agent has to find out why. See ``Illness``."""
+    worker = stage.agent(name).procs.workers[int(slot)]
+    worker.fall_ill(Illness(how))
+    if seconds:
+        stage.later(seconds, worker.get_well)
 
 
 @event(r"the workers lose each other")
