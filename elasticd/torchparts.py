@@ -63,6 +63,11 @@ REPLACED: Final = (
         ("self",),
     ),
     Private(
+        "torch.utils.data.dataloader._BaseDataLoaderIter.__next__",
+        "worker/boot/elasticd_steptimes.py: measures how long loading takes, for `elasticd bench scaling`.",
+        ("self",),
+    ),
+    Private(
         "torch.utils.data._utils.worker._worker_info",
         "worker/samples/loading.py: gives all samples to a dataset that shards itself by process.",
     ),

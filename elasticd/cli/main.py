@@ -37,6 +37,7 @@ _COMMANDS = {
     "ckpt": "elasticd.cli.ckpt_command:ckpt",
     "etcd-role": "elasticd.cli.etcd_role_command:etcd_role",
     "doctor": "elasticd.cli.doctor.doctor_command:doctor",
+    "bench": "elasticd.cli.bench.scaling_command:bench",
     "demo": "elasticd.cli.example_commands:demo",
     "export": "elasticd.cli.example_commands:export",
     "version": "elasticd.cli.main:version",

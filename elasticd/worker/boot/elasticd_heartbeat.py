@@ -3,7 +3,8 @@
 Every optimizer step is noted in a page of shared memory. After the first step, the heartbeat once sends the
 names of the imported modules, for the zygote that forks later workers. From then on the heartbeat also serves
 torch's flight recorder. On a signal, it appends the stacks of all threads to the page's file. At the end it
-notes in the page that the script has ended well.
+notes in the page that the script has ended well. For ``elasticd bench scaling``, the heartbeat also sends the
+times of each step.
 
 Standard library only, and self-contained: the worker's Python need not have elasticd installed. The layout is
 that of elasticd/procs/page.py.
@@ -18,6 +19,7 @@ import time
 
 from elasticd_mutex import hold_mutex
 from elasticd_recorder import serve
+from elasticd_steptimes import step_times
 from elasticd_waits import Waits
 
 TYPE_CHECKING = False  # typing is not imported before the script imports it
@@ -162,6 +164,7 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
     training. An iteration begins when an optimizer steps a second time.
     """
     waits = Waits()
+    times = None
     known: set[int] = set()
     pid = fields[_PID]
     steps = fields[_STEPS]
@@ -170,7 +173,7 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
     now_ns = time.monotonic_ns
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal steps
+        nonlocal steps, times
         if getpid() != pid:  # in a forked child, which may train a model of its own
             return
         key = id(optimizer)
@@ -187,12 +190,17 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
                 fields[_MADE] = _counted(optimizer)
                 _tell_imports(os.path.join(os.path.dirname(path), "imports"))
                 _give_recorder(path)
+                times = step_times(fields, waits)
+            if times is not None:
+                times.note(steps, fields[_LAST_NS])
         else:
             fields[_LAST_NS] = now_ns()
         stepped.add(key)
         if key not in known:
             known.add(key)
             waits.follow(optimizer)
+            if times is not None:
+                times.follow(optimizer)
 
     # This is what torch.compiler.disable() sets, but without importing the compiler. A compiled step then
     # calls the hook as it is, and neither traces it nor recompiles as the count grows.

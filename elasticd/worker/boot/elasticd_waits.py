@@ -54,6 +54,10 @@ class Waits:
         """Return how long this thread was ready to run but did not, outside its waits."""
         return max(0, self._delay.read() - self._delay_in_waits_ns) if self._delay is not None else 0
 
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the training thread."""
+        return _thread.get_ident() == self._thread
+
     def catch_up(self) -> None:
         if self._gpu is not None:
             took = self._gpu.finished()

@@ -39,6 +39,7 @@ finally:
         "elasticd_heartbeat",
         "elasticd_mutex",
         "elasticd_recorder",
+        "elasticd_steptimes",
         "elasticd_waits",
         "elasticd_ending",
         "elasticd_importing",
