@@ -108,11 +108,11 @@ def _communication(one: WorldMeasured) -> Iterator[ScalingAdvice]:
 
 
 def _compute(one: WorldMeasured, baseline: WorldMeasured) -> Iterator[ScalingAdvice]:
-    """Advise on computing that takes longer than with fewer workers."""
+    """Advise on computing that takes longer than with fewer workers, in all ranks."""
     smaller = one.batch / baseline.batch if baseline.batch else 1.0
     more_s = one.costs.compute_s - baseline.costs.compute_s * smaller
     share = one.costs.share(more_s)
-    if share < NOTABLE or efficiency(one, baseline) >= ENOUGH:
+    if one.slow or share < NOTABLE or efficiency(one, baseline) >= ENOUGH:
         return
     if smaller < ENOUGH:
         yield ScalingAdvice(

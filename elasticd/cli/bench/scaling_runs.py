@@ -135,9 +135,10 @@ class _Heard:
             os.close(exited)
 
     def measured(self, launcher: str, process: subprocess.Popen[bytes], folder: Path) -> WorldMeasured:
-        steps = self._counted()
-        if len(steps) < STEPS_MIN:
-            raise self._too_few(launcher, process.poll(), folder)
+        """Return the measurement, also of a script that has ended well a little early."""
+        steps, code = self._counted(), process.poll()
+        if not self._enough() and (code or len(steps) < STEPS_MIN):
+            raise self._too_few(launcher, code, folder)
         return measure(launcher, self._made, steps)
 
     def _take(self) -> None:
@@ -153,48 +154,34 @@ class _Heard:
 
     def _enough(self) -> bool:
         steps = self._counted()
-        if len(steps) < STEPS_MIN or self._asked.seconds is None:
+        if self._asked.seconds is None:
             return len(steps) >= self._asked.steps
-        return spent_s(self._made, steps) >= self._asked.seconds
+        return len(steps) >= STEPS_MIN and spent_s(self._made, steps) >= self._asked.seconds
 
     def _too_few(self, launcher: str, code: int | None, folder: Path) -> CommandError:
-        how = f"with {launcher} and {count(self._world, 'worker')}"
+        how = f"{launcher} with {count(self._world, 'worker')}"
         if code:
-            reason = _reason(launcher, code, folder)
-            ended = CommandError(f"the script failed {how} (exit code {code}): {reason}", FAILED)
-        elif not self._made and code is None:
-            ended = CommandError(
-                f"no step of the script was seen for {self._asked.patience_s:g} s {how}: is there a "
-                "torch.optim optimizer whose step() it calls?"
+            return CommandError(f"{how} failed (exit code {code}): {_reason(code, folder)}", FAILED)
+        waited = "has ended" if code == 0 else f"has made no step for {self._asked.patience_s:g} s"
+        if len(self._made) < self._world:
+            return CommandError(
+                f"the script {waited} under {how}, and no step was seen: each worker must call step() of an "
+                "optimizer of torch.optim"
             )
-        elif not self._made:
-            ended = CommandError(
-                f"the script ended without a step {how}: is there a torch.optim optimizer whose step() it "
-                "calls?"
-            )
-        elif code is None:
-            ended = CommandError(
-                f"the script made no step for {self._asked.patience_s:g} s {how}, after "
-                f"{count(self._least(), 'step')}"
-            )
-        else:
-            ended = CommandError(
-                f"the script ended after {count(self._least(), 'step')} {how}, too few to measure: let it "
-                "run for longer, or give a smaller --warm-up"
-            )
-        return ended
-
-    def _least(self) -> int:
-        """Return the steps of the worker that made the fewest."""
-        return min(map(len, self._made.values())) if len(self._made) == self._world else 0
+        least = min(map(len, self._made.values()))
+        return CommandError(
+            f"the script {waited} under {how}, after {count(least, 'step')}, which are too few to measure: "
+            "let it run for longer, or give a smaller --warm-up"
+        )
 
 
-def _reason(launcher: str, code: int, folder: Path) -> str:
-    """Return why the script failed, in one line."""
-    if launcher == ELASTICD and (end := tail_of(folder / "end").decode(errors="replace").strip()):
-        return end.splitlines()[0]
-    for file in sorted(folder.glob("logs/**/stderr.log")):
+def _reason(code: int, folder: Path) -> str:
+    """Return why the launcher failed, in one line: the error of the first worker that raised one, else what
+    the launcher says."""
+    for file in sorted(folder.glob("logs/**/stderr.log"), key=lambda path: path.stat().st_mtime):
         message, shown = read_tail(tail_of(file), code)
-        if shown and "Traceback" in shown:
+        if "Traceback" in shown:
             return message
-    return read_tail(tail_of(folder / "output"), code)[0] or "it printed nothing"
+    said = tail_of(folder / "end").decode(errors="replace").split("\n")
+    end = " ".join([line for line in said if line.strip()][:2])
+    return end or read_tail(tail_of(folder / "output"), code)[0] or "it printed nothing"

@@ -36,11 +36,11 @@ def throughput(measured: Sequence[WorldMeasured]) -> Iterator[str]:
     """Yield a table of the throughput, and a plot of the speed-up beside the ideal one."""
     base = baselines(measured)
     ups = [speed_up(one, base[one.launcher]) for one in measured]
-    rows = [("workers", "launcher", unit_of(measured), "per worker", "speed-up", "efficiency")]
+    rows = [("workers", "launcher", "steps", unit_of(measured), "per worker", "speed-up", "efficiency")]
     for one, up in zip(measured, ups, strict=True):
         share = f"{efficiency(one, base[one.launcher]):.0%}"
         each = f"{one.throughput:,.4g}", f"{one.throughput / one.world:,.4g}"
-        rows.append((str(one.world), one.launcher, *each, f"{up:.2f}", share))
+        rows.append((str(one.world), one.launcher, str(one.steps), *each, f"{up:.2f}", share))
     yield from table(rows)
     ideals = [one.world / base[one.launcher].world for one in measured]
     per_up = _BAR / max([*ups, *ideals])
