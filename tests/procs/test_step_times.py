@@ -24,7 +24,7 @@ assert "ELASTICD_MEASURED" not in os.environ
 optimizer = Optimizer()
 for _ in range(100):
     optimizer.step()
-time.sleep(0.21)
+time.sleep(0.1)
 optimizer.step()
 """
 
@@ -86,7 +86,7 @@ def test_a_worker_of_torchrun_sends_each_step_once(fifo: Path) -> None:
     page.close()
     assert [(rank, step) for rank, step, *_ in records] == [(3, step) for step in range(1, 102)]
     assert all(before[2] <= after[2] for before, after in pairwise(records)), "times do not go back"
-    assert records[-1][2] - records[-2][2] > 0.2e9
+    assert records[-1][2] - records[-2][2] > 0.1e9
 
 
 def test_a_script_whose_steps_nobody_reads_runs_on(fifo: Path) -> None:

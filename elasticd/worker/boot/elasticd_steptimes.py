@@ -8,6 +8,7 @@ Standard library only, and self-contained. The reader is elasticd/cli/bench/scal
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -36,7 +37,9 @@ def step_times(fields: memoryview[int], waits: Waits) -> StepTimes | None:
         # Without a reader, an open that may block would wait for ever.
         fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(fifo, True)
-        return StepTimes(fifo, fields, waits)
+        times = StepTimes(fifo, fields, waits)
+        atexit.register(times.send)
+        return times
     except Exception:  # noqa: BLE001  # the script must run in any case
         return None
 
@@ -48,6 +51,7 @@ class StepTimes:
         self._fifo = fifo
         self._fields = fields
         self._rank = int(os.environ["RANK"])
+        self._pid = os.getpid()
         self._waits = waits
         self._loads = Loads(waits)
         self._bytes = 0
@@ -82,11 +86,17 @@ class StepTimes:
         self._unsent.append(b"".join(word.to_bytes(8, sys.byteorder) for word in words))
         if at_ns - self._sent_at >= _FLUSH_NS or len(self._unsent) == _FLUSH_RECORDS:
             self._sent_at = at_ns
-            try:
-                os.write(self._fifo, b"".join(self._unsent))
-            except OSError:  # the reader has gone, or the script has closed the file
-                self._fifo = -1
-            self._unsent.clear()
+            self.send()
+
+    def send(self) -> None:
+        """Send the records that were kept; none in a forked child, which ends with a copy of them."""
+        if self._fifo < 0 or os.getpid() != self._pid:
+            return
+        try:
+            os.write(self._fifo, b"".join(self._unsent))
+        except OSError:  # the reader has gone, or the script has closed the file
+            self._fifo = -1
+        self._unsent.clear()
 
 
 class Loads:
