@@ -78,7 +78,7 @@ def _slow_workers(one: WorldMeasured) -> Iterator[ScalingAdvice]:
         yield ScalingAdvice(
             ScalingFault.UNEVEN_WORK,
             f"workers wait for each other for {share:.0%} of a step, and not always for the same one: give "
-            "all workers batches that take equally long, for example by sorting samples by length",
+            "them batches that take equally long, such as samples of similar length, or CPUs of their own",
         )
 
 

@@ -39,7 +39,7 @@ def throughput(measured: Sequence[WorldMeasured]) -> Iterator[str]:
     rows = [("workers", "launcher", "steps", unit_of(measured), "per worker", "speed-up", "efficiency")]
     for one, up in zip(measured, ups, strict=True):
         share = f"{efficiency(one, base[one.launcher]):.0%}"
-        each = f"{one.throughput:,.4g}", f"{one.throughput / one.world:,.4g}"
+        each = _number(one.throughput), _number(one.throughput / one.world)
         rows.append((str(one.world), one.launcher, str(one.steps), *each, f"{up:.2f}", share))
     yield from table(rows)
     ideals = [one.world / base[one.launcher].world for one in measured]
@@ -121,6 +121,10 @@ def _stacked(costs: StepCosts, per_s: float) -> str:
         until_s += getattr(costs, name)
         bar += sign * (round(until_s * per_s) - len(bar))
     return bar
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _ms(costs: StepCosts) -> str:
