@@ -143,6 +143,7 @@ def test_a_script_that_ends_early_is_measured_if_its_steps_suffice(here: Path) -
         ("--seconds soon job.py", "--seconds soon is not a number of seconds."),
         ("--world 1", "Missing argument 'SCRIPT'. See `elasticd bench scaling --help`."),
         ("nowhere.py", "the script nowhere.py does not exist."),
+        ("job.toml", "job.toml is a job file: give the script that it names, and its arguments."),
         ("-m nowhere", "there is no module named nowhere."),
         ("--output no/file job.py", "no/file cannot be written: there is no folder no."),
     ],

@@ -7,8 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -55,7 +54,6 @@ def bench() -> None:
 
 @bench.command(
     context_settings={
-        "ignore_unknown_options": False,
         "allow_interspersed_args": False,  # what follows the script is the script's
         "token_normalize_func": lambda token: token.replace("_", "-"),
     }
@@ -107,6 +105,8 @@ def scaling(
     """
     if gone := working_directory_fault():
         raise CommandError(gone)
+    if script.endswith(".toml"):
+        raise CommandError(f"{script} is a job file: give the script that it names, and its arguments.")
     find(CommandKind.MODULE if module else CommandKind.SCRIPT, script, args)
     if output is not None:
         _check_writable(output)
@@ -116,8 +116,8 @@ def scaling(
     words = ("-m", script, *args) if module else (script, *args)
     asked = Measurement(words, warm_up, steps, seconds, patience, environ)
     launchers = (ELASTICD, TORCHRUN) if torchrun else (ELASTICD,)
-    with _ended_by_signals():
-        measured = [_run(launcher, size, asked) for size in worlds for launcher in launchers]
+    _end_in_order()
+    measured = [_run(launcher, size, asked) for size in worlds for launcher in launchers]
     ours = [one for one in measured if one.launcher == ELASTICD]
     advice = scaling_advice(ours[-1], ours[0], machine.cores())
     say(*shown.throughput(measured), "", *shown.costs(measured), "")
@@ -165,16 +165,12 @@ def _check_writable(output: Path) -> None:
         raise CommandError(f"{output} cannot be written: Permission denied.")
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the runs in order, as Ctrl-C does."""
+def _end_in_order() -> None:
+    """Have SIGTERM and SIGHUP end the runs as Ctrl-C does, from now until this process exits."""
 
     def end(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    before: Mapping[int, Any] = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, end)

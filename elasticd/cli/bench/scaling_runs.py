@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,8 +103,9 @@ def _running(argv: list[str], environ: Mapping[str, str], folder: Path) -> Itera
     finally:
         process.terminate()
         try:
-            process.wait(_STOP_S)
-        finally:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+        finally:  # also if another Ctrl-C comes
             process.kill()
             process.wait()
 
