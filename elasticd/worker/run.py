@@ -14,9 +14,20 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from elasticd.channel.worker_messages import ADDRESS, HANDOVER, Broken, Done, Enter, Entered, Holds, Waiting
+from elasticd.channel.worker_messages import (
+    ADDRESS,
+    HANDOVER,
+    Broken,
+    Done,
+    Enter,
+    Entered,
+    Holds,
+    Source,
+    Waiting,
+)
 from elasticd.worker.agent.link import Link, own_link
 from elasticd.worker.commit.committed import CommittedState
+from elasticd.worker.sharding.agreement import agree_on_shards
 from elasticd.worker.state import State
 from elasticd.worker.steps import StepLoop
 from elasticd.worker.world.exchange import agree
@@ -81,7 +92,7 @@ def _run_alone(loop: StepLoop, call: Callable[[], T], timeout: timedelta) -> T:
     state = loop.committed
     place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     try:
-        agree(state, World(Enter(1, {**place, "MASTER_ADDR": "", "MASTER_PORT": "0"})))
+        _agree(state, World(Enter(1, {**place, "MASTER_ADDR": "", "MASTER_PORT": "0"})))
     except WorldChanged as failed:
         raise failed.__cause__ or failed from None
     state.enter(None)
@@ -108,7 +119,7 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
             started = time.monotonic()
             world.form(state.commit_number, timeout)
             formed = time.monotonic()
-            source = agree(state, world)
+            source = _agree(state, world, handover=bool(handover))
             if handover:
                 world.end()  # no worker leaves while another still receives
                 raise WorldChanged
@@ -139,6 +150,11 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
         del failure
         link.send(Waiting(round, state.step, state.holds, state.agreed))
         world.forget()
+
+
+def _agree(state: CommittedState, world: World, *, handover: bool = False) -> Source:
+    """Give all workers of the world the same state. Return where the state came from."""
+    return agree(state, world) if state.shards is None else agree_on_shards(state, world, handover=handover)
 
 
 def _explain(error: BaseException) -> None:

@@ -19,6 +19,8 @@ from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.data import Data
 from elasticd.worker.gradients.consistent import consistent_arithmetic
 from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_parallel, to_wrap
+from elasticd.worker.sharding.sharded_model import Shard, ShardedModel
+from elasticd.worker.sharding.sharded_state import ShardedState
 from elasticd.worker.steps import Epoch, StepLoop
 
 if TYPE_CHECKING:
@@ -32,6 +34,11 @@ class State:
 
     * model: the module itself, not wrapped. Call ``state.model``: it is wrapped for the present world by
       ``wrap`` (None: not wrapped; the script then adds up gradients itself).
+    * shard: a function that calls ``fully_shard`` on the module that it is given, in place of ``wrap``. It is
+      called for each world, on a copy of the model. Each worker keeps its shards of the last two commits in
+      the host's memory. The given model keeps no memory. See docs/in-place.md for what is refused.
+    * redundancy: with ``shard``, how many other workers, on other nodes if there are any, also keep a copy of
+      each shard. So many workers can be lost at once without a checkpoint.
     * checkpoints: a ``Checkpoints`` or a folder, by default that of ``elasticd run --checkpoints``. Commits
       are saved there when a save is due, at the first commit of a world of survivors, when all workers leave,
       and at the end. If no worker has the newest state any more, it comes from this node's memory, from
@@ -66,6 +73,8 @@ class State:
         *,
         data: Data | None = None,
         wrap: Wrap | None = data_parallel,
+        shard: Shard | None = None,
+        redundancy: int = 1,
         restore: Callable[[State], int | None] | None = None,
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
         undo: bool | None = None,
@@ -79,6 +88,11 @@ class State:
         named = {"model": model, "optimizer": optimizer, "data": data}
         given = {name: value for name, value in named.items() if value is not None}
         self._contents = contents = Contents({**given, **others})
+        shards = None
+        if shard is not None:
+            _refuse_with_shards(data, restore, undo, wrap)
+            shards = ShardedState(ShardedModel(contents, shard), redundancy)
+            wrap = None
         names = to_wrap(contents.modules, contents.trained) if wrap is not None else []
         if data is not None and data.consistent:
             arithmetic = consistent_arithmetic(contents.modules, wraps=wrap is not data_parallel)
@@ -93,6 +107,7 @@ class State:
             saves=_saves_of(checkpoints or os.environ.get(CHECKPOINTS)),
             undo=undo,
             compares=compare,
+            shards=shards,
         )
         self._loop = StepLoop(self._committed, data)
 
@@ -162,6 +177,20 @@ class State:
             self._contents.plain[name] = value
         else:
             raise AttributeError(f"state.{name} cannot be set: only plain data given as State({name}=...)")
+
+
+def _refuse_with_shards(data: Data | None, restore: object, undo: bool | None, wrap: Wrap | None) -> None:
+    """Raise TypeError for an argument of State that has no meaning yet with ``shard``."""
+    if data is not None:
+        raise TypeError(
+            "State takes no data= with shard= yet: derive each worker's samples from the step, worker.rank() "
+            "and worker.world_size(), and give each worker as many batches as the others"
+        )
+    if restore is not None:
+        raise TypeError("State takes no restore= with shard=: load the weights before State gets the model")
+    if undo is not None or wrap is not data_parallel:
+        given = "undo" if undo is not None else "wrap"
+        raise TypeError(f"State takes no {given}= with shard=, which copies and shards the model itself")
 
 
 def _saves_of(given: Checkpoints | str | os.PathLike[str] | None) -> CommitCheckpoints | None:

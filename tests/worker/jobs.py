@@ -475,13 +475,13 @@ def work_slowly(address: str, folder: str, name: str) -> None:
     """The first worker takes longer to send the state, and then to send a message of the script's own, than
     it may take to connect."""
     group.FORMING_S_MAX = 3.0
-    send = exchange._send
+    send = exchange.send_snapshot
 
     def send_late(*args: Any) -> None:
         time.sleep(group.FORMING_S_MAX + 0.5)
         send(*args)
 
-    exchange._send = send_late
+    exchange.send_snapshot = send_late
     samples = [(torch.full((8,), float(i)),) for i in range(8)]
     data = worker.Data(samples, global_batch=4, virtual_ranks=2, consistent=True)
     work(address, folder, name, body=train_slowly, exact=False, data=data)

@@ -18,9 +18,9 @@ from elasticd.worker.world.exchange import (
     _kept,
     _packed,
     _parcels,
-    _send,
     _unpacked,
     choose,
+    send_snapshot,
 )
 
 
@@ -111,7 +111,7 @@ def test_of_a_state_of_small_tensors_only_a_few_parcels_are_in_memory_a_second_t
     monkeypatch.setattr(exchange, "PARCEL_BYTES", 1024)
     monkeypatch.setattr(exchange.dist, "isend", isend)
     tensors = [torch.full((64,), float(n)) for n in range(200)]
-    _send({"parameters": tensors}, Transfer(0, (1,), fresh=False))
+    send_snapshot({"parameters": tensors}, Transfer(0, (1,), fresh=False))
     assert len(taken) == len(made) > 3 * UNDER_WAY_MAX and most <= UNDER_WAY_MAX + 2
     assert torch.equal(torch.cat(taken[-50:]), torch.cat(tensors).view(torch.uint8)), "all of it, in order"
 

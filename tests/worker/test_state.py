@@ -437,7 +437,7 @@ def test_who_lacks_a_group_of_parameters_that_the_others_have_says_so_and_takes_
 def test_models_that_cannot_be_kept_or_added_up_are_refused_in_a_sentence(tmp_path):
     *sharded, static = in_world(1, tmp_path, refusals)[0]
     for given, wrapped in (sharded[:2], sharded[2:]):
-        assert given.startswith("State cannot keep model, as pieces of a sharded model (FSDP) are lost")
+        assert given.startswith("State cannot keep model, which is sharded already: give State the bare")
         assert wrapped.startswith("wrap= gives the model other parameters, which State cannot keep")
     assert static.startswith("static_graph=True requires that all backward passes are alike")
 

@@ -29,6 +29,8 @@ from elasticd.worker.gradients.rates import ScaledRates
 from elasticd.worker.gradients.reduction import AveragedReduction, Reduction
 from elasticd.worker.gradients.wrapping import WrappedModels
 from elasticd.worker.samples.auditing import Recorder, recorder
+from elasticd.worker.sharding.sharded_state import ShardedState
+from elasticd.worker.sharding.spans import CommitPoint
 from elasticd.worker.world.group import World, WorldChanged, gathered, rank, world_size
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class CommittedState:
     ``step``: the number of committed steps. ``agreed``: the last round in which all workers had this state; 0
     if there was none. ``world``: None outside any world, and in a world that cannot change.
     ``reduction``: how gradients are reduced in this world. ``place``: the epoch, and the position in the
-    data, of the step under way.
+    data, of the step under way. ``shards``: keeps parameters and optimizers' state if the model is sharded.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class CommittedState:
         saves: CommitCheckpoints | None,
         undo: bool | None,
         compares: bool,
+        shards: ShardedState | None = None,
     ) -> None:
         self.step = self.agreed = 0
         self.world: World | None = None
@@ -67,7 +70,8 @@ class CommittedState:
         contents.stateful["_epochs"] = self.progress
         self.saves = saves
         self.last = LastCommit(contents)
-        self.uncommitted = Uncommitted(contents, models, undo)
+        self.shards = shards
+        self.uncommitted = Uncommitted(contents, models, undo, kept_elsewhere=shards is not None)
         self._is_consistent = data is not None and data.consistent
         self.comparison = Comparison(contents, compares=compares, exact=self._is_consistent)
         self._restore = restore
@@ -108,6 +112,8 @@ class CommittedState:
     def enter(self, world: World | None) -> None:
         """Enter a world. All workers of the world have the same state."""
         self.world = world
+        if world is None and self.shards is not None:
+            self.shards.generations.clear()  # nobody will go back to them
         agentpage.begins_after(self.step)
         for scaler in self.contents.scalers:  # initialises the scaler, also in a worker without a batch
             scaler.scale(torch.zeros((), device=self.last.device))
@@ -139,8 +145,16 @@ class CommittedState:
             parameter.grad = None
         for scaler in self.contents.scalers:  # the interrupted step may have left the scaler before update()
             vars(scaler)["_per_optimizer_states"].clear()
-        if self.uncommitted.go_back():
+        undone = self.uncommitted.go_back()
+        if self.shards is not None:  # the next world's agreement restores a commit
+            self.shards.model.leave()
+            self.last.follow(self.contents)
+        elif undone:
             self.last.go_back()
+
+    def lay_out(self) -> None:
+        """Go on with the modules of a new layout, if the model is sharded."""
+        self.last.follow(self.contents)
 
     def agree(self, round: int) -> None:
         """Note that all workers of the round have the same whole state."""
@@ -163,7 +177,7 @@ class CommittedState:
         self.uncommitted.before_commit()
         if self.data is not None and batch is not None:
             self.data.advance(batch)
-        self._keep()
+        self._keep(self.step + max(1, covers))
         self.step += max(1, covers)
         agentpage.committed(self.step)
         agentpage.samples(samples)
@@ -181,7 +195,7 @@ class CommittedState:
             self.progress.ended += 1
             self.progress.began = None
         self.progress.stopped = bool(heard[0][0])
-        self._keep()
+        self._keep(self.step)
         self._end_commit(due=False)
 
     def finish(self) -> None:
@@ -196,11 +210,17 @@ class CommittedState:
                 )
             self.saves.finished(self.parts(), self.world)
 
-    def _keep(self) -> None:
+    def _keep(self, step: int) -> None:
         """Keep the present state, so that this worker can go back to it. Raises TypeError if the state cannot
-        be sent to other workers."""
+        be sent to other workers. ``step``: the number of steps with this commit. A sharded model raises
+        WorldChanged if the world ends before all workers have the copies."""
         self.last.keep()
         self.uncommitted.keep()
+        if self.shards is not None:
+            if self.world is not None:
+                point = CommitPoint(self.world.number, step, self.progress.marks)
+                self.shards.keep(point, self.last.kept, self.world)
+            return
         optimizers = self.contents.optimizers
         sizes = [len(optimizer.state) for optimizer in optimizers.values()]
         if sizes != self._sendable:
@@ -212,6 +232,8 @@ class CommittedState:
         """Save the commit if the world ends with it, or if a checkpoint may be ``due``."""
         world = self.world
         ends = world is not None and world.ends_with_commit(self.commit_number)
+        if self.shards is not None and world is not None and world.ends_as_planned:
+            self.shards.hand_over(world)
         if self.saves is not None and (ends or due) and not (world is not None and world.over):
             self.saves.after_commit(self.parts(), world, ends)
         if ends:
@@ -229,32 +251,27 @@ class CommittedState:
         copied."""
         contents = self.contents
         return {
+            **self.snapshot_of(self.last.kept),
             "step": self.step,
-            "seeds": self._seeds,
-            "kept": {
-                part: contents.shared(kept) if part in ("plain", "stateful") else kept
-                for part, kept in self.last.kept.items()
-            },
             "parameters": {name: dict(m.named_parameters()) for name, m in contents.modules.items()},
             "optimizers": {name: o.state_dict()["state"] for name, o in contents.optimizers.items()},
-            "order": contents.order,
             "undoes": self.uncommitted.wanted,
         }
 
-    def take(self, snapshot: dict[str, Any]) -> None:
-        """Take over another worker's snapshot, except for this worker's own values.
+    def snapshot_of(self, kept: dict[str, Any]) -> dict[str, Any]:
+        """Return what another worker needs of a commit besides the step, parameters and optimizers' state.
+        ``kept``: see ``LastCommit``."""
+        shared = self.contents.shared
+        return {
+            "seeds": self._seeds,
+            "kept": {n: shared(part) if n in ("plain", "stateful") else part for n, part in kept.items()},
+            "order": self.contents.order,
+        }
 
-        A source of random numbers continues like the other worker's if both scripts gave it the same seed.
-        Otherwise it continues with this worker's own numbers, so that independent draws stay independent.
-        """
-        contents, kept = self.contents, snapshot["kept"]
-        theirs = kept["random"]
-        alike = {n for n, seed in self._seeds.items() if snapshot["seeds"].get(n) == seed and n in theirs}
-        kept = {**kept, "random": randomness.note() | {n: theirs[n] for n in alike}}
-        for part in ("plain", "stateful"):
-            mine = self.last.kept.get(part, {})
-            kept[part] = {**kept[part], **{name: mine[name] for name in contents.own & mine.keys()}}
-        self._refuse_other_optimizers(snapshot)
+    def take(self, snapshot: dict[str, Any]) -> None:
+        """Take over another worker's snapshot, except for this worker's own values."""
+        contents, kept = self.contents, self.kept_of(snapshot)
+        self.refuse_other_optimizers(snapshot)
         with torch.no_grad():
             for name, module in contents.modules.items():
                 arrived = snapshot["parameters"][name]
@@ -266,7 +283,24 @@ class CommittedState:
         self.step = snapshot["step"]
         self.uncommitted.want(snapshot["undoes"])
 
-    def _refuse_other_optimizers(self, snapshot: dict[str, Any]) -> None:
+    def kept_of(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """Return another worker's copy of a commit, for ``LastCommit.take``, with this worker's own values.
+
+        A source of random numbers continues like the other worker's if both scripts gave it the same seed.
+        Otherwise it continues with this worker's own numbers, so that independent draws stay independent.
+        """
+        kept = snapshot["kept"]
+        theirs = kept["random"]
+        alike = {n for n, seed in self._seeds.items() if snapshot["seeds"].get(n) == seed and n in theirs}
+        kept = {**kept, "random": randomness.note() | {n: theirs[n] for n in alike}}
+        for part in ("plain", "stateful"):
+            mine = self.last.kept.get(part, {})
+            kept[part] = {**kept[part], **{name: mine[name] for name in self.contents.own & mine.keys()}}
+        return kept
+
+    def refuse_other_optimizers(self, snapshot: dict[str, Any]) -> None:
+        """Raise RuntimeError if another worker's optimizers have other parameters than this worker's, or in
+        another order."""
         order = self.contents.order
         for name, theirs in snapshot["order"].items():
             if len(order[name]) != len(theirs):
@@ -315,7 +349,8 @@ class CommittedState:
         """
         if self.saves is None:
             return ""
-        mine = self._copied() if beyond is not None and self.holds is Holds.WHOLE else None
+        whole = self.holds is Holds.WHOLE and self.shards is None  # a sharded state has its own copies
+        mine = self._copied() if beyond is not None and whole else None
         found = None
         try:
             found = self.saves.resume(self.parts(), world, has_restore=self.can_restore, beyond=beyond)

@@ -15,7 +15,7 @@ from elasticd.checkpoint.client.tensors import is_flattened
 from elasticd.worker.commit.plaindata import copied
 from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.data import Data
-from elasticd.worker.gradients.wrapping import SHARDED
+from elasticd.worker.gradients.wrapping import SHARD_INSTEAD
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class Contents:
             )
         if isinstance(value, nn.Module):
             if any(hasattr(p, "device_mesh") for p in value.parameters()) or is_flattened(value):
-                raise TypeError(f"State cannot keep {name}, as {SHARDED}")
+                raise TypeError(f"State cannot keep {name}, which is sharded already: {SHARD_INSTEAD}")
             self.modules[name] = value
         elif isinstance(value, Optimizer):
             self.optimizers[name] = value

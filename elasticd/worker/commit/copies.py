@@ -35,7 +35,16 @@ class LastCommit:
     def __init__(self, contents: Contents) -> None:
         self.kept: dict[str, Any] = {}
         self._plain, self._optimizers = contents.plain, contents.optimizers
-        self._stateful, modules = contents.stateful, contents.modules
+        self._stateful = contents.stateful
+        for name, whole in contents.modules.items():
+            for key, tensor in (*whole.named_parameters(), *whole.named_buffers()):
+                require_dense(tensor, f"State's {name}.{key}")
+        self.follow(contents)
+
+    def follow(self, contents: Contents) -> None:
+        """Copy from these modules, and restore to them, from now on: they are others for each world if the
+        model is sharded. The last copy stays."""
+        modules = contents.modules
         self._buffers = [
             (module._buffers, name)
             for whole in modules.values()
@@ -49,9 +58,6 @@ class LastCommit:
             for path, module in whole.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
-        for name, whole in modules.items():
-            for key, tensor in (*whole.named_parameters(), *whole.named_buffers()):
-                require_dense(tensor, f"State's {name}.{key}")
         self.device = next((p.device for p in contents.parameters()), torch.device("cpu"))
         self._versions: list[tuple[int, int]] = []
         self._spare: list[torch.Tensor | None] = [None] * len(self._buffers)  # older copies, for reuse

@@ -57,12 +57,15 @@ class Uncommitted:
 
     ``stepped``: the optimizers that have begun a step. ``undo``: whether parameters and optimizers' state are
     copied at each commit. True: always. False: never. None: once they have changed before the last sum of a
-    step.
+    step. ``kept_elsewhere``: parameters and optimizers' state are copied and restored by others.
     """
 
-    def __init__(self, contents: Contents, models: WrappedModels, undo: bool | None) -> None:
+    def __init__(
+        self, contents: Contents, models: WrappedModels, undo: bool | None, *, kept_elsewhere: bool = False
+    ) -> None:
         self.stepped: set[str] = set()
         self._contents, self._models, self._undoes = contents, models, undo
+        self._kept_elsewhere = kept_elsewhere
         self._world: World | None = None
         self._gpus: set[torch.device] = set()
         self._torn = False
@@ -93,7 +96,7 @@ class Uncommitted:
     @property
     def is_torn(self) -> bool:
         """Whether an optimizer has begun a step that cannot be undone."""
-        return self._torn or not self._undo.covers((), self.stepped)
+        return not self._kept_elsewhere and (self._torn or not self._undo.covers((), self.stepped))
 
     @property
     def wanted(self) -> tuple[list[int], list[str]]:
@@ -112,7 +115,8 @@ class Uncommitted:
     def before_commit(self) -> None:
         """Make sure that all sums of the steps have arrived. Raises WorldChanged."""
         if self.stepped:
-            self._warn_of_calls()
+            if not self._kept_elsewhere:
+                self._warn_of_calls()
         else:
             self._unused = self._unused_gradient()
             if self._world is not None:

@@ -19,10 +19,7 @@ from elasticd.worker.world.waits import add_up_until_end
 if TYPE_CHECKING:
     from elasticd.worker.world.group import World
 
-SHARDED = (
-    "pieces of a sharded model (FSDP) are lost with each worker: have the script start again instead, with "
-    "worker.Checkpoints and without worker.run"
-)
+SHARD_INSTEAD = "give State the bare module, and as shard= a function that calls fully_shard on it"
 
 Wrap = Callable[[nn.Module], Any]
 
@@ -235,7 +232,10 @@ class _Wrapped:
         model = wrap(self._module)
         now = [(id(p), p.shape) for p in self._module.parameters()]
         if now != mine or (isinstance(model, nn.Module) and is_flattened(model)):
-            raise TypeError(f"wrap= gives the model other parameters, which State cannot keep, as {SHARDED}")
+            raise TypeError(
+                "wrap= gives the model other parameters, which State cannot keep: to shard the model, "
+                f"{SHARD_INSTEAD}"
+            )
         return model
 
 

@@ -106,10 +106,10 @@ def agree(state: CommittedState, world: World) -> Source:
     if choice.takers:
         if world.rank == choice.source:
             with world.or_over():
-                _send(state.snapshot(), choice)
+                send_snapshot(state.snapshot(), choice)
         elif world.rank in choice.takers:
             with world.or_over():
-                snapshot = _receive(choice, world.rank)
+                snapshot = receive_snapshot(choice, world.rank)
             state.take(snapshot)
     state.agree(world.number)
     if choice.fresh:
@@ -169,7 +169,7 @@ class _Chain:
             piece.wait()
 
 
-def _send(snapshot: Any, choice: Transfer) -> None:
+def send_snapshot(snapshot: Any, choice: Transfer) -> None:
     outline, tensors = outlined(snapshot)
     chain = _Chain(choice, choice.source)
     text = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
@@ -180,7 +180,7 @@ def _send(snapshot: Any, choice: Transfer) -> None:
     chain.finish()
 
 
-def _receive(choice: Transfer, rank: int) -> dict[str, Any]:
+def receive_snapshot(choice: Transfer, rank: int) -> dict[str, Any]:
     """Receive a snapshot. The snapshot is used only once it is complete, so a source that dies on the way
     does no harm."""
     chain = _Chain(choice, rank)

@@ -193,10 +193,20 @@ class World:
                 return True
         return self.over or number >= self._last_commit
 
+    @property
+    def is_going(self) -> bool:
+        """Whether this worker will be in no later world."""
+        return self._going
+
+    @property
+    def ends_as_planned(self) -> bool:
+        """Whether the world has just ended with a commit that all workers have made."""
+        return not self.over and self._last_commit is not None and self._commit >= self._last_commit
+
     def nobody_stays(self) -> bool:
         """Whether the world has just ended in a planned way, and none of its workers will be in a later one.
         All ranks call it together. Raises WorldChanged if the world ends otherwise meanwhile."""
-        if self.over or self._last_commit is None or self._commit < self._last_commit:
+        if not self.ends_as_planned:
             return False
         staying = torch.tensor(float(not self._going))
         if self.size > 1:

@@ -1,0 +1,302 @@
+"""Lay a sharded State out for a new world: agree on the commit to go on from, and move its parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from elasticd.channel.worker_messages import Holds, Source
+from elasticd.checkpoint.client.collectives import RankGroup
+from elasticd.core.age import Age
+from elasticd.worker.commit.committed import CommittedState
+from elasticd.worker.commit.comparison import Digests
+from elasticd.worker.sharding.host_shards import Generation, HostShard, SmallState, TensorKind, held_shards
+from elasticd.worker.sharding.moves import plan_moves
+from elasticd.worker.sharding.sharded_state import ShardedState, node
+from elasticd.worker.sharding.spans import (
+    INITIAL,
+    CommitPoint,
+    HeldShard,
+    Spans,
+    all_missing,
+    cut,
+    newest_whole_point,
+    nothing,
+)
+from elasticd.worker.sharding.transport import carry_out
+from elasticd.worker.world.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
+from elasticd.worker.world.group import World, gathered
+
+_log = logging.getLogger(__name__)
+
+
+class Bringing(NamedTuple):
+    """What a worker brings to a round. ``sizes``: of the model's parameters. ``began``: the digest of the
+    script's initial values."""
+
+    node: str
+    sizes: list[int]
+    held: list[HeldShard]
+    began: int = 0
+
+
+class _Choice(NamedTuple):
+    """The commit to go on from, and who has what of it. ``source``: the rank that sends what is not sharded,
+    to the ``takers``."""
+
+    point: CommitPoint
+    source: int
+    takers: tuple[int, ...]
+    held: list[list[HeldShard]]
+
+    @property
+    def transfer(self) -> Transfer:
+        return Transfer(self.source, self.takers, fresh=self.point == INITIAL)
+
+
+def agree_on_shards(state: CommittedState, world: World, *, handover: bool = False) -> Source:
+    """Give all workers of the world the same state, each its part. Return where the state came from.
+
+    ``handover``: the workers that hold the state pass it on to the others, and nobody trains. Raises
+    StateLost. Raises WorldChanged if the world ends first; nothing that was held is lost then.
+    """
+    shards = state.shards
+    assert shards is not None
+    state.begin()
+    brought = _brought(state, shards, world)
+    point = newest_whole_point(brought[0].sizes, [its.held for its in brought])
+    fresh = all((held.point.step, held.point.marks) == (0, 0) for its in brought for held in its.held)
+    source = next((rank for rank, its in enumerate(brought) if _has(its, point or INITIAL)), 0)
+    if len({its.began for its in brought}) > 1:
+        joins = state.holds is Holds.NONE
+        state.comparison.compare_beginnings(world, source, fresh=fresh, joins=joins)
+    if handover:
+        return _pass_on(state, shards, world, point, brought)
+    if point is None:
+        return _begin(state, shards, world, source, brought, fresh=fresh)
+    return _continue(state, shards, world, _choice(point, brought), brought)
+
+
+def _begin(
+    state: CommittedState,
+    shards: ShardedState,
+    world: World,
+    source: int,
+    brought: Sequence[Bringing],
+    *,
+    fresh: bool,
+) -> Source:
+    """Begin from a checkpoint, or else with the initial state of the source's script. ``fresh``: no worker
+    has committed anything."""
+    lost = "" if fresh else _why_lost(brought)
+    if lost and world.rank == 0:
+        _log.warning("%s", lost)
+    tier = ""
+    if state.saves is not None:
+        shards.model.lay_out(shards.model.trainable)
+        state.lay_out()
+        tier = state.resume(world)
+    if lost and not tier:
+        raise StateLost(
+            f"{lost}, and there is no checkpoint: give State redundancy=1 or more, or checkpoints"
+        )
+    if tier:
+        _keep_loaded(state, shards, world, brought)
+        return Source(tier)
+    takers = tuple(rank for rank in range(world.size) if rank != source)
+    held = [its.held if rank == source else [] for rank, its in enumerate(brought)]
+    choice = _Choice(INITIAL, source, takers, held)
+    _take(state, shards, world, choice, brought)
+    state.agree(world.number)
+    return Source.SCRIPT
+
+
+def _continue(
+    state: CommittedState, shards: ShardedState, world: World, choice: _Choice, brought: Sequence[Bringing]
+) -> Source:
+    """Go on from a commit that the workers hold, unless a newer state was saved elsewhere."""
+    point = choice.point
+    _take(state, shards, world, choice, brought)
+    age = Age(point.round, point.step)
+    if point.round < world.number - 1 and state.has_newer(age, world):
+        # A kept state may be of a later world, of which no worker is left.
+        if tier := state.resume(world, beyond=age):
+            _keep_loaded(state, shards, world, brought)
+            return Source(tier)
+        latest = shards.generations[-1]  # the attempt may have overwritten the state
+        shards.model.fill(latest.own, latest.small.slots)
+        state.last.take(latest.small.kept)
+    state.agree(world.number)
+    state.survived()
+    return Source.SURVIVOR
+
+
+def _pass_on(
+    state: CommittedState,
+    shards: ShardedState,
+    world: World,
+    point: CommitPoint | None,
+    brought: Sequence[Bringing],
+) -> Source:
+    """Give equal parts of the state to the workers that hold nothing of it."""
+    if point is None:
+        return Source.SCRIPT
+    choice = _choice(point, brought)
+    small = _small(state, shards, world, choice)
+    sizes = shards.model.sizes
+    ranks = [rank for rank, its in enumerate(brought) if not any(held.point > INITIAL for held in its.held)]
+    wanted = [
+        cut(sizes, ranks.index(rank), len(ranks)) if rank in ranks else nothing(sizes)
+        for rank in range(world.size)
+    ]
+    own = _moved(shards, world, choice, small, wanted)
+    if world.rank in ranks:
+        at = CommitPoint(world.number, point.step, point.marks)
+        shards.generations = [Generation(at, small.state, own)]
+        state.last.take(small.state.kept)
+        state.step = point.step
+    state.agree(world.number)
+    return Source.SURVIVOR
+
+
+def _take(
+    state: CommittedState, shards: ShardedState, world: World, choice: _Choice, brought: Sequence[Bringing]
+) -> None:
+    """Lay the model out for this world, and fill it with the chosen commit. Raises WorldChanged."""
+    small = _small(state, shards, world, choice)
+    shards.model.lay_out(small.state.trainable)
+    state.lay_out()
+    wanted = _wanted(shards, world)
+    own = _moved(shards, world, choice, small, wanted)
+    shards.model.fill(own, small.state.slots)
+    state.last.take(small.state.kept)
+    state.step = choice.point.step
+    shards.enter([its.node for its in brought], wanted)
+    source = shards.generation(choice.point)
+    shards.generations = [source] if source is not None else []
+    _add(state, shards, world, SmallState(state.last.kept, small.state.slots, small.state.trainable), own)
+
+
+def _keep_loaded(
+    state: CommittedState, shards: ShardedState, world: World, brought: Sequence[Bringing]
+) -> None:
+    """Keep the state that was loaded from a checkpoint."""
+    model, wanted = shards.model, _wanted(shards, world)
+    own = HostShard(model.kinds(), wanted[world.rank])
+    model.copy_to(own)
+    shards.enter([its.node for its in brought], wanted)
+    shards.generations = shards.generations[-1:]
+    _add(state, shards, world, SmallState(state.last.kept, model.slots(), model.trainable), own)
+    state.agree(world.number)
+
+
+def _add(
+    state: CommittedState, shards: ShardedState, world: World, small: SmallState, own: HostShard
+) -> None:
+    shards.add(CommitPoint(world.number, state.step, state.progress.marks), small, own, world)
+    heard = gathered(state.comparison.digests(), world)
+    state.comparison.compare(world, range(world.size), [Digests(*each) for each in heard])
+
+
+# ---------------------------------------------------------------- what the ranks have, and want
+
+
+def _brought(state: CommittedState, shards: ShardedState, world: World) -> list[Bringing]:
+    """Return what each worker brings, by rank."""
+    held = [shard for shard, _ in held_shards(shards.generations)]
+    mine = Bringing(node(), shards.model.sizes, held, state.comparison.digests().began)
+    with world.or_over():
+        said = RankGroup(in_step=True).gather(msgspec.json.encode(mine))
+    brought = [msgspec.json.decode(raw, type=Bringing) for raw in said]
+    if any(its.sizes != brought[0].sizes for its in brought):
+        raise RuntimeError("the workers have models with other parameters: build the same model in each")
+    return brought
+
+
+def _wanted(shards: ShardedState, world: World) -> list[Spans]:
+    """Return the part of each parameter that each rank has in this world."""
+    with world.or_over():
+        said = RankGroup(in_step=True).gather(msgspec.json.encode(shards.model.spans))
+    return [msgspec.json.decode(raw, type=Spans) for raw in said]
+
+
+def _choice(point: CommitPoint, brought: Sequence[Bringing]) -> _Choice:
+    have = [_has(its, point) for its in brought]
+    takers = tuple(rank for rank, has in enumerate(have) if not has)
+    return _Choice(point, have.index(True), takers, [its.held for its in brought])
+
+
+def _has(brought: Bringing, point: CommitPoint | None) -> bool:
+    return any(held.point == point for held in brought.held)
+
+
+def _why_lost(brought: Sequence[Bringing]) -> str:
+    """Say which part of which commit is lost. At least one rank holds something of a commit."""
+    newest = max(held.point for its in brought for held in its.held)
+    sizes = brought[0].sizes
+    there = [held.spans for its in brought for held in its.held if held.point == newest]
+    return (
+        f"no worker has {all_missing(sizes, there)} of the {sum(sizes)} parameters of step {newest.step} any "
+        "more: more workers were lost than there are copies of a shard"
+    )
+
+
+# ---------------------------------------------------------------- the state
+
+
+class _Small(NamedTuple):
+    """What is not sharded of the chosen commit, and the tensors that are."""
+
+    state: SmallState
+    kinds: tuple[TensorKind, ...]
+
+
+def _small(state: CommittedState, shards: ShardedState, world: World, choice: _Choice) -> _Small:
+    """Return what is not sharded of the chosen commit: this worker's own, or the source's. Raises
+    WorldChanged."""
+    mine = shards.generation(choice.point)
+    if choice.takers and world.rank == choice.source:
+        assert mine is not None
+        with world.or_over():
+            send_snapshot(_snapshot(state, mine), choice.transfer)
+    if world.rank in choice.takers:
+        with world.or_over():
+            arrived = receive_snapshot(choice.transfer, world.rank)
+        state.refuse_other_optimizers(arrived)
+        small = SmallState(state.kept_of(arrived), arrived["slots"], arrived["trainable"])
+        return _Small(small, tuple(TensorKind(*kind) for kind in arrived["kinds"]))
+    assert mine is not None
+    kept = mine.small.kept or state.last.kept
+    return _Small(SmallState(kept, mine.small.slots, mine.small.trainable), mine.own.kinds)
+
+
+def _snapshot(state: CommittedState, mine: Generation) -> dict[str, Any]:
+    return {
+        **state.snapshot_of(mine.small.kept or state.last.kept),
+        "kinds": [tuple(kind) for kind in mine.own.kinds],
+        "slots": mine.small.slots,
+        "trainable": mine.small.trainable,
+    }
+
+
+def _moved(
+    shards: ShardedState, world: World, choice: _Choice, small: _Small, wanted: Sequence[Spans]
+) -> HostShard:
+    """Return this rank's part of the chosen commit, after all parts have moved. Raises WorldChanged."""
+    own = HostShard(small.kinds, wanted[world.rank])
+    held = [shard for _, shard in held_shards(shards.generations)]
+    moves = plan_moves(choice.held, choice.point, wanted)
+    with world.or_over():
+        carry_out(moves, small.kinds, held, own)
+    if world.rank == 0 and choice.point > INITIAL:
+        moved = sum(move.span.size for move in moves if move.sender != move.receiver)
+        _log.info(
+            "step %d continues from the workers' memory: %d of %d parameters have moved",
+            choice.point.step,
+            moved,
+            sum(shards.model.sizes),
+        )
+    return own

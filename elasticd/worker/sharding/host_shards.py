@@ -1,0 +1,85 @@
+"""Copies of shards in the host's memory, by commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from elasticd.worker.sharding.spans import CommitPoint, HeldShard, Span, Spans
+
+_ALIGNED = 16
+
+
+class TensorKind(NamedTuple):
+    """A tensor of the shape of a parameter: the parameter itself, or a tensor of an optimizer's state.
+    ``parameter``: the parameter's number. ``optimizer`` and ``slot``: empty for the parameter itself."""
+
+    parameter: int
+    optimizer: str
+    slot: str
+    dtype: torch.dtype
+
+
+Kinds = tuple[TensorKind, ...]
+
+
+class HostShard:
+    """A copy of one rank's spans of all tensors, in one block of memory. ``kinds``: the tensors."""
+
+    def __init__(self, kinds: Kinds, spans: Spans) -> None:
+        self.kinds, self.spans = kinds, spans
+        self._starts: list[int] = []
+        size = 0
+        for kind in kinds:
+            self._starts.append(size)
+            size += -(-spans[kind.parameter].size * kind.dtype.itemsize // _ALIGNED) * _ALIGNED
+        self.memory = torch.zeros(size, dtype=torch.uint8)
+
+    def suits(self, kinds: Kinds, spans: Spans) -> bool:
+        return self.kinds == kinds and self.spans == spans
+
+    def tensor(self, number: int, span: Span | None = None) -> torch.Tensor:
+        """Return the elements of tensor ``number``, flat, as a view. ``span``: only these elements of the
+        whole tensor, which this shard must have."""
+        kind = self.kinds[number]
+        its = self.spans[kind.parameter]
+        span = its if span is None else span
+        first = self._starts[number] + (span.first - its.first) * kind.dtype.itemsize
+        return self.memory[first : first + span.size * kind.dtype.itemsize].view(kind.dtype)
+
+    def of_parameter(self, parameter: int) -> Iterator[int]:
+        """Yield the numbers of the tensors of a parameter."""
+        return (number for number, kind in enumerate(self.kinds) if kind.parameter == parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallState:
+    """The part of a commit that is not sharded. ``kept``: see ``LastCommit``; empty before the first world.
+    ``slots`` and ``trainable``: see ``ShardedModel``."""
+
+    kept: dict[str, Any]
+    slots: dict[str, dict[int, dict[str, Any]]]
+    trainable: list[bool]
+
+
+@dataclass(slots=True)
+class Generation:
+    """What a worker keeps of one commit. ``own``: its own shard; ``guarded``: shards of other ranks, by
+    rank."""
+
+    point: CommitPoint
+    small: SmallState
+    own: HostShard
+    guarded: dict[int, HostShard] = field(default_factory=dict)
+
+    @property
+    def shards(self) -> list[HostShard]:
+        return [self.own, *(shard for _, shard in sorted(self.guarded.items()))]
+
+
+def held_shards(generations: Sequence[Generation]) -> list[tuple[HeldShard, HostShard]]:
+    """Return all shards, in the order in which other ranks number them."""
+    return [(HeldShard(g.point, shard.spans), shard) for g in generations for shard in g.shards]

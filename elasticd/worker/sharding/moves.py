@@ -1,0 +1,104 @@
+"""Who sends which part of the state to whom. Pure: every rank computes the same plan."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elasticd.worker.sharding.spans import CommitPoint, HeldShard, Span, Spans
+
+
+class Move(NamedTuple):
+    """The ``span`` of a parameter goes from the ``sender`` to the ``receiver``, which may be the same rank.
+    ``shard``: the number of the shard, among those that the sender holds."""
+
+    parameter: int
+    span: Span
+    sender: int
+    shard: int
+    receiver: int
+
+
+def plan_moves(
+    held: Sequence[Sequence[HeldShard]], point: CommitPoint, wanted: Sequence[Spans]
+) -> list[Move]:
+    """Return the moves that give each rank the spans that the rank wants, as of one commit.
+
+    A rank takes what it holds itself from its own memory. The rest comes from the holders that have sent the
+    fewest elements so far. ``held``: the shards that each rank holds. ``wanted``: the spans of each rank.
+    Raises ValueError if a wanted element is held nowhere.
+    """
+    sources = [
+        (rank, number, shard.spans)
+        for rank, its in enumerate(held)
+        for number, shard in enumerate(its)
+        if shard.point == point
+    ]
+    sent = [0] * len(held)
+    moves: list[Move] = []
+    for parameter in range(len(wanted[0]) if wanted else 0):
+        holders = sorted((spans[parameter], rank, number) for rank, number, spans in sources)
+        firsts = [its.first for its, _, _ in holders]
+        longest = max((its.size for its, _, _ in holders), default=0)
+        for receiver, spans in enumerate(wanted):
+            at, end = spans[parameter]
+            near = holders[bisect_left(firsts, at - longest) : bisect_left(firsts, end)]
+            while at < end:
+                span, sender, shard = _holder(near, at, end, receiver, sent)
+                moves.append(Move(parameter, span, sender, shard, receiver))
+                sent[sender] += span.size if sender != receiver else 0
+                at = span.end
+    return moves
+
+
+def _holder(
+    holders: Sequence[tuple[Span, int, int]], at: int, end: int, receiver: int, sent: Sequence[int]
+) -> tuple[Span, int, int]:
+    """Return a span that begins at ``at``, and its holder: the rank and the number of the shard."""
+    here = [holder for holder in holders if holder[0].first <= at < holder[0].end]
+    if not here:
+        raise ValueError(f"element {at} is held nowhere")
+    own = [holder for holder in here if holder[1] == receiver]
+    if own:
+        its, rank, number = max(own, key=lambda holder: holder[0].end)
+        return Span(at, min(end, its.end)), rank, number
+    until = min((its.first for its, rank, _ in holders if rank == receiver and its.first > at), default=end)
+    its, rank, number = min(here, key=lambda holder: (sent[holder[1]], holder[1], holder[2]))
+    return Span(at, min(end, until, its.end)), rank, number
+
+
+def guardians(nodes: Sequence[str], redundancy: int) -> list[tuple[int, ...]]:
+    """Return, for each rank, the other ranks that keep copies of its shard: up to ``redundancy`` of them.
+
+    Guardians are on other nodes, each on another one, as far as there are nodes. Each rank guards about as
+    many shards. ``nodes``: the node of each rank.
+    """
+    size = len(nodes)
+    chosen: list[list[int]] = [[] for _ in nodes]
+    load = [0] * size
+    for _ in range(min(redundancy, size - 1)):
+        for rank, its in enumerate(chosen):
+            near = {nodes[rank], *(nodes[other] for other in its)}
+
+            def preference(other: int, rank: int = rank, near: set[str] = near) -> tuple[bool, int, int]:
+                return nodes[other] in near, load[other], (other - rank) % size
+
+            guardian = min((r for r in range(size) if r != rank and r not in its), key=preference)
+            its.append(guardian)
+            load[guardian] += 1
+    return [tuple(its) for its in chosen]
+
+
+def heirs(going: Sequence[bool], guards: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Return, for each rank that goes and whose guardians all go, a rank that stays and takes its shard over.
+    Empty if no rank stays."""
+    staying = [rank for rank, goes in enumerate(going) if not goes]
+    load = dict.fromkeys(staying, 0)
+    found: dict[int, int] = {}
+    for rank, goes in enumerate(going):
+        if goes and staying and all(going[guard] for guard in guards[rank]):
+            heir = min(staying, key=lambda other: (load[other], other))
+            load[heir] += 1
+            found[rank] = heir
+    return found

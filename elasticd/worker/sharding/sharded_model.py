@@ -1,0 +1,263 @@
+"""A module that is laid out for each world anew by the script's function, which calls ``fully_shard``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from elasticd.checkpoint.client.tensors import is_plain, local_of
+from elasticd.worker.commit.contents import Contents, parameters_of
+from elasticd.worker.commit.plaindata import copied, with_tensors
+from elasticd.worker.sharding.host_shards import HostShard, Kinds, TensorKind
+from elasticd.worker.sharding.spans import Span, Spans, nothing, whole
+from elasticd.worker.world.group import device, world_size
+
+Shard = Callable[[nn.Module], Any]
+_NAME = "model"
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+class ShardedModel:
+    """The model of a State, and the optimizers that train it.
+
+    torch has no function that undoes ``fully_shard``. So the script's module becomes a template without
+    memory, on the meta device. For each world a copy of the template is sharded, and the optimizers are given
+    the copy's parameters. Between worlds the optimizers have the template's parameters, and no state.
+    """
+
+    def __init__(self, contents: Contents, shard: Shard) -> None:
+        _refuse(contents)
+        self._contents, self._shard = contents, shard
+        self._template = template = contents.modules[_NAME]
+        self.names = [name for name, _ in template.named_parameters()]
+        parameters = [*template.parameters()]
+        self.sizes = [p.numel() for p in parameters]
+        self._parameters: list[torch.Tensor] = list(parameters)
+        self._groups = self._numbered_groups()
+        self._refuse_parameters_elsewhere()
+        self.initial = HostShard(self.kinds(), whole(self.sizes))
+        self.initial_slots = self.slots()
+        self.copy_to(self.initial)
+        self._make_template(parameters)
+
+    # ------------------------------------------------------------ worlds
+
+    def lay_out(self, trainable: list[bool]) -> None:
+        """Shard a copy of the template for the present world. The contents of its parameters are undefined,
+        and the optimizers have no state. ``trainable``: which parameters are not frozen. Raises TypeError."""
+        for parameter, trains in zip(self._template.parameters(), trainable, strict=True):
+            parameter.requires_grad_(trains)
+        model = copy.deepcopy(self._template)
+        returned = self._shard(model)
+        self._refuse_result(model, returned)
+        buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items()]
+        kind = next(model.parameters()).device_mesh.device_type  # type: ignore[attr-defined]
+        model.to_empty(device=device() if device().type == kind else torch.device(kind))
+        for owner, name, buffer in buffers:
+            owner[name] = buffer
+        self._use(model)
+
+    def leave(self) -> None:
+        """Drop the sharded copy with its process groups. Keep simple attributes that the script has set."""
+        live = self._contents.modules[_NAME]
+        if live is self._template:
+            return
+        for ours, its in zip(self._template.modules(), live.modules(), strict=True):
+            now = vars(its)
+            simple = (key for key, value in vars(ours).items() if type(value) in _SIMPLE)
+            vars(ours).update({key: now[key] for key in simple if type(now.get(key, ...)) in _SIMPLE})
+        self._groups = self._numbered_groups()  # the script may have added groups
+        self._use(self._template)
+
+    def _numbered_groups(self) -> dict[str, list[list[int]]]:
+        """Return the numbers of each optimizer's parameters, by group."""
+        numbers = {id(p): n for n, p in enumerate(self._parameters)}
+        return {
+            name: [[numbers[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            for name, optimizer in self._contents.optimizers.items()
+        }
+
+    def _use(self, model: nn.Module) -> None:
+        self._contents.modules[_NAME] = model
+        self._parameters = [*model.parameters()]
+        for name, optimizer in self._contents.optimizers.items():
+            for group, numbers in zip(optimizer.param_groups, self._groups[name], strict=True):
+                group["params"][:] = [self._parameters[n] for n in numbers]
+            optimizer.state.clear()
+
+    # ------------------------------------------------------------ values
+
+    @property
+    def trainable(self) -> list[bool]:
+        """For each parameter, whether it is not frozen."""
+        return [p.requires_grad for p in self._parameters]
+
+    @property
+    def spans(self) -> Spans:
+        """The part of each parameter that this rank has in the present world."""
+        found = []
+        for parameter in self._parameters:
+            local, offsets = local_of(parameter.detach())
+            first = offsets[0] * (parameter.numel() // parameter.shape[0]) if local.numel() else 0
+            found.append(Span(first, first + local.numel()))
+        return tuple(found) if found else nothing(self.sizes)
+
+    def kinds(self) -> Kinds:
+        """Return the tensors of the present state that have the shapes of parameters."""
+        return tuple(TensorKind(n, optimizer, slot, t.dtype) for n, optimizer, slot, t in self._tensors())
+
+    def slots(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """Return a copy of the rest of the optimizers' state, by the parameter's number and by name: numbers,
+        and tensors of one number, which are the same in all workers. Raises TypeError for other tensors."""
+        found: dict[str, dict[int, dict[str, Any]]] = {}
+        for name, optimizer in self._contents.optimizers.items():
+            of = found[name] = {}
+            for number, parameter in enumerate(self._parameters):
+                if parameter in optimizer.state:
+                    state = optimizer.state[parameter].items()
+                    rest = {slot: value for slot, value in state if not _has_shape_of(value, parameter)}
+                    self._refuse_tensors(rest, name, number)
+                    of[number] = copied(rest, f"State's {name}.state")
+        return found
+
+    @torch.no_grad()
+    def copy_to(self, shard: HostShard) -> None:
+        """Copy this rank's part of the present state."""
+        for number, (_, _, _, tensor) in enumerate(self._tensors()):
+            shard.tensor(number).copy_(_local(tensor).reshape(-1))
+
+    @torch.no_grad()
+    def fill(self, shard: HostShard, slots: dict[str, dict[int, dict[str, Any]]]) -> None:
+        """Give the model and the optimizers this state."""
+        optimizers = self._contents.optimizers
+        for name, of in slots.items():
+            optimizers[name].state.clear()
+            for number, rest in of.items():
+                optimizers[name].state[self._parameters[number]] = self._placed(name, number, rest)
+        for number, kind in enumerate(shard.kinds):
+            parameter = self._parameters[kind.parameter]
+            target = parameter.detach()
+            if kind.optimizer:
+                target = torch.zeros_like(parameter, dtype=kind.dtype, requires_grad=False)
+                optimizers[kind.optimizer].state[parameter][kind.slot] = target
+            local = _local(target)
+            local.copy_(shard.tensor(number).view(local.shape))
+
+    def _placed(self, name: str, number: int, rest: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of one parameter's small state, with tensors where the optimizer wants them."""
+        groups = zip(self._contents.optimizers[name].param_groups, self._groups[name], strict=True)
+        group = next(group for group, numbers in groups if number in numbers)
+        on_device = group.get("capturable") or group.get("fused")
+        where = self._parameters[number].device if on_device else torch.device("cpu")
+        return {
+            slot: value.to(where) if isinstance(value, torch.Tensor) else value
+            for slot, value in copied(rest, name).items()
+        }
+
+    def _tensors(self) -> Iterator[tuple[int, str, str, torch.Tensor]]:
+        """Yield the tensors of the shapes of parameters, with the parameter's number, the optimizer and the
+        slot."""
+        for number, parameter in enumerate(self._parameters):
+            yield number, "", "", parameter.detach()
+            for name, optimizer in sorted(self._contents.optimizers.items()):
+                for slot, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    if _has_shape_of(value, parameter):
+                        yield number, name, slot, value
+
+    # ------------------------------------------------------------ what is refused
+
+    def _refuse_parameters_elsewhere(self) -> None:
+        """Raise TypeError for an optimizer that keeps parameters outside of its groups."""
+        for name, optimizer in self._contents.optimizers.items():
+            parameters = {id(p) for p in parameters_of(optimizer)}
+            lists = [id(group["params"]) for group in optimizer.param_groups]
+            for key, value in vars(optimizer).items():
+                items = value.values() if isinstance(value, dict) else value
+                if key in ("param_groups", "state") or id(value) in lists or not isinstance(items, Iterable):
+                    continue
+                if any(id(item) in parameters for item in items):
+                    raise TypeError(
+                        f"{name} keeps parameters in its attribute {key}, where State cannot replace them: "
+                        "with shard= an optimizer may keep parameters in param_groups only"
+                    )
+
+    def _refuse_tensors(self, rest: dict[str, Any], name: str, number: int) -> None:
+        """Raise TypeError for a tensor that is more than one number."""
+
+        def refuse(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() or hasattr(tensor, "to_local"):
+                raise TypeError(
+                    f"{name} keeps a tensor of the shape {list(tensor.shape)} for {self.names[number]}, of "
+                    f"the shape {list(self._parameters[number].shape)}: with shard= an optimizer may keep "
+                    "numbers, and tensors that are sharded like their parameters"
+                )
+            return tensor
+
+        with_tensors(rest, refuse)
+
+    def _refuse_result(self, model: nn.Module, returned: Any) -> None:
+        if returned is not None and returned is not model:
+            raise TypeError("shard= must shard the module that it is given, and return that module or None")
+        if [name for name, _ in model.named_modules()] != [n for n, _ in self._template.named_modules()]:
+            raise TypeError(
+                "shard= gives the model other modules: wrap or compile parts of the model before State gets "
+                "it, and have shard= call fully_shard only"
+            )
+        parameter: Any  # a DTensor, which has more attributes
+        for name, parameter in model.named_parameters():
+            if not hasattr(parameter, "placements"):
+                raise TypeError(
+                    f"shard= leaves {name} whole, and nobody would add up its gradient: call "
+                    "fully_shard(model) on the whole module too, without ignored_params"
+                )
+            [placement, *others] = parameter.placements
+            everybody = parameter.device_mesh.size() == world_size()
+            if others or not everybody or not placement.is_shard(0) or type(placement).__name__ != "Shard":
+                raise TypeError(
+                    f"shard= lays {name} out as {parameter.placements} over {parameter.device_mesh.size()} "
+                    f"of {world_size()} workers: State keeps parameters that are sharded by their first "
+                    "dimension, over all workers"
+                )
+
+    # ------------------------------------------------------------
+
+    def _make_template(self, parameters: list[nn.Parameter]) -> None:
+        """Free the memory of the script's module. Parameters that modules share stay shared."""
+        bare = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in parameters
+        }
+        for module in self._template.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = bare[id(parameter)]
+        self._use(self._template)
+
+
+def _refuse(contents: Contents) -> None:
+    """Raise TypeError or ValueError for a State that cannot be sharded."""
+    if [*contents.modules] != [_NAME]:
+        raise TypeError("with shard=, State keeps one module, which is given as model=")
+    for name, parameter in contents.modules[_NAME].named_parameters():
+        if not is_plain(parameter):
+            raise TypeError(
+                f"{name} has no values yet, or is sharded: give State a model with its initial values, and "
+                "have shard= call fully_shard"
+            )
+    if not contents.parameters():
+        raise TypeError("with shard=, State needs a model that has parameters")
+
+
+def _has_shape_of(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether the value is laid out like the parameter: both are whole, or both are sharded."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return False
+    return getattr(value, "placements", None) == getattr(parameter, "placements", None)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

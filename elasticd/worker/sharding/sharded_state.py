@@ -1,0 +1,116 @@
+"""What a worker keeps of the last commits of a sharded State: its own shard, and copies of others' shards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from elasticd.worker.sharding.host_shards import Generation, HostShard, SmallState
+from elasticd.worker.sharding.moves import guardians, heirs
+from elasticd.worker.sharding.sharded_model import ShardedModel
+from elasticd.worker.sharding.spans import INITIAL, CommitPoint, Spans
+from elasticd.worker.sharding.transport import copy_to_guardians
+from elasticd.worker.world.group import World, gathered
+
+_log = logging.getLogger(__name__)
+GENERATIONS = 2  # two workers are at most one commit apart, so both have the older of their commits
+
+
+class ShardedState:
+    """The commits of a sharded model that a worker can go back to, or give to others.
+
+    ``redundancy``: how many other workers keep a copy of each shard. ``generations``: the last commits, the
+    newest last. At the beginning there is one, with the script's initial state, whole.
+    """
+
+    def __init__(self, model: ShardedModel, redundancy: int) -> None:
+        if redundancy < 0:
+            raise ValueError(f"redundancy is {redundancy}: give the number of copies of a shard, 0 or more")
+        self.model, self.redundancy = model, redundancy
+        small = SmallState({}, model.initial_slots, model.trainable)
+        self.generations = [Generation(INITIAL, small, model.initial)]
+        self._guards: Sequence[Sequence[int]] = ()
+        self._spans: Sequence[Spans] = ()
+        self._said = False
+
+    def generation(self, point: CommitPoint) -> Generation | None:
+        return next((its for its in self.generations if its.point == point), None)
+
+    def enter(self, nodes: Sequence[str], spans: Sequence[Spans]) -> None:
+        """Begin a world. ``nodes`` and ``spans``: of each rank."""
+        self._guards = guardians(nodes, self.redundancy)
+        self._spans = spans
+
+    def keep(self, point: CommitPoint, kept: dict[str, Any], world: World) -> None:
+        """Copy the present state as of a commit, and send this rank's shard to its guardians.
+
+        Returns once all ranks have done so: no loss of up to ``redundancy`` workers undoes the commit.
+        ``kept``: see ``LastCommit``. Raises WorldChanged: the commit then counts only if all its parts are
+        held.
+        """
+        old = self.generations.pop(0) if len(self.generations) == GENERATIONS else None
+        model, spans = self.model, self._spans[world.rank]
+        kinds = model.kinds()
+        own = old.own if old is not None and old.own.suits(kinds, spans) else HostShard(kinds, spans)
+        model.copy_to(own)
+        self.add(point, SmallState(kept, model.slots(), model.trainable), own, world, old)
+        self._say_size(world)
+
+    def add(
+        self,
+        point: CommitPoint,
+        small: SmallState,
+        own: HostShard,
+        world: World,
+        old: Generation | None = None,
+    ) -> None:
+        """Keep a commit with this rank's shard, and send the shard to its guardians. All ranks call it
+        together. ``old``: a commit whose memory may be used again. Raises WorldChanged."""
+        latest = Generation(point, small, own)
+        self.generations.append(latest)
+        if any(self._guards):
+            with world.or_over():
+                rooms = old.guarded if old is not None else {}
+                latest.guarded = copy_to_guardians(own, self._guards, self._spans, rooms)
+            if len({step for [step] in gathered([point.step], world)}) > 1:
+                raise RuntimeError("the workers commit different steps: call state.commit() on all workers")
+
+    def hand_over(self, world: World) -> None:
+        """Give the shards of the workers that leave for good to workers that stay. All ranks call it
+        together, after the last commit of a world. Raises WorldChanged."""
+        going = [bool(goes) for [goes] in gathered([world.is_going], world)]
+        found = heirs(going, self._guards)
+        if found:
+            latest = self.generations[-1]
+            to = [(found[rank],) if rank in found else () for rank in range(world.size)]
+            with world.or_over():
+                latest.guarded |= copy_to_guardians(latest.own, to, self._spans, {})
+
+    def _say_size(self, world: World) -> None:
+        """Say once how much memory the copies need."""
+        if self._said or world.rank or len(self.generations) < GENERATIONS:
+            return
+        self._said = True
+        own, others = (
+            sum(shard.memory.nbytes for shard in shards) / 1e6
+            for shards in (
+                [its.own for its in self.generations],
+                [shard for its in self.generations for shard in its.guarded.values()],
+            )
+        )
+        _log.info(
+            "each worker keeps about %.0f MB of the sharded state in the host's memory: %.0f MB for itself, "
+            "and %.0f MB for other workers (redundancy=%d)",
+            own + others,
+            own,
+            others,
+            self.redundancy,
+        )
+
+
+def node() -> str:
+    """Return a name of this worker's node, which workers of one node share."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()

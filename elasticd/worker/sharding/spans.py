@@ -1,0 +1,83 @@
+"""Which part of each parameter a rank holds, and the newest commit whose parts make up the whole. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """A range of elements of a flattened parameter: from ``first`` up to, but not including, ``end``."""
+
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return max(0, self.end - self.first)
+
+
+Spans = tuple[Span, ...]  # one span of each parameter, in the parameters' order
+
+
+class CommitPoint(NamedTuple):
+    """A commit, in the order of age (see ``Age``). ``round``: the round of the commit; 0 is the script's
+    initial state. ``marks``: the number of commits without a step."""
+
+    round: int
+    step: int
+    marks: int
+
+
+INITIAL = CommitPoint(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """A copy of one rank's shard, as of the commit ``point``. The spans are those of the parameters, and also
+    those of the optimizers' tensors, which have the shapes of the parameters."""
+
+    point: CommitPoint
+    spans: Spans
+
+
+def whole(sizes: Sequence[int]) -> Spans:
+    """Return the spans of all elements. ``sizes``: the number of elements of each parameter."""
+    return tuple(Span(0, size) for size in sizes)
+
+
+def nothing(sizes: Sequence[int]) -> Spans:
+    return tuple(Span(0, 0) for _ in sizes)
+
+
+def cut(sizes: Sequence[int], part: int, parts: int) -> Spans:
+    """Return the spans of one of several equal parts."""
+    return tuple(Span(size * part // parts, size * (part + 1) // parts) for size in sizes)
+
+
+def missing(size: int, spans: Iterable[Span]) -> int:
+    """Return the number of elements, of ``size``, that are in none of the spans."""
+    absent = reached = 0
+    for span in sorted(span for span in spans if span.size):
+        absent += max(0, span.first - reached)
+        reached = max(reached, span.end)
+    return absent + max(0, size - reached)
+
+
+def all_missing(sizes: Sequence[int], shards: Sequence[Spans]) -> int:
+    """Return the number of elements of all parameters that are in none of the shards."""
+    return sum(missing(size, [spans[n] for spans in shards]) for n, size in enumerate(sizes))
+
+
+def newest_whole_point(sizes: Sequence[int], held: Iterable[Iterable[HeldShard]]) -> CommitPoint | None:
+    """Return the newest commit of which every element is held somewhere; None if there is none. ``held``: the
+    shards that each rank holds."""
+    shards: dict[CommitPoint, list[Spans]] = {}
+    for its in held:
+        for shard in its:
+            shards.setdefault(shard.point, []).append(shard.spans)
+    for point in sorted(shards, reverse=True):
+        if point > INITIAL and not all_missing(sizes, shards[point]):
+            return point
+    return None

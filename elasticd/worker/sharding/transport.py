@@ -1,0 +1,91 @@
+"""Send parts of the state from worker to worker, over the world's process group."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from elasticd.worker.sharding.host_shards import HostShard, Kinds
+from elasticd.worker.sharding.moves import Move
+from elasticd.worker.sharding.spans import Spans
+
+PIECE_BYTES = 8 << 20  # larger tensors are sent in pieces of this size
+UNDER_WAY_MAX = 16  # the most pieces of this worker in flight
+
+
+class _Message(NamedTuple):
+    """Bytes on their way. ``memory``: where they are, in the sender and in the receiver; None elsewhere."""
+
+    sender: int
+    receiver: int
+    memory: torch.Tensor | None
+
+
+def carry_out(moves: Iterable[Move], kinds: Kinds, held: Sequence[HostShard], into: HostShard) -> None:
+    """Carry out the moves, on all ranks together. ``held``: the shards that this rank holds. ``into``: what
+    this rank wants."""
+    rank = dist.get_rank()
+
+    def messages() -> Iterator[_Message]:
+        for move in moves:
+            if rank not in (move.sender, move.receiver):
+                continue
+            for number in into.of_parameter(move.parameter):
+                sent = held[move.shard].tensor(number, move.span) if rank == move.sender else None
+                room = into.tensor(number, move.span) if rank == move.receiver else None
+                if sent is not None and room is not None:
+                    room.copy_(sent)
+                else:
+                    yield _Message(move.sender, move.receiver, sent if room is None else room)
+
+    _exchange(rank, messages())
+
+
+def copy_to_guardians(
+    own: HostShard, guards: Sequence[Sequence[int]], spans: Sequence[Spans], rooms: dict[int, HostShard]
+) -> dict[int, HostShard]:
+    """Send this rank's shard to its guardians, and return the shards that this rank guards, by rank. All
+    ranks call it together.
+
+    ``guards``: the guardians of each rank. ``spans``: of each rank. ``rooms``: memory to use again.
+    """
+    rank = dist.get_rank()
+    arriving: dict[int, HostShard] = {}
+
+    def messages() -> Iterator[_Message]:
+        for owner, its in enumerate(guards):
+            for guardian in its:
+                if rank == owner:
+                    yield _Message(owner, guardian, own.memory)
+                elif rank == guardian:
+                    room = rooms.get(owner)
+                    if room is None or not room.suits(own.kinds, spans[owner]):
+                        room = HostShard(own.kinds, spans[owner])
+                    arriving[owner] = room
+                    yield _Message(owner, guardian, room.memory)
+
+    _exchange(rank, messages())
+    return arriving
+
+
+def _exchange(rank: int, messages: Iterable[_Message]) -> None:
+    """Send and receive the messages. All ranks have the same order of messages, and wait for the oldest of
+    their own only: so no two ranks wait for each other."""
+    under_way: deque[Any] = deque()
+    for message in messages:
+        assert message.memory is not None
+        for piece in torch.split(message.memory.view(torch.uint8), PIECE_BYTES):
+            if not len(piece):
+                continue
+            if len(under_way) == UNDER_WAY_MAX:
+                under_way.popleft().wait()
+            if rank == message.sender:
+                under_way.append(dist.isend(piece, message.receiver))
+            else:
+                under_way.append(dist.irecv(piece, message.sender))
+    for work in under_way:
+        work.wait()

@@ -1,0 +1,263 @@
+"""A script that shards its model (FSDP2). Each step's loss and gradients are those of one global batch, which
+the workers share evenly, so they are the same in a world of 1, 2, 3 or 4 workers, but for rounding."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from elasticd import worker
+from elasticd.worker.sharding import agreement, sharded_state
+from tests.worker.jobs import NOTHING, Accident, begin, commit
+
+STEPS = 8
+BATCH = 12
+
+
+class Net(nn.Module):
+    """Rows that no world divides, parameters that two layers share, a frozen layer, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.inner = nn.Linear(5, 5, bias=False)
+        self.tied = nn.Linear(5, 5, bias=False)
+        self.tied.weight = self.inner.weight
+        self.frozen = nn.Linear(5, 7).requires_grad_(False)
+        self.head = nn.Linear(7, 1)
+        self.register_buffer("calls", torch.zeros(()))
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        x = torch.tanh(self.tied(self.inner(torch.tanh(self.body(x)))))
+        return self.head(self.frozen(x)) * self.scale
+
+
+def shard(model: Net) -> None:
+    fully_shard(model.body)
+    fully_shard(model)
+
+
+def make(**options: Any) -> worker.State:
+    torch.manual_seed(3)
+    model = Net().double()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=0.02
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    options = {"shard": shard, **options}
+    return worker.State(model=model, optimizer=optimizer, schedule=schedule, drawn=0.0, **options)
+
+
+def gradients(state: worker.State, step: int, accident: Accident) -> float:
+    """Compute this step's gradients. Return the loss of the global batch."""
+    model, many = state.model, BATCH // worker.world_size()
+    accident("start", step)
+    drawn = torch.rand(1, dtype=torch.float64).item()
+    state.drawn += drawn
+    generator = torch.Generator().manual_seed(step)
+    batch = torch.randn(BATCH, 4, generator=generator, dtype=torch.float64)
+    mine = batch[worker.rank() * many : (worker.rank() + 1) * many]
+    loss = (model(mine) - drawn).square().mean()
+    accident("forward", step)
+    loss.backward()
+    accident("summed", step)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / worker.world_size()
+
+
+def train(
+    address: str, folder: str, name: str, accident: Accident = NOTHING, *, saver: str = "", **options: Any
+) -> None:
+    """A whole script. Without an address: in a world of its own."""
+    journal = begin(address, folder, name, saver)
+    trip(accident)
+    state = make(**options)
+
+    @worker.run
+    def run(state: worker.State) -> None:
+        journal.write(entered=state.step, world=worker.world_size())
+        for step in state.steps(STEPS):
+            state.model.scale = 1.0 + 0.01 * step
+            loss = gradients(state, step, accident)
+            norm = nn.utils.clip_grad_norm_(state.model.parameters(), 0.5)
+            state.optimizer.step()
+            accident("stepped", step)
+            state.optimizer.zero_grad()
+            state.schedule.step()
+            commit(state, journal)
+            journal.write(losses=[step, loss, norm.full_tensor().item()])
+            if accident.point == "saved" and state.step == accident.step:
+                state._committed.saves.checkpoints.wait()
+            accident("saved", state.step)
+        journal.write(outcome=outcome(state))
+
+    run(state)
+
+
+def outcome(state: worker.State) -> dict[str, Any]:
+    """Everything that training has led to, the same on all ranks."""
+    model = state.model
+    moments = [
+        state.optimizer.state[p][slot].full_tensor().flatten().tolist()
+        for p in model.parameters()
+        if p in state.optimizer.state
+        for slot in ("exp_avg", "exp_avg_sq")
+    ]
+    return {
+        "weights": [p.full_tensor().flatten().tolist() for p in model.parameters()],
+        "moments": moments,
+        "steps": [values["step"].item() for values in state.optimizer.state.values()],
+        "calls": model.calls.item(),
+        "tied": model.tied.weight is model.inner.weight,
+        "frozen": [not p.requires_grad for p in model.parameters()],
+        "rates": [group["lr"] for group in state.optimizer.param_groups],
+        "drawn": state.drawn,
+        "scale": model.scale,
+    }
+
+
+def trip(accident: Accident) -> None:
+    """Have the accident happen while shards are on their way: at ``copying`` after this worker has copied its
+    own shard of that step, at ``moving`` before this worker's parts have moved for that round."""
+    if accident.point == "copying":
+        send = sharded_state.copy_to_guardians
+        sends = 0
+
+        @functools.wraps(send)
+        def stumble(*args: Any) -> Any:
+            nonlocal sends
+            accident("copying", sends - 1)  # the first is at the beginning of the world
+            sends += 1
+            return send(*args)
+
+        sharded_state.copy_to_guardians = stumble
+    if accident.point == "moving":
+        rounds = 0
+        carry = agreement.carry_out
+
+        def fall(moves: Any, *args: Any) -> None:
+            nonlocal rounds
+            rounds += 1
+            accident("moving", rounds)
+            carry(moves, *args)
+
+        agreement.carry_out = fall
+
+
+# ---------------------------------------------------------------- without an agent
+
+REFUSED = {
+    "whole": "shard= leaves body.weight whole",
+    "other modules": "shard= gives the model other modules",
+    "another model": "shard= must shard the module that it is given",
+    "second dimension": "shard= lays body.weight out as (Shard(dim=1),) over 1 of 1 workers",
+    "hybrid": "shard= lays body.weight out as (Replicate(), Shard(dim=0)) over 1 of 1 workers",
+    "meta": "body.weight has no values yet, or is sharded",
+    "further module": "with shard=, State keeps one module",
+    "redundancy": "redundancy is -1",
+    "undo": "State takes no undo= with shard=",
+    "wrap": "State takes no wrap= with shard=",
+    "restore": "State takes no restore= with shard=",
+    "data": "State takes no data= with shard= yet",
+    "optimizer": "optimizer keeps a tensor of the shape [3] for body.weight, of the shape [5, 4]",
+    "elsewhere": "optimizer keeps parameters in its attribute known",
+}
+
+
+class Odd(torch.optim.SGD):
+    """It keeps a tensor of a shape of its own for each parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["odd"] = torch.zeros(3)
+
+
+class Knowing(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.known = {"all": 0, **dict(enumerate(self.param_groups[0]["params"]))}
+
+
+def by_columns(model: Net) -> None:
+    fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+
+
+def wrapping(model: Net) -> None:
+    model.body = nn.Sequential(model.body)
+    shard(model)
+
+
+def refusals() -> dict[str, str]:
+    """Return the error of each State that is refused, by name."""
+    model, optimizer = Net, torch.optim.AdamW
+    mesh = worker.mesh(1)
+    given: dict[str, dict[str, Any]] = {
+        "whole": {"shard": lambda model: fully_shard(model.head)},
+        "other modules": {"shard": wrapping},
+        "another model": {"shard": lambda model: fully_shard(Net())},
+        "second dimension": {"shard": by_columns},
+        "hybrid": {"shard": lambda model: fully_shard(model, mesh=mesh)},
+        "meta": {"model": lambda: Net().to("meta")},
+        "further module": {"other": nn.Linear(2, 2)},
+        "redundancy": {"redundancy": -1},
+        "undo": {"undo": True},
+        "wrap": {"wrap": None},
+        "restore": {"restore": lambda state: None},
+        "data": {"data": worker.Data([1, 2], global_batch=2)},
+        "optimizer": {"optimizer": Odd},
+        "elsewhere": {"optimizer": Knowing},
+    }  # fmt: skip
+    said = dict.fromkeys(given, "nothing")
+    for name, options in given.items():
+        net = options.pop("model", model)()
+        try:
+            state = worker.State(
+                net, options.pop("optimizer", optimizer)(net.parameters()), **{"shard": shard, **options}
+            )
+            of = state._committed.shards.model
+            of.lay_out(of.trainable)
+            state.optimizer.step()
+            of.slots()
+        except (TypeError, ValueError) as error:
+            said[name] = str(error)
+    return said
+
+
+def laid_out_twice() -> tuple[Any, Any]:
+    """Return what is to be the same before and after a change of layout."""
+    state = make()
+    of = state._committed.shards.model
+    found, trainable = [], of.trainable
+    for turn in range(2):
+        of.lay_out(trainable)
+        of.fill(of.initial, of.initial_slots)
+        if turn == 0:
+            state.model.scale, state.model.note = 1.5, "unknown to the template"
+            state.optimizer.add_param_group({"params": [*state.model.frozen.parameters()], "lr": 0.5})
+            state.model.head.requires_grad_(False)
+        names = {id(p): name for name, p in state.model.named_parameters()}
+        found.append(
+            (
+                [[names[id(p)] for p in group["params"]] for group in state.optimizer.param_groups],
+                state.model.scale,
+                state.model.tied.weight is state.model.inner.weight,
+                [name for name, p in state.model.named_parameters() if p.requires_grad],
+                [p.full_tensor().tolist() for p in state.model.parameters()],
+            )
+        )
+        trainable = of.trainable
+        of.leave()
+    return found[0], found[1]

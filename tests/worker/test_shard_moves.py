@@ -1,0 +1,191 @@
+"""Which commit is gone on from, and who sends which part of the state to whom: as a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.worker.sharding.moves import guardians, heirs, plan_moves
+from elasticd.worker.sharding.spans import (
+    INITIAL,
+    CommitPoint,
+    HeldShard,
+    Span,
+    Spans,
+    all_missing,
+    cut,
+    missing,
+    newest_whole_point,
+    nothing,
+    whole,
+)
+
+AT = CommitPoint(1, 4, 0)
+LATER = CommitPoint(1, 5, 0)
+
+
+def chunks(rows: int, row: int, world: int) -> list[Span]:
+    """The rows of each rank, as FSDP2 cuts them: 5 rows on 3 ranks are 2, 2 and 1."""
+    each = -(-rows // world)
+    return [Span(min(r * each, rows) * row, min((r + 1) * each, rows) * row) for r in range(world)]
+
+
+def laid_out(shapes: list[tuple[int, int]], world: int) -> list[Spans]:
+    """The spans of each rank. ``shapes``: rows, and elements of a row, of each parameter."""
+    by_parameter = [chunks(rows, row, world) for rows, row in shapes]
+    return [tuple(spans[rank] for spans in by_parameter) for rank in range(world)]
+
+
+def sizes_of(shapes: list[tuple[int, int]]) -> list[int]:
+    return [rows * row for rows, row in shapes]
+
+
+@pytest.mark.parametrize(
+    ("size", "spans", "absent"),
+    [
+        (5, [], 5),
+        (0, [], 0),
+        (5, [Span(0, 5)], 0),
+        (5, [Span(2, 5), Span(0, 2)], 0),
+        (5, [Span(0, 2), Span(4, 5)], 2),
+        (5, [Span(0, 4), Span(1, 3)], 1),
+        (5, [Span(5, 5), Span(0, 0)], 5),
+    ],
+)
+def test_elements_that_no_span_has_are_counted(size: int, spans: list[Span], absent: int) -> None:
+    assert missing(size, spans) == absent
+
+
+def test_five_rows_on_three_ranks_are_moved_to_two() -> None:
+    """Rank 1 of three is gone, and the rank after it guards its rows."""
+    before, after = laid_out([(5, 3)], 3), laid_out([(5, 3)], 2)
+    held = [[HeldShard(AT, before[0])], [HeldShard(AT, before[2]), HeldShard(AT, before[1])]]
+    moves = [(move.span, move.sender, move.shard, move.receiver) for move in plan_moves(held, AT, after)]
+    assert moves == [
+        (Span(0, 6), 0, 0, 0),
+        (Span(6, 9), 1, 1, 0),
+        (Span(9, 12), 1, 1, 1),
+        (Span(12, 15), 1, 0, 1),
+    ]
+
+
+def test_a_newcomer_is_sent_its_part_and_holders_share_the_work() -> None:
+    held = [[HeldShard(AT, whole([8]))], [HeldShard(AT, whole([8]))], [], []]
+    moves = plan_moves(held, AT, [nothing([8]), nothing([8]), *laid_out([(8, 1)], 2)])
+    assert [(move.sender, move.receiver) for move in moves] == [(0, 2), (1, 3)]
+
+
+def test_an_element_that_nobody_holds_is_an_error_of_the_caller() -> None:
+    held = [[HeldShard(AT, cut([4], 0, 2)), HeldShard(LATER, whole([4]))]]
+    with pytest.raises(ValueError, match="element 2 is held nowhere"):
+        plan_moves(held, AT, [whole([4])])
+
+
+ONE, TWO = (cut([4], part, 2) for part in range(2))
+
+
+@pytest.mark.parametrize(
+    ("held", "point"),
+    [
+        ([], None),
+        ([[], [HeldShard(INITIAL, whole([4]))]], None),
+        ([[HeldShard(AT, ONE)], [HeldShard(AT, TWO)]], AT),
+        ([[HeldShard(AT, ONE), HeldShard(LATER, ONE)], [HeldShard(AT, TWO)]], AT),
+        ([[HeldShard(AT, ONE), HeldShard(LATER, ONE)], [HeldShard(LATER, TWO)]], LATER),
+        ([[HeldShard(AT, ONE)], [HeldShard(LATER, TWO)]], None),
+        ([[HeldShard(CommitPoint(1, 6, 0), whole([4]))], [HeldShard(CommitPoint(2, 5, 0), whole([4]))]],
+         CommitPoint(2, 5, 0)),
+        ([[HeldShard(AT, whole([4])), HeldShard(CommitPoint(1, 4, 1), whole([4]))]], CommitPoint(1, 4, 1)),
+    ],
+)  # fmt: skip
+def test_the_newest_commit_is_gone_on_from_of_which_all_parts_are_there(
+    held: list[list[HeldShard]], point: CommitPoint | None
+) -> None:
+    assert newest_whole_point([4], held) == point
+
+
+shapes = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), min_size=1, max_size=4)
+
+
+@given(shapes, st.lists(st.integers(1, 7), min_size=2, max_size=5), st.data())
+def test_through_any_sequence_of_worlds_each_rank_gets_exactly_its_elements_of_one_step(
+    shapes: list[tuple[int, int]], worlds: list[int], data: st.DataObject
+) -> None:
+    """Each world loses as many workers as it has copies of a shard, at most, one commit apart."""
+    sizes = sizes_of(shapes)
+    redundancy = data.draw(st.integers(0, 2))
+    # The contents of each element: the step that it is of, and its place.
+    contents = {AT: 4, LATER: 5}
+    for before, after in pairwise(worlds):
+        spans = laid_out(shapes, before)
+        guards = guardians(["one"] * before, redundancy)
+        lost = data.draw(st.sets(st.integers(0, before - 1), max_size=min(redundancy, before - 1)))
+        behind = data.draw(st.sets(st.integers(0, before - 1)))
+        held: list[list[HeldShard]] = []
+        for rank in range(before):
+            if rank not in lost:
+                mine = [spans[rank], *(spans[r] for r in range(before) if rank in guards[r])]
+                points = (AT,) if rank in behind else (AT, LATER)
+                held.append([HeldShard(point, its) for point in points for its in mine])
+        held += [[]] * max(0, after - len(held))  # newcomers
+        point = newest_whole_point(sizes, held)
+        assert point is not None
+        assert point == LATER or behind - lost
+        wanted = laid_out(shapes, after)
+        got: list[list[Counter[int]]] = [[Counter() for _ in sizes] for _ in range(max(after, len(held)))]
+        wanted += [nothing(sizes)] * (len(held) - after)
+        for parameter, span, sender, shard, receiver in plan_moves(held, point, wanted):
+            source = held[sender][shard]
+            assert contents[source.point] == point.step
+            its = source.spans[parameter]
+            assert its.first <= span.first < span.end <= its.end
+            got[receiver][parameter].update(range(*span))
+        for rank, each in enumerate(wanted):
+            assert got[rank] == [Counter(range(*span)) for span in each]
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), st.integers(0, 3))
+def test_copies_are_on_other_nodes_where_there_are_any_and_evenly_spread(
+    nodes: list[str], redundancy: int
+) -> None:
+    guards = guardians(nodes, redundancy)
+    load = Counter(guard for its in guards for guard in its)
+    for rank, its in enumerate(guards):
+        assert rank not in its
+        assert len(set(its)) == len(its) == min(redundancy, len(nodes) - 1)
+        others = {node for node in nodes if node != nodes[rank]}
+        assert len({nodes[guard] for guard in its} - {nodes[rank]}) == min(len(others), len(its))
+    if len(set(nodes)) in (1, len(nodes)):
+        assert max(load.values(), default=0) - min((load[r] for r in range(len(nodes))), default=0) <= 1
+
+
+def test_on_two_equal_nodes_each_rank_guards_one_rank_of_the_other() -> None:
+    assert guardians(["a", "a", "b", "b"], 1) == [(2,), (3,), (0,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("going", "redundancy", "found"),
+    [
+        ([False, True, False], 0, {1: 0}),
+        ([True, True, False], 0, {0: 2, 1: 2}),
+        ([True, True, False, False], 0, {0: 2, 1: 3}),
+        ([False, True, False], 1, {}),
+        ([False, True, True], 1, {1: 0}),
+        ([True, True], 0, {}),
+        ([False, False], 0, {}),
+    ],
+)
+def test_who_leaves_hands_over_what_no_guardian_that_stays_has(
+    going: list[bool], redundancy: int, found: dict[int, int]
+) -> None:
+    assert heirs(going, guardians([""] * len(going), redundancy)) == found
+
+
+@given(shapes, st.integers(1, 6))
+def test_equal_parts_make_up_the_whole(shapes: list[tuple[int, int]], parts: int) -> None:
+    sizes = sizes_of(shapes)
+    assert all_missing(sizes, [cut(sizes, part, parts) for part in range(parts)]) == 0

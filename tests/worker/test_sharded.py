@@ -1,0 +1,147 @@
+"""Workers that train a sharded model come, go and die; the others keep their process, and lose no step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd.channel.worker_messages import Source
+from tests.worker import shardjob
+from tests.worker.crew import Crew, outcome_alone
+from tests.worker.jobs import NOTHING, Accident, Gate, reads
+from tests.worker.shardjob import STEPS
+from tests.worker.worlds import in_world
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The losses and the outcome in one process, when nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    outcome = outcome_alone(shardjob.train, folder)
+    return {"outcome": outcome, "losses": reads(folder, "alone", "losses")}
+
+
+def close(expected: Any) -> Any:
+    """The same, but for rounding, at any depth."""
+    if isinstance(expected, dict):
+        return {name: close(value) for name, value in expected.items()}
+    if isinstance(expected, list):
+        return [close(value) for value in expected]
+    return pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def assert_like(crew: Crew, folder: Path, survivors: Iterable[int], undisturbed: dict[str, Any]) -> None:
+    """The survivors have made each step's commit once, with the losses and to the end of the undisturbed
+    training."""
+    for name in map(str, survivors):
+        hand = crew.hands[int(name)]
+        assert hand.status == 0, (folder / f"{name}.err").read_text()
+        committed = reads(folder, name, "committed")
+        assert committed == sorted(set(committed)), "a step was made twice"
+        assert committed[-1:] in ([], [STEPS])
+        for step, *numbers in reads(folder, name, "losses"):
+            assert [step, *numbers] == close(undisturbed["losses"][step])
+        assert reads(folder, name, "outcome")[-1] == close(undisturbed["outcome"])
+
+
+@pytest.mark.parametrize(("point", "victim"), [("forward", 0), ("summed", 2), ("stepped", 1), ("copying", 1)])
+def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
+    crew, tmp_path, undisturbed, point, victim
+):
+    accidents = [NOTHING] * 3
+    accidents[victim] = Accident(point, 4)
+    crew.begin(tmp_path, *accidents, job=shardjob.train)
+    crew.all_ended()
+    survivors = {0, 1, 2} - {victim}
+    assert_like(crew, tmp_path, survivors, undisturbed)
+    assert crew.settled == [(1, 3), (2, 2)]
+    assert all(crew.hands[i].entered[-1].source == Source.SURVIVOR for i in survivors)
+
+
+def test_a_newcomer_is_given_its_shard_at_a_commit(crew, tmp_path, undisturbed):
+    gate = Gate(tmp_path / "gate")
+    crew.start(shardjob.train, str(tmp_path), "0", Accident("start", 3, gate.wait), redundancy=0)
+    for name in "12":
+        crew.start(shardjob.train, str(tmp_path), name, redundancy=0)
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands[:2])
+    gate.until_somebody_waits()
+    crew.close(planned=True)
+    gate.open()
+    crew.all_ended()
+    assert_like(crew, tmp_path, range(3), undisturbed)
+    assert crew.settled == [(1, 2), (2, 3)]
+    assert reads(tmp_path, "0", "entered")[0] == 0 and reads(tmp_path, "2", "entered")[0] >= 4
+
+
+def test_who_leaves_hands_its_shard_over_and_needs_no_copies(crew, tmp_path, undisturbed):
+    gate = Gate(tmp_path / "gate")
+    accidents = Accident("start", 3, gate.wait), NOTHING, NOTHING
+    leaver, *_ = crew.begin(tmp_path, *accidents, job=shardjob.train, redundancy=0)
+    gate.until_somebody_waits()
+    leaver.shunned = True
+    crew.close(planned=True, going=(leaver,))
+    gate.open()
+    crew.until(lambda: leaver.waiting)
+    leaver.process.kill()
+    crew.all_ended()
+    crew.until(lambda: leaver.status is not None)
+    assert_like(crew, tmp_path, (1, 2), undisturbed)
+    assert crew.settled == [(1, 3), (2, 2)]
+
+
+def test_the_only_worker_hands_all_of_it_over(crew, tmp_path, undisturbed):
+    gate = Gate(tmp_path / "gate")
+    for name, accident in zip("012", (Accident("start", 3, gate.wait), NOTHING, NOTHING), strict=True):
+        crew.start(shardjob.train, str(tmp_path), name, accident, redundancy=0)
+    leaver, *others = crew.hands
+    crew.all_waiting(*crew.hands)
+    crew.least = 4  # the next round is formed by hand
+    crew.form(leaver)
+    gate.until_somebody_waits()
+    crew.close(planned=True)
+    gate.open()
+    crew.until(lambda: leaver.waiting)
+    crew.form(*others, leaver, handover=True)
+    crew.until(lambda: all(hand.waiting and hand.waiting.round == 2 for hand in crew.hands))
+    leaver.process.kill()
+    crew.until(lambda: leaver.status is not None)
+    crew.form(*others)
+    crew.all_ended()
+    assert_like(crew, tmp_path, (1, 2), undisturbed)
+
+
+def test_a_shard_that_nobody_holds_ends_the_job_with_a_sentence(crew, tmp_path):
+    crew.begin(tmp_path, NOTHING, Accident("summed", 4), job=shardjob.train, redundancy=0)
+    crew.all_ended()
+    assert crew.hands[0].status == 1
+    said = (tmp_path / "0.err").read_text().splitlines()[-1]
+    assert "StateLost: no worker has " in said and "parameters of step 4 any more" in said
+    assert "give State redundancy=1 or more, or checkpoints" in said
+
+
+def test_a_shard_that_nobody_holds_comes_from_the_newest_checkpoint(crew, tmp_path, saver, undisturbed):
+    gate = Gate(tmp_path / "gate")
+    more = {"saver": saver, "checkpoints": str(tmp_path / "run"), "redundancy": 0}
+    accidents = NOTHING, Accident("saved", 4, gate.wait), NOTHING
+    crew.begin(tmp_path, *accidents, job=shardjob.train, **more)
+    gate.until_somebody_waits()
+    crew.hands[1].process.kill()
+    crew.all_ended()
+    for name in "02":
+        assert crew.hands[int(name)].status == 0, (tmp_path / f"{name}.err").read_text()
+        assert reads(tmp_path, name, "outcome")[-1] == close(undisturbed["outcome"])
+    assert crew.hands[0].entered[-1].source in (Source.MEMORY, Source.DISK)
+
+
+def test_what_cannot_be_sharded_anew_is_refused_in_a_sentence(tmp_path):
+    said = in_world(1, tmp_path, shardjob.refusals)[0]
+    assert [name for name, sentence in said.items() if shardjob.REFUSED[name] not in sentence] == []
+
+
+def test_a_layout_keeps_what_the_script_has_set_and_the_optimizers_groups(tmp_path):
+    before, after = in_world(1, tmp_path, shardjob.laid_out_twice)[0]
+    assert before == after
