@@ -34,9 +34,10 @@ class State:
 
     * model: the module itself, not wrapped. Call ``state.model``: it is wrapped for the present world by
       ``wrap`` (None: not wrapped; the script then adds up gradients itself).
-    * shard: a function that calls ``fully_shard`` on the module that it is given, in place of ``wrap``. It is
-      called for each world, on a copy of the model. Each worker keeps its shards of the last two commits in
-      the host's memory. The given model keeps no memory. See docs/in-place.md for what is refused.
+    * shard: in place of ``wrap``, a function ``shard(module, mesh)`` that calls ``fully_shard`` on the
+      module, with the mesh. It is called for each world, on a copy of the model. Each worker keeps its shards
+      of the last two commits in the host's memory. The given model keeps no memory. See docs/in-place.md for
+      what is refused.
     * redundancy: with ``shard``, how many other workers, on other nodes if there are any, also keep a copy of
       each shard. So many workers can be lost at once without a checkpoint.
     * checkpoints: a ``Checkpoints`` or a folder, by default that of ``elasticd run --checkpoints``. Commits

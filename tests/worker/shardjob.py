@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint  # parts of DTensors are found with it
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
@@ -41,9 +43,9 @@ class Net(nn.Module):
         return self.head(self.frozen(x)) * self.scale
 
 
-def shard(model: Net) -> None:
-    fully_shard(model.body)
-    fully_shard(model)
+def shard(model: Net, mesh: DeviceMesh) -> None:
+    fully_shard(model.body, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def make(**options: Any) -> worker.State:
@@ -162,8 +164,9 @@ REFUSED = {
     "whole": "shard= leaves body.weight whole",
     "other modules": "shard= gives the model other modules",
     "another model": "shard= must shard the module that it is given",
-    "second dimension": "shard= lays body.weight out as (Shard(dim=1),) over 1 of 1 workers",
-    "hybrid": "shard= lays body.weight out as (Replicate(), Shard(dim=0)) over 1 of 1 workers",
+    "second dimension": "shard= lays body.weight out as (Shard(dim=1),): State keeps",
+    "hybrid": "shard= lays body.weight out over another mesh",
+    "no mesh": "shard= lays body.weight out over another mesh",
     "meta": "body.weight has no values yet, or is sharded",
     "further module": "with shard=, State keeps one module",
     "redundancy": "redundancy is -1",
@@ -191,25 +194,26 @@ class Knowing(torch.optim.SGD):
         self.known = {"all": 0, **dict(enumerate(self.param_groups[0]["params"]))}
 
 
-def by_columns(model: Net) -> None:
-    fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+def by_columns(model: Net, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
 
 
-def wrapping(model: Net) -> None:
+def wrapping(model: Net, mesh: DeviceMesh) -> None:
     model.body = nn.Sequential(model.body)
-    shard(model)
+    shard(model, mesh)
 
 
 def refusals() -> dict[str, str]:
     """Return the error of each State that is refused, by name."""
     model, optimizer = Net, torch.optim.AdamW
-    mesh = worker.mesh(1)
+    replicas = worker.mesh(1)
     given: dict[str, dict[str, Any]] = {
-        "whole": {"shard": lambda model: fully_shard(model.head)},
+        "whole": {"shard": lambda model, mesh: None},
         "other modules": {"shard": wrapping},
-        "another model": {"shard": lambda model: fully_shard(Net())},
+        "another model": {"shard": lambda model, mesh: fully_shard(Net(), mesh=mesh)},
         "second dimension": {"shard": by_columns},
-        "hybrid": {"shard": lambda model: fully_shard(model, mesh=mesh)},
+        "hybrid": {"shard": lambda model, mesh: fully_shard(model, mesh=replicas)},
+        "no mesh": {"shard": lambda model, mesh: fully_shard(model)},
         "meta": {"model": lambda: Net().to("meta")},
         "further module": {"other": nn.Linear(2, 2)},
         "redundancy": {"redundancy": -1},
@@ -228,7 +232,7 @@ def refusals() -> dict[str, str]:
                 net, options.pop("optimizer", optimizer)(net.parameters()), **{"shard": shard, **options}
             )
             of = state._committed.shards.model
-            of.lay_out(of.trainable)
+            of.lay_out(of.trainable, 1)
             state.optimizer.step()
             of.slots()
         except (TypeError, ValueError) as error:
@@ -238,11 +242,12 @@ def refusals() -> dict[str, str]:
 
 def laid_out_twice() -> tuple[Any, Any]:
     """Return what is to be the same before and after a change of layout."""
-    state = make()
+    net = Net()
+    state = worker.State(net, torch.optim.SGD(net.body.parameters(), lr=0.1), shard=shard)
     of = state._committed.shards.model
     found, trainable = [], of.trainable
     for turn in range(2):
-        of.lay_out(trainable)
+        of.lay_out(trainable, turn)
         of.fill(of.initial, of.initial_slots)
         if turn == 0:
             state.model.scale, state.model.note = 1.5, "unknown to the template"

@@ -93,6 +93,48 @@ def test_who_leaves_hands_its_shard_over_and_needs_no_copies(crew, tmp_path, und
     assert crew.settled == [(1, 3), (2, 2)]
 
 
+@pytest.mark.slow
+def test_a_death_while_shards_are_on_their_way_to_a_newcomer_costs_the_others_nothing(
+    crew, tmp_path, undisturbed
+):
+    """One dies in its second step, and a survivor of that in the second round, in the middle of the moves to
+    the third round, in which a newcomer takes part. So three, two, three and two workers train."""
+    gate = Gate(tmp_path / "gate")
+    accidents = Accident("start", 4, gate.wait), Accident("summed", 2), Accident("moving", 3)
+    crew.begin(tmp_path, *accidents, job=shardjob.train)
+    crew.until(lambda: crew.round == 2)
+    gate.until_somebody_waits()
+    newcomer = crew.start(shardjob.train, str(tmp_path), "3")
+    crew.grow(newcomer)
+    gate.open()
+    crew.all_ended()
+    assert_like(crew, tmp_path, (0, 3), undisturbed)
+    assert crew.settled == [(1, 3), (2, 2), (3, 3), (4, 2)]
+
+
+@pytest.mark.slow
+def test_the_same_sizes_of_worlds_come_again(crew, tmp_path, undisturbed):
+    gate = Gate(tmp_path / "gate")
+    accidents = Accident("start", 2, gate.wait), Accident("summed", 1), NOTHING
+    crew.begin(tmp_path, *accidents, job=shardjob.train)
+    crew.until(lambda: crew.round == 2)
+    gate.until_somebody_waits()
+    crew.grow(crew.start(shardjob.train, str(tmp_path), "3", Accident("stepped", 5)))
+    gate.open()
+    crew.all_ended()
+    assert_like(crew, tmp_path, (0, 2), undisturbed)
+    assert crew.settled == [(1, 3), (2, 2), (3, 3), (4, 2)]
+
+
+@pytest.mark.slow
+def test_two_workers_at_once_are_lost_without_loss_if_there_are_two_copies(crew, tmp_path, undisturbed):
+    accidents = NOTHING, Accident("stepped", 4), Accident("stepped", 4), NOTHING
+    crew.begin(tmp_path, *accidents, job=shardjob.train, redundancy=2)
+    crew.all_ended()
+    assert_like(crew, tmp_path, (0, 3), undisturbed)
+
+
+@pytest.mark.slow
 def test_the_only_worker_hands_all_of_it_over(crew, tmp_path, undisturbed):
     gate = Gate(tmp_path / "gate")
     for name, accident in zip("012", (Accident("start", 3, gate.wait), NOTHING, NOTHING), strict=True):
@@ -123,6 +165,7 @@ def test_a_shard_that_nobody_holds_ends_the_job_with_a_sentence(crew, tmp_path):
     assert "give State redundancy=1 or more, or checkpoints" in said
 
 
+@pytest.mark.slow
 def test_a_shard_that_nobody_holds_comes_from_the_newest_checkpoint(crew, tmp_path, saver, undisturbed):
     gate = Gate(tmp_path / "gate")
     more = {"saver": saver, "checkpoints": str(tmp_path / "run"), "redundancy": 0}

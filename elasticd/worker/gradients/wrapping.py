@@ -19,7 +19,7 @@ from elasticd.worker.world.waits import add_up_until_end
 if TYPE_CHECKING:
     from elasticd.worker.world.group import World
 
-SHARD_INSTEAD = "give State the bare module, and as shard= a function that calls fully_shard on it"
+SHARD_INSTEAD = "give State the bare module, and a function that calls fully_shard as shard="
 
 Wrap = Callable[[nn.Module], Any]
 

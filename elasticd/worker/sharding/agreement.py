@@ -96,7 +96,7 @@ def _begin(
         _log.warning("%s", lost)
     tier = ""
     if state.saves is not None:
-        shards.model.lay_out(shards.model.trainable)
+        shards.model.lay_out(shards.model.trainable, world.number)
         state.lay_out()
         tier = state.resume(world)
     if lost and not tier:
@@ -167,7 +167,7 @@ def _take(
 ) -> None:
     """Lay the model out for this world, and fill it with the chosen commit. Raises WorldChanged."""
     small = _small(state, shards, world, choice)
-    shards.model.lay_out(small.state.trainable)
+    shards.model.lay_out(small.state.trainable, world.number)
     state.lay_out()
     wanted = _wanted(shards, world)
     own = _moved(shards, world, choice, small, wanted)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from elasticd.checkpoint.client.tensors import is_plain, local_of
 from elasticd.worker.commit.contents import Contents, parameters_of
@@ -16,7 +17,7 @@ from elasticd.worker.sharding.host_shards import HostShard, Kinds, TensorKind
 from elasticd.worker.sharding.spans import Span, Spans, nothing, whole
 from elasticd.worker.world.group import device, world_size
 
-Shard = Callable[[nn.Module], Any]
+Shard = Callable[[nn.Module, DeviceMesh], Any]
 _NAME = "model"
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -27,6 +28,10 @@ class ShardedModel:
     torch has no function that undoes ``fully_shard``. So the script's module becomes a template without
     memory, on the meta device. For each world a copy of the template is sharded, and the optimizers are given
     the copy's parameters. Between worlds the optimizers have the template's parameters, and no state.
+
+    Meshes of two worlds of one size would be equal for torch, whose DTensors would then find the mesh of the
+    earlier world, with the worker's earlier rank, in their caches. So the dimension has another name in each
+    round, and the script must use the mesh that it is given.
     """
 
     def __init__(self, contents: Contents, shard: Shard) -> None:
@@ -46,17 +51,17 @@ class ShardedModel:
 
     # ------------------------------------------------------------ worlds
 
-    def lay_out(self, trainable: list[bool]) -> None:
+    def lay_out(self, trainable: list[bool], round: int) -> None:
         """Shard a copy of the template for the present world. The contents of its parameters are undefined,
         and the optimizers have no state. ``trainable``: which parameters are not frozen. Raises TypeError."""
+        mesh = init_device_mesh(device().type, (world_size(),), mesh_dim_names=(f"round {round}",))
         for parameter, trains in zip(self._template.parameters(), trainable, strict=True):
             parameter.requires_grad_(trains)
         model = copy.deepcopy(self._template)
-        returned = self._shard(model)
-        self._refuse_result(model, returned)
+        returned = self._shard(model, mesh)
+        self._refuse_result(model, returned, mesh)
         buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items()]
-        kind = next(model.parameters()).device_mesh.device_type  # type: ignore[attr-defined]
-        model.to_empty(device=device() if device().type == kind else torch.device(kind))
+        model.to_empty(device=device())
         for owner, name, buffer in buffers:
             owner[name] = buffer
         self._use(model)
@@ -199,7 +204,7 @@ class ShardedModel:
 
         with_tensors(rest, refuse)
 
-    def _refuse_result(self, model: nn.Module, returned: Any) -> None:
+    def _refuse_result(self, model: nn.Module, returned: Any, mesh: DeviceMesh) -> None:
         if returned is not None and returned is not model:
             raise TypeError("shard= must shard the module that it is given, and return that module or None")
         if [name for name, _ in model.named_modules()] != [n for n, _ in self._template.named_modules()]:
@@ -212,15 +217,17 @@ class ShardedModel:
             if not hasattr(parameter, "placements"):
                 raise TypeError(
                     f"shard= leaves {name} whole, and nobody would add up its gradient: call "
-                    "fully_shard(model) on the whole module too, without ignored_params"
+                    "fully_shard(model, mesh=mesh) on the whole module too, without ignored_params"
                 )
-            [placement, *others] = parameter.placements
-            everybody = parameter.device_mesh.size() == world_size()
-            if others or not everybody or not placement.is_shard(0) or type(placement).__name__ != "Shard":
+            if parameter.device_mesh != mesh:
                 raise TypeError(
-                    f"shard= lays {name} out as {parameter.placements} over {parameter.device_mesh.size()} "
-                    f"of {world_size()} workers: State keeps parameters that are sharded by their first "
-                    "dimension, over all workers"
+                    f"shard= lays {name} out over another mesh than the one that it is given: call "
+                    "fully_shard(module, mesh=mesh)"
+                )
+            if not parameter.placements[0].is_shard(0):
+                raise TypeError(
+                    f"shard= lays {name} out as {parameter.placements}: State keeps parameters that are "
+                    "sharded by their first dimension"
                 )
 
     # ------------------------------------------------------------
