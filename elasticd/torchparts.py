@@ -153,8 +153,9 @@ USED: Final = (
     ),
 )
 
-# torch.compile does not compile functions that have these attributes.
-MARKS: Final = ("_torchdynamo_disable", "_torchdynamo_disable_msg")
+# Attributes that no class defines. torch.compile does not compile functions that have the first two. The third
+# has the process groups of a DeviceMesh, in the releases where a mesh keeps them.
+MARKS: Final = ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_pg_registry")
 
 
 def unfit() -> str:

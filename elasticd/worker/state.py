@@ -91,6 +91,8 @@ class State:
         self._contents = contents = Contents({**given, **others})
         shards = None
         if shard is not None:
+            if not callable(shard):
+                raise TypeError("shard= is a function that calls fully_shard: give a value another name")
             _refuse_with_shards(data, restore, undo, wrap)
             shards = ShardedState(ShardedModel(contents, shard), redundancy)
             wrap = None

@@ -47,7 +47,12 @@ def assert_like(crew: Crew, folder: Path, survivors: Iterable[int], undisturbed:
         assert reads(folder, name, "outcome")[-1] == close(undisturbed["outcome"])
 
 
-@pytest.mark.parametrize(("point", "victim"), [("forward", 0), ("summed", 2), ("stepped", 1), ("copying", 1)])
+OTHERS = [("forward", 0), ("summed", 2), ("stepped", 1)]
+
+
+@pytest.mark.parametrize(
+    ("point", "victim"), [("copying", 1), *(pytest.param(*at, marks=pytest.mark.slow) for at in OTHERS)]
+)
 def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
     crew, tmp_path, undisturbed, point, victim
 ):

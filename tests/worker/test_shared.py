@@ -41,7 +41,7 @@ def job(address: str, folder: str, name: str, accident: Accident = NOTHING, how:
     journal = begin(address, folder, name)
     model = nn.Linear(1, 1)
     more: dict[str, Any] = {
-        "a number that is its own": {"shard": int(name)},
+        "a number that is its own": {"part": int(name)},
         "a generator that is its own": {"noise": torch.Generator().manual_seed(int(name))},
         "a tensor that comes of its parameters": {"mean": model.weight.detach().clone(), "seen": []},
     }.get(how, {})
@@ -102,7 +102,7 @@ def test_what_is_a_workers_own_stays_with_it_and_is_neither_sent_nor_lost(crew, 
 
 
 UNLIKE = {
-    "a number that is its own": r"State's shard is not the same in worker 0 \(0\) and worker 1 \(1\), as",
+    "a number that is its own": r"State's part is not the same in worker 0 \(0\) and worker 1 \(1\), as",
     "a generator that is its own": "State's noise is not the same in worker 0 and worker 1, as they begin.",
     "an object": "State's meter is not the same in worker 0 and worker 1. A State's values are sent from",
     "a rate": "State's optimizer.param_groups is not the same in worker 0 and worker 1.",
@@ -135,8 +135,8 @@ def test_one_that_comes_and_begins_otherwise_says_what_it_takes_from_the_others(
     crew.all_ended()
     assert [hand.status for hand in crew.hands] == [0, 0]
     said = (tmp_path / "1.err").read_text()
-    assert "State's shard is not the same in worker 0 (0) and worker 1 (1), as their scripts began" in said
-    assert "shard" not in (tmp_path / "0.err").read_text()
+    assert "State's part is not the same in worker 0 (0) and worker 1 (1), as their scripts began" in said
+    assert "part" not in (tmp_path / "0.err").read_text()
 
 
 def test_what_comes_of_parameters_that_are_not_alike_yet_may_begin_otherwise(crew, tmp_path):

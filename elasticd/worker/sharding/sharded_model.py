@@ -38,6 +38,7 @@ class ShardedModel:
         _refuse(contents)
         self._contents, self._shard = contents, shard
         self._template = template = contents.modules[_NAME]
+        self._mesh: DeviceMesh | None = None
         self.names = [name for name, _ in template.named_parameters()]
         parameters = [*template.parameters()]
         self.sizes = [p.numel() for p in parameters]
@@ -54,7 +55,10 @@ class ShardedModel:
     def lay_out(self, trainable: list[bool], round: int) -> None:
         """Shard a copy of the template for the present world. The contents of its parameters are undefined,
         and the optimizers have no state. ``trainable``: which parameters are not frozen. Raises TypeError."""
-        mesh = init_device_mesh(device().type, (world_size(),), mesh_dim_names=(f"round {round}",))
+        self._forget_mesh()
+        self._mesh = mesh = init_device_mesh(
+            device().type, (world_size(),), mesh_dim_names=(f"round {round}",)
+        )
         for parameter, trains in zip(self._template.parameters(), trainable, strict=True):
             parameter.requires_grad_(trains)
         model = copy.deepcopy(self._template)
@@ -77,6 +81,13 @@ class ShardedModel:
             vars(ours).update({key: now[key] for key in simple if type(now.get(key, ...)) in _SIMPLE})
         self._groups = self._numbered_groups()  # the script may have added groups
         self._use(self._template)
+        self._forget_mesh()
+
+    def _forget_mesh(self) -> None:
+        """Have the mesh let go of its process group: torch's caches keep the mesh."""
+        if self._mesh is not None:
+            vars(self._mesh).get("_pg_registry", {}).clear()
+            self._mesh = None
 
     def _numbered_groups(self) -> dict[str, list[list[int]]]:
         """Return the numbers of each optimizer's parameters, by group."""
