@@ -153,8 +153,8 @@ USED: Final = (
     ),
 )
 
-# Attributes that no class defines. torch.compile does not compile functions that have the first two. The third
-# has the process groups of a DeviceMesh, in the releases where a mesh keeps them.
+# Attributes that no class defines. torch.compile does not compile functions that have the first two. In the
+# third a DeviceMesh keeps process groups, in the newer of these releases.
 MARKS: Final = ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_pg_registry")
 
 

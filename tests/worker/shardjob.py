@@ -4,6 +4,8 @@ the workers share evenly, so they are the same in a world of 1, 2, 3 or 4 worker
 from __future__ import annotations
 
 import functools
+import gc
+import sys
 from typing import Any
 
 import torch
@@ -240,8 +242,11 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def laid_out_twice() -> tuple[Any, Any]:
-    """Return what is to be the same before and after a change of layout."""
+def laid_out_twice() -> tuple[Any, Any, int]:
+    """Return what is to be the same before and after a change of layout, and how many references to the
+    process group have come about."""
+    group = dist.group.WORLD
+    references = sys.getrefcount(group)
     net = Net()
     state = worker.State(net, torch.optim.SGD(net.body.parameters(), lr=0.1), shard=shard)
     of = state._committed.shards.model
@@ -264,5 +269,8 @@ def laid_out_twice() -> tuple[Any, Any]:
             )
         )
         trainable = of.trainable
+        state.model(torch.ones(2, 4)).sum().backward()
+        nn.utils.clip_grad_norm_(state.model.parameters(), 0.5)
         of.leave()
-    return found[0], found[1]
+    gc.collect()
+    return found[0], found[1], sys.getrefcount(group) - references

@@ -190,6 +190,7 @@ def test_what_cannot_be_sharded_anew_is_refused_in_a_sentence(tmp_path):
     assert [name for name, sentence in said.items() if shardjob.REFUSED[name] not in sentence] == []
 
 
-def test_a_layout_keeps_what_the_script_has_set_and_the_optimizers_groups(tmp_path):
-    before, after = in_world(1, tmp_path, shardjob.laid_out_twice)[0]
+def test_a_layout_keeps_what_the_script_has_set_and_lets_go_of_the_process_group(tmp_path):
+    before, after, references = in_world(1, tmp_path, shardjob.laid_out_twice)[0]
     assert before == after
+    assert references == 0, "a world's group stays in memory, with its threads and connections"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -76,9 +76,8 @@ class ShardedModel:
         if live is self._template:
             return
         for ours, its in zip(self._template.modules(), live.modules(), strict=True):
-            now = vars(its)
-            simple = (key for key, value in vars(ours).items() if type(value) in _SIMPLE)
-            vars(ours).update({key: now[key] for key in simple if type(now.get(key, ...)) in _SIMPLE})
+            now = {k: v for k, v in vars(its).items() if type(v) in _SIMPLE and not k.startswith("_")}
+            vars(ours).update({k: now[k] for k, v in vars(ours).items() if type(v) in _SIMPLE and k in now})
         self._groups = self._numbered_groups()  # the script may have added groups
         self._use(self._template)
         self._forget_mesh()
@@ -192,10 +191,10 @@ class ShardedModel:
             parameters = {id(p) for p in parameters_of(optimizer)}
             lists = [id(group["params"]) for group in optimizer.param_groups]
             for key, value in vars(optimizer).items():
-                items = value.values() if isinstance(value, dict) else value
-                if key in ("param_groups", "state") or id(value) in lists or not isinstance(items, Iterable):
+                items = [*value.values()] if isinstance(value, dict) else value
+                if key in ("param_groups", "state") or id(value) in lists:
                     continue
-                if any(id(item) in parameters for item in items):
+                if isinstance(items, list | tuple | set) and any(id(item) in parameters for item in items):
                     raise TypeError(
                         f"{name} keeps parameters in its attribute {key}, where State cannot replace them: "
                         "with shard= an optimizer may keep parameters in param_groups only"
