@@ -62,6 +62,21 @@ REPLACED: Final = (
         "worker/gradients/wrapping.py: keeps its collectives out of the count of the script's collectives.",
         ("self",),
     ),
+    *(
+        Private(
+            f"torch.distributed.ProcessGroup.{method}", "worker/boot/elasticd_debug.py: records each call."
+        )
+        for method in ("_allgather_base", "_reduce_scatter_base")
+    ),
+    Private(
+        "torch.nn.parallel.DistributedDataParallel._sync_buffers",
+        "worker/boot/elasticd_debug.py: records that buffers are sent.",
+        ("self",),
+    ),
+    Private(
+        "torch.utils.data.dataloader._BaseDataLoaderIter",
+        "worker/boot/elasticd_debug.py: records the first batches of an epoch.",
+    ),
     Private(
         "torch.utils.data.dataloader._BaseDataLoaderIter.__next__",
         "worker/boot/elasticd_steptimes.py: measures how long loading takes, for `elasticd bench scaling`.",
@@ -113,6 +128,13 @@ USED: Final = (
     Private(
         "torch.autograd.Variable._execution_engine.queue_callback",
         "worker/gradients/wrapping.py, worker/boot/elasticd_waits.py: a call at the end of a backward pass.",
+    ),
+    *(
+        Private(
+            f"torch._C._dynamo.eval_frame.{name}",
+            "worker/boot/elasticd_debug.py: functions that torch.compile does not compile.",
+        )
+        for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
     ),
     Private("torch._foreach_add_", "worker/gradients/buckets.py: adds many tensors in one call."),
     Private("torch._foreach_copy_", "worker, checkpoint/client: copies many tensors in one call."),

@@ -251,7 +251,7 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.JobEnded(outcome, why):
             return f"the job {ended(outcome)}" + (f": {why}" if why else "")
         case r.WorkersStarted(number, ranks, world_size):
-            return f"started {_ranks(ranks)} of {world_size} for round {number}"
+            return f"started {ranks_in_words(ranks)} of {world_size} for round {number}"
         case r.WorkersStopping(number, why, grace_s):
             return f"stopping the workers of round {number} within {span(grace_s)}: {cause(why)}"
         case r.WorkersLeaving(number, why, planned):
@@ -394,7 +394,8 @@ def ended(outcome: Outcome) -> str:
             assert_never(outcome)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return "rank 1", "ranks 0 and 2" or "ranks 0 to 3"."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {listing([str(n) for n in ranks], most=8)}"

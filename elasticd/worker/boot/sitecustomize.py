@@ -1,9 +1,10 @@
 """Runs first in every Python worker, since its folder is the first in the worker's PYTHONPATH.
 
-This module starts the heartbeat. It removes its folder from PYTHONPATH and sys.path, and its modules from
-sys.modules, so that the script and its children see the original environment. Then it imports the
-environment's own sitecustomize, which it hides. If the heartbeat fails, the script still runs. In a zygote,
-this module first serves requests; the steps above then happen in each forked worker.
+This module starts the heartbeat, and the records of ``elasticd run --debug``. It removes its folder from
+PYTHONPATH and sys.path, and its modules from sys.modules, so that the script and its children see the
+original environment. Then it imports the environment's own sitecustomize, which it hides. If the heartbeat
+fails, the script still runs. In a zygote, this module first serves requests; the steps above then happen in
+each forked worker.
 """
 
 import os
@@ -31,6 +32,10 @@ try:
     import elasticd_heartbeat
 
     elasticd_heartbeat.start()
+    if "ELASTICD_DEBUG_FOLDER" in os.environ:
+        import elasticd_debug
+
+        elasticd_debug.start()
 except Exception:  # noqa: BLE001, S110  # the script must run in any case
     pass
 finally:
@@ -40,6 +45,8 @@ finally:
         "elasticd_mutex",
         "elasticd_recorder",
         "elasticd_steptimes",
+        "elasticd_debug",
+        "elasticd_records",
         "elasticd_waits",
         "elasticd_ending",
         "elasticd_importing",
