@@ -71,6 +71,7 @@ class RunOptions:
     checkpoints: str | None = None
     replicate: int = 0
     audit: bool = False
+    debug: bool = False
     checkpoint_every: str | None = None
     checkpoint_rate: str | None = None
     resume: str = "auto"
@@ -215,6 +216,9 @@ _BASIC_GROUPS: tuple[Decorator, ...] = (
             help="Time without a step after which a worker counts as hung: seconds, auto (learned from the "
             "job's steps) or off.  [auto]",
             metavar="auto|SECONDS|off",
+        ),
+        _our_switch(
+            "--debug", "Record the collectives, weights and data of all ranks, and say where ranks disagree."
         ),
     ),
     cloup.option_group(

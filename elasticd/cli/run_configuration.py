@@ -36,6 +36,12 @@ _MEANS_NOTHING: Mapping[str, str] = {
     "node_rank": "ranks are dealt when a world forms, and survivors keep their order",
     "master_addr": "the store of each round is hosted by an agent, and MASTER_ADDR tells the workers where",
 }
+# torch 2.13 crashes in DistributedDataParallel on gloo if TORCH_DISTRIBUTED_DEBUG is DETAIL.
+_FOR_DEBUGGING: Mapping[str, str] = {
+    "TORCH_DISTRIBUTED_DEBUG": "INFO",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
 _COMMON = ("--min", "--max", "--slots", "--etcd", "--job", "--checkpoints", "--nnodes", "--nproc-per-node")
 
 
@@ -87,7 +93,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         env["ELASTICD_ON_NONFINITE"] = options.on_nonfinite
     address = _address(options, met.etcd)
     env |= network_environment(address, environ, asked=bool(options.source("address", "local_addr")))
-    env |= _checkpoints(options)
+    env |= _checkpoints(options) | _debug(options, environ)
     config = RunConfig(
         job=met.job or _new_name(script.stem, met.etcd, size.limits, size.slots),
         node=check_name("node", options.node if options.node is not None else default_node_name()),
@@ -116,6 +122,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         http_token=http_token(options),
         patience=patience(options, settings),
         audit=_audit(options, settings),
+        debug=options.debug,
         master_port=_master_port(options, address),
         env=env,
     )
@@ -232,6 +239,15 @@ def _master_port(options: RunOptions, address: str) -> tuple[tuple[str, ...], in
         raise CommandError(f"--master-port {port} is not a port: give a number from 1 to 65535.")
     named = options.master_addr or address
     return tuple({address, "127.0.0.1", named if is_local_address(named) else address}), port
+
+
+def _debug(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return torch's own variables for ``--debug`` that the user has not set. Raises CommandError."""
+    if not options.debug:
+        return {}
+    if options.logs_specs is not None:
+        raise CommandError("--debug needs torch's own layout of the log folder: leave out --logs-specs.")
+    return {name: value for name, value in _FOR_DEBUGGING.items() if name not in environ}
 
 
 def _audit(options: RunOptions, settings: Settings) -> int | None:

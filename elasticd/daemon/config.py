@@ -70,6 +70,7 @@ class RunConfig:
     * ``patience``: bounds for the time without a step; None: no limit.
     * ``audit``: the steps between two digests of the weights; workers also record samples and commits. None:
       no audit.
+    * ``debug``: workers record their collectives and more, and the agent compares the records.
     * ``master_port``: the hosts and the port that lead to the store of any round (``--master-port``).
     * ``env``: variables added to every worker's environment.
     """
@@ -101,6 +102,7 @@ class RunConfig:
     http_token: str | None = field(default=None, repr=False)
     patience: Patience | None = Patience()
     audit: int | None = None
+    debug: bool = False
     master_port: tuple[tuple[str, ...], int] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 

@@ -150,6 +150,11 @@ class Driver:
         """Why the job waits; empty unless this agent leads."""
         return self._term.waiting if self._term else ()
 
+    @property
+    def hung_round(self) -> int:
+        """The last round that was found to hang; 0 if none was."""
+        return self._hangs.hung[0] if self._hangs is not None else 0
+
     # ------------------------------------------------------------ events
 
     def begin(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from elasticd.daemon.config import CannotStart, LogOptions
-from elasticd.data.auditnotes import FOLDER, VARIABLE
+from elasticd.data import auditnotes, debugrecords
 from elasticd.procs.logdest import LogDest
 from elasticd.telemetry.runs import state_dir
 
@@ -187,10 +187,11 @@ class Destinations:
     """Makes the output destinations of a round's workers. Torch's "attempt" is a round, counted from 0. Each
     start of standbys (round 0) has its own "attempt"."""
 
-    def __init__(self, layout: LogLayout, *, audit: bool = False) -> None:
-        """``audit``: the workers' environment names the folder of the audit."""
+    def __init__(self, layout: LogLayout, *, audit: bool = False, debug: bool = False) -> None:
+        """``audit``, ``debug``: the workers' environment names the folder of the audit, and that of the
+        records of ``--debug``."""
         self._layout = layout
-        self._audit = audit
+        self._audit, self._debug = audit, debug
         self._standbys = 0
         self._folder: Path | None = None
 
@@ -221,9 +222,20 @@ class Destinations:
         self._folder = next(filter(None, map(_run_folder, folders.values())), None)
         for env in envs.values():
             file = env.get("TORCHELASTIC_ERROR_FILE", "")
-            if self._audit and (run := _run_folder(os.path.dirname(file))):
-                env[VARIABLE] = str(run / FOLDER)
+            run = _run_folder(os.path.dirname(file))
+            if self._audit and run:
+                env[auditnotes.VARIABLE] = str(run / auditnotes.FOLDER)
+            if self._debug and run:
+                _add_debug_folder(env, run / debugrecords.FOLDER)
         return replace(dest, capture_dirs=folders)
+
+
+def _add_debug_folder(env: dict[str, str], folder: Path) -> None:
+    """Name the folder for the records of ``--debug``, also to torch, which writes NCCL's flight recorder."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+    env[debugrecords.VARIABLE] = str(folder)
+    env.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_"))
 
 
 def _run_folder(worker: str) -> Path | None:

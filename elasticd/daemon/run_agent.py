@@ -15,6 +15,7 @@ from elasticd.core.ports import Assignment
 from elasticd.core.reasons import Reason, ScriptCheckpointed
 from elasticd.daemon import edges, identity, openfiles, run_summary
 from elasticd.daemon.config import CannotStart, RunConfig
+from elasticd.daemon.debugging import Debugging
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.http_pages import Pages
@@ -102,7 +103,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         etcd = edges.store(config, link, inbox.post)
         cleanup.callback(etcd.close)
         store = TimedStore(etcd)
-        destinations = Destinations(layout(config.logs), audit=config.audit is not None)
+        destinations = Destinations(layout(config.logs), audit=config.audit is not None, debug=config.debug)
         replica_listener = edges.listen_for_replicas(config)
         saver = SaverService(warden, access, config.job, replica_listener, config.checkpoint_rate)
         cleanup.callback(saver.close)
@@ -182,6 +183,9 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         )
         service = Service(manager, lambda: driver.state)
         routines = [reserve.routine, publisher.routine, service.routine]
+        debugging = Debugging(driver, procs, destinations.run_folder) if config.debug else None
+        if debugging is not None:
+            routines.append(debugging.routine)
         if replica_listener is not None:
             routines.append(etcd_peers.Announcement(replica_listener[1], driver, store).routine)
 
@@ -228,6 +232,8 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         if left.code == 0:
             kept = run_summary.kept(config, destinations.run_folder(), saver.newest, snapshot)
             said = "\n".join([said, *kept])
+        if debugging is not None:
+            said = "\n".join([said, *debugging.close()])
         events.write(run_summary.ended(config, last, left, said, ledgers, ended_at))
     if warden.left:
         said = f"{said}\n{run_summary.left_behind(warden.left)}"

@@ -181,6 +181,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--signals-to-handle SIGFOO", "SIGFOO"),
         ("--signals-to-handle SIGKILL", "SIGKILL"),
         ("--logs-specs nope", "nope"),
+        ("--debug --logs-specs default", "--debug needs torch's own layout"),
         ("-m --no-python", "exclude each other"),
     ],
     ids=lambda value: value[:40],

@@ -548,6 +548,15 @@ def test_binding_needs_its_program(job: str, tmp_path: Path) -> None:
     assert planned("--numa-binding", "node", job, environ=environ).config.numa_binding == "node"
 
 
+def test_debugging_sets_what_the_user_has_not_set_and_nothing_is_set_without_it(job: str) -> None:
+    config = planned("--debug", job, environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).config
+    assert config.debug
+    assert config.env == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert planned("--debug", job, environ={}).config.env["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    plain = planned(job, environ={}).config
+    assert not plain.debug and plain.env == {}
+
+
 def test_several_workers_get_one_thread_each_unless_told_otherwise(job: str) -> None:
     two = ("--slots", "2", job)
     assert planned(*two, environ={}).config.env == {"OMP_NUM_THREADS": "1"}
