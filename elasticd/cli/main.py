@@ -34,6 +34,7 @@ _COMMANDS = {
     "logs": "elasticd.cli.history_commands:logs",
     "report": "elasticd.cli.history_commands:report",
     "audit": "elasticd.cli.audit_command:audit",
+    "debug": "elasticd.cli.debug_command:debug",
     "ckpt": "elasticd.cli.ckpt_command:ckpt",
     "etcd-role": "elasticd.cli.etcd_role_command:etcd_role",
     "doctor": "elasticd.cli.doctor.doctor_command:doctor",
