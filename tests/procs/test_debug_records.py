@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import json
 import os
 import re
 import runpy
@@ -106,6 +107,23 @@ MISTAKES = {
     "rank 1 has 1.",
     "seed": "The ranks have different seeds (torch.initial_seed()): rank 0 has 0; rank 1 has 1.",
 }
+
+
+def test_a_line_that_is_too_long_keeps_what_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place in other letters takes six bytes for each letter."""
+    monkeypatch.syspath_prepend(BOOT_DIR)
+    records = importlib.import_module("elasticd_records")
+    file = records.RingFile(str(tmp_path / "file"), 512, 3, {"v": 1})
+    place = 100 * "\N{GREEK SMALL LETTER ALPHA}" + ".py:7"
+    for number in range(5):
+        file.add({"same": ["barrier", "", None, ""], "of": "", "at": place, "chain": number})
+    file.close()
+    kept = [json.loads(line) for line in (tmp_path / "file").read_bytes().splitlines()]
+    assert [line.get("n") for line in kept] == [None, 4, 5, 3], "the newest lines replace the oldest"
+    assert kept[1]["at"] == place[-20:] and kept[1]["same"][0] == "barrier"
+    assert (tmp_path / "file").stat().st_size == 4 * 512
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,11 @@ class RingFile:
         os.close(self._fd)
 
     def _write(self, line: dict[str, Any], position: int) -> None:
-        data = json.dumps(line, separators=(",", ":")).encode()
-        if len(data) < self._size:  # a longer line would overwrite the next one
+        data = _encoded(line)
+        if len(data) >= self._size:  # it would overwrite the next line: leave out what is for people
+            short: dict[str, Any] = {name: str(line[name])[-20:] for name in ("of", "at") if name in line}
+            data = _encoded({**line, **short, **({"first": []} if "first" in line else {})})
+        if len(data) < self._size:
             os.pwrite(self._fd, data.ljust(self._size - 1) + b"\n", position * self._size)
 
 
@@ -193,6 +196,10 @@ class Places:
         for folder in filter(None, (os.getcwd(), self._script)):
             file = file.removeprefix(os.path.join(folder, ""))
         return f"{file[-_TEXT_MAX:]}:{line}"
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, separators=(",", ":")).encode()
 
 
 def _rank() -> int:
