@@ -77,7 +77,7 @@ from elasticd.procs.linux import (
 from elasticd.procs.zygote import Fork, ZygoteProcess
 
 _REMEMBERED = 1024  # the most ended workers whose late orphans are still recognised
-_TRACKER_GRACE_S = 2.0  # time for a resource tracker to remove a killed worker's shared memory
+_TRACKER_GRACE_S = 5.0  # time for a resource tracker to remove a killed worker's shared memory
 _LAST_REAPING_S = 5.0  # time for processes that SIGKILL does not end at once (stuck in a driver)
 
 
