@@ -201,12 +201,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node's part in a round: its slots and the rank of the first; ranks follow slot order."""
+    """A node's seats in a round: its slots and the rank of the first; ranks follow slot order. ``place``: the
+    member's position among the members of the round."""
 
     node: str
     incarnation: str
     slots: tuple[int, ...]
     base_rank: int
+    place: int = 0
 
     def rank_of(self, slot: int) -> int:
         return self.base_rank + self.slots.index(slot)
@@ -310,11 +312,26 @@ class Outcome(StrEnum):
     REFUSED = "refused"  # the data differs from the data of the training to resume
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The size of a large round, whose record in etcd names no members. ``workers`` and ``nodes``: of the
+    whole round. ``leaving``: how many of the workers are on nodes in ``Round.leaving``. ``parts``: how many
+    records have the members; 0 once the job has ended. ``digest``: of the members (``core.round_parts``)."""
+
+    workers: int
+    nodes: int
+    leaving: int
+    parts: int
+    digest: str
+
+
 @dataclass(frozen=True)
 class Round:
     """The life of one world. Key ``round``, no lease; only the leader writes it.
 
-    ``number`` only grows: writes and workers of an older round are refused. ``members`` are in rank order.
+    ``number`` only grows: writes and workers of an older round are refused. ``members`` are in rank order. If
+    the round has an ``extent``, an agent knows only some of the members, its own node among them; the leader
+    knows all.
     ``store``: the ``address:port`` of the c10d store, which the first member's agent hosts. ``cause``: why
     the round began. Once the round closes, ``closing`` says why, and ``planned`` whether workers may still
     save. ``since``: the start of the phase, in seconds since the epoch. ``lived_s``: how long a closing round
@@ -353,14 +370,27 @@ class Round:
     failures: int = 0
     anew: bool = False
     outlived: bool = False
+    extent: Extent | None = None
 
     @cached_property
     def world_size(self) -> int:
-        return sum(len(m.slots) for m in self.members)
+        return self.extent.workers if self.extent is not None else sum(len(m.slots) for m in self.members)
+
+    @property
+    def nodes(self) -> int:
+        """The number of members of the whole round."""
+        return self.extent.nodes if self.extent is not None else len(self.members)
+
+    @property
+    def leaving_workers(self) -> int:
+        """The number of workers on nodes in ``leaving``."""
+        if self.extent is not None:
+            return self.extent.leaving
+        return sum(len(self.by_node[node].slots) for node in self.leaving if node in self.by_node)
 
     @cached_property
     def by_node(self) -> Mapping[str, Member]:
-        """The members by the name of their node."""
+        """The known members by the name of their node."""
         return {m.node: m for m in self.members}
 
     @property
@@ -371,6 +401,14 @@ class Round:
     def member(self, node: str, incarnation: str) -> Member | None:
         member = self.by_node.get(node)
         return member if member is not None and member.incarnation == incarnation else None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPart:
+    """Some members of a round with an ``extent``. Key ``members/<number>.<digest>.<part>``, no lease. Only
+    the leader writes the record, before or with the round, and never changes it."""
+
+    members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -674,6 +712,7 @@ Fact = (
     Spec
     | Node
     | Round
+    | RoundPart
     | Report
     | Budget
     | Progress

@@ -159,7 +159,7 @@ def seat(nodes: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[Member, ...]:
     members: list[Member] = []
     rank = 0
     for name, incarnation, slots in nodes:
-        members.append(Member(name, incarnation, tuple(sorted(slots)), rank))
+        members.append(Member(name, incarnation, tuple(sorted(slots)), rank, len(members)))
         rank += len(slots)
     return tuple(members)
 

@@ -42,6 +42,7 @@ from elasticd.core.ports import (
     Assignment,
     Changes,
     Entry,
+    Guard,
     Listing,
     Procs,
     Put,
@@ -52,8 +53,10 @@ from elasticd.core.ports import (
     Write,
 )
 from elasticd.core.reasons import Reason
+from elasticd.core.round_parts import PART_SIZES, PartSizes
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.observer import Observer
+from elasticd.daemon.round_watch import RoundWatch
 from elasticd.daemon.timekeeper import Timekeeper
 
 LEADER_SCOPES = ("nodes/", "reports/", "budget", "stalls/", "hang", "paces/", "stragglers")
@@ -72,8 +75,12 @@ class LeaderSaw:
 
 @dataclass(frozen=True, slots=True)
 class LeaderAnswered:
+    """The answer to a transaction of the leader. ``guards``, ``rest``: the transactions that follow it."""
+
     term: int
     answer: Answer
+    guards: tuple[Guard, ...] = ()
+    rest: tuple[tuple[Write, ...], ...] = ()
 
 
 Happening = Event | LeaderSaw | LeaderAnswered | Looked | EvidenceKept | HangChanged | StallWithdrawn
@@ -119,6 +126,7 @@ class Driver:
         hangs: Hangs | None = None,
         observer: Observer | None = None,
         timekeeper: Timekeeper | None = None,
+        part_sizes: PartSizes = PART_SIZES,
     ) -> None:
         self.state = state
         self.left: LeaveJob | None = None
@@ -134,6 +142,7 @@ class Driver:
         self._hangs = hangs
         self._observer = observer
         self._timekeeper = timekeeper
+        self._part_sizes = part_sizes
         self._term: _Term | None = None
         self._terms = 0
         procs.listen(self._post)
@@ -167,7 +176,10 @@ class Driver:
         if self._timekeeper is not None:
             self._timekeeper.begin()
         for key in agent.watched(self.state.me):
-            self._store.watch(key, partial(self._watched, key))
+            if key == "round":
+                RoundWatch(self._store, partial(self._watched, key), self.state.me.node)
+            else:
+                self._store.watch(key, partial(self._watched, key))
 
     def handle(self, event: Happening, now: float) -> None:
         if self.left is not None:
@@ -182,9 +194,12 @@ class Driver:
                 if scope == "stalls/":
                     self._wake_by(now + JUDGE_S)
                     return
-            case LeaderAnswered(term, answer):
+            case LeaderAnswered(term, answer, guards, rest):
                 if self._term and self._term.number == term:
-                    self._leader_answered(self._term, answer, now)
+                    if rest and isinstance(answer, Applied):
+                        self._write(self._term, guards, rest)
+                    else:
+                        self._leader_answered(self._term, answer, now)
             case Looked() | EvidenceKept() | HangChanged() | StallWithdrawn():
                 if self._hangs is not None:
                     self._hangs.handle(event, self.state, now, self._say)
@@ -208,7 +223,7 @@ class Driver:
         state = self.state
         if put is None:
             return
-        alone = state.crew is not None and len(state.crew.round.members) == 1
+        alone = state.crew is not None and state.crew.round.nodes == 1
         if self._term and alone and put.key.startswith("paces/"):
             self._leader_saw(self._term.number, "paces/", Changes((Entry(put.key, put.fact, 0, 0),)))
         elif state.guard is not None:
@@ -224,7 +239,7 @@ class Driver:
     def _step(self, event: Event, now: float) -> None:
         result = agent.step(self.state, event, now)
         self.state = result.state
-        if isinstance(event, KeySeen) and self._term:
+        if isinstance(event, KeySeen) and self._term and event.entry.key != "round":
             self._term.view = leader.see(self._term.view, Changes((event.entry,)), event.entry.key, now)
         for reason in result.reasons:
             self._say(reason)
@@ -316,10 +331,14 @@ class Driver:
         if plan.writes:
             term.asked, term.tried = plan.writes, plan.reasons
             guards = (StillThere("leader", term.created), *plan.guards)
-            number = term.number
-            self._store.transact(
-                guards, plan.writes, lambda answer: self._post(LeaderAnswered(number, answer))
-            )
+            self._write(term, guards, (*plan.ahead, plan.writes))
+
+    def _write(self, term: _Term, guards: tuple[Guard, ...], batches: tuple[tuple[Write, ...], ...]) -> None:
+        """Apply the first batch. Its answer leads to the rest."""
+        number, rest = term.number, batches[1:]
+        self._store.transact(
+            guards, batches[0], lambda answer: self._post(LeaderAnswered(number, answer, guards, rest))
+        )
 
     def _wake_by(self, at: float | None) -> None:
         if at is not None:
@@ -328,14 +347,14 @@ class Driver:
     def _start_leading(self, entry: Entry, now: float) -> _Term:
         self._terms += 1
         number = self._terms
-        view = leader.View()
-        for key in ("spec", "round"):
-            if key in self.state.seen:
-                view = leader.see(view, Changes((self.state.seen[key],)), key, now)
+        view = leader.View(part_sizes=self._part_sizes)
+        if "spec" in self.state.seen:
+            view = leader.see(view, Changes((self.state.seen["spec"],)), "spec", now)
         ends = [
             self._store.watch(scope, partial(self._leader_saw, number, scope), prefix=scope.endswith("/"))
             for scope in LEADER_SCOPES
         ]
+        ends.append(RoundWatch(self._store, partial(self._leader_saw, number, "round")).end)
         return _Term(number, entry.created, view, ends)
 
     def _leader_saw(self, term: int, scope: str, seen: Seen) -> None:

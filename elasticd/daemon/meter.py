@@ -326,9 +326,7 @@ class Meter:
         metrics.set("elasticd_round", s.round)
         metrics.set("elasticd_world_size", s.world_size)
         live = state.round is not None and state.round.phase is Phase.LIVE
-        metrics.set(
-            "elasticd_world_nodes", len(state.round.members) if state.round is not None and live else 0
-        )
+        metrics.set("elasticd_world_nodes", state.round.nodes if state.round is not None and live else 0)
         metrics.set("elasticd_world_min", s.limits.min if s.limits else None)
         metrics.set("elasticd_world_max", s.limits.max if s.limits else None)
         metrics.choose("elasticd_job_phase", s.phase)

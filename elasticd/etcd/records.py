@@ -23,6 +23,7 @@ from elasticd.core.facts import (
     Progress,
     Report,
     Round,
+    RoundPart,
     SaverAddress,
     Spec,
     Stall,
@@ -31,7 +32,10 @@ from elasticd.core.facts import (
 from elasticd.etcd.errors import BadRecord, NewerRecord
 from elasticd.etcd.validity import problem
 
-VERSION: Final = 1
+VERSION: Final = 2  # the newest version that this elasticd reads
+_COMMON: Final = (
+    1  # the version of all records but a round with an extent: older elasticds saw no members in it
+)
 
 _BY_KEY: Final[dict[str, type[Fact]]] = {
     "spec": Spec,
@@ -44,6 +48,7 @@ _BY_KEY: Final[dict[str, type[Fact]]] = {
 }
 _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "nodes": Node,
+    "members": RoundPart,
     "reports": Report,
     "progress": Progress,
     "stalls": Stall,
@@ -83,7 +88,8 @@ def encode(key: str, fact: Fact) -> bytes:
         fields = msgspec.json.encode(fact)
     except UnicodeEncodeError:  # a worker's output or a path may not be UTF-8
         fields = msgspec.json.encode(_printable(msgspec.to_builtins(fact)))
-    return b'{"v":%d%s%s' % (VERSION, b"" if fields == b"{}" else b",", fields[1:])
+    version = VERSION if isinstance(fact, Round) and fact.extent is not None else _COMMON
+    return b'{"v":%d%s%s' % (version, b"" if fields == b"{}" else b",", fields[1:])
 
 
 @lru_cache(maxsize=512)  # agents that share a process see the same values; facts are frozen

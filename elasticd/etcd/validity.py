@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, Final
 
-from elasticd.core.facts import Fact, Limits, Member, Node, Round, Saved, SaverAddress
+from elasticd.core.facts import Extent, Fact, Limits, Member, Node, Round, Saved, SaverAddress
 from elasticd.etcd.names import NAME_MAX, check_name
 
 COUNT_MAX: Final = 2**31 - 1  # workers, slots, processes: the kernel's and torch's limit
@@ -127,6 +127,9 @@ _BY_FIELD: Final[dict[tuple[type, str], Callable[[Any], None]]] = {
     (Node, "name"): _name,
     (Node, "slots"): _slots,
     (Member, "slots"): _slots,
+    (Member, "place"): _COUNT,
+    **{(Extent, name): _COUNT for name in ("workers", "nodes", "leaving", "parts")},
+    (Extent, "digest"): _word,
     (Node, "ready"): _slots,
     (Node, "holders"): _slots,
     (SaverAddress, "host"): _address,
@@ -145,7 +148,12 @@ def _rules(kind: type) -> tuple[tuple[str, Callable[[Any], None]], ...]:
 
 
 def _members(round: Round) -> None:
-    """Check that each member occurs once, and that ranks are consecutive."""
+    """Check that each member occurs once, and that ranks are consecutive. A round with an extent has its
+    members elsewhere."""
+    if round.extent is not None:
+        if round.members:
+            raise ValueError("members: they are here and in parts")
+        return
     if len({member.node for member in round.members}) < len(round.members):
         raise ValueError("members: a node occurs twice")
     rank = 0

@@ -34,19 +34,18 @@ def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignm
     """Return one assignment for each slot of the member, in rank order. Each environment is added to
     ``setting.inherited``."""
     address, _, port = round.store.rpartition(":")
-    group_rank = round.members.index(member)
     made = []
     for local_rank, slot in enumerate(member.slots):
         rank = member.base_rank + local_rank
         env = {
             "LOCAL_RANK": str(local_rank),
             "RANK": str(rank),
-            "GROUP_RANK": str(group_rank),
+            "GROUP_RANK": str(member.place),
             "ROLE_RANK": str(rank),
             "ROLE_NAME": setting.role,
             "LOCAL_WORLD_SIZE": str(len(member.slots)),
             "WORLD_SIZE": str(round.world_size),
-            "GROUP_WORLD_SIZE": str(len(round.members)),
+            "GROUP_WORLD_SIZE": str(round.nodes),
             "ROLE_WORLD_SIZE": str(round.world_size),
             "MASTER_ADDR": address.strip("[]"),
             "MASTER_PORT": port,

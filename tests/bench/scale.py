@@ -34,6 +34,7 @@ from elasticd.core.facts import (
     Progress,
     Report,
     Round,
+    RoundPart,
     SlotPace,
     SlotProgress,
     Spec,
@@ -83,6 +84,18 @@ class Missing(Exception):
     """A figure is missing."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Watched:
+    """A watch of a key, or of a prefix."""
+
+    key: str
+    prefix: bool
+    seen: Callable[[Seen], None]
+
+    def covers(self, key: str) -> bool:
+        return key.startswith(self.key) if self.prefix else key == self.key
+
+
 class _Etcd:
     """The keys of the job. ``messages`` and ``bytes``: to and from all agents, by ``what`` they are for."""
 
@@ -95,15 +108,17 @@ class _Etcd:
         self._nodes = nodes
         self._entries: dict[str, Entry] = {}
         self._revision = 1
-        self._watches: list[tuple[str, Callable[[Seen], None]]] = []
+        self._watches: list[_Watched] = []
+        self._asked: deque[_Watched] = deque()
 
     def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
         self.lease = news
 
     def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
-        self._watches.append((key, seen))
-        seen(Listing(tuple(e for k, e in self._entries.items() if self._covers(key, k)), self._revision))
-        return lambda: None
+        watch = _Watched(key, prefix, seen)
+        self._watches.append(watch)
+        self._asked.append(watch)
+        return lambda: self._watches.remove(watch)
 
     def transact(
         self, guards: tuple[Guard, ...], writes: tuple[Write, ...], answer: Callable[[Answer], None]
@@ -111,7 +126,13 @@ class _Etcd:
         """Apply the writes. Nobody else writes meanwhile, so all guards hold."""
         self._revision += 1
         answer(Applied(self._revision))
-        self._write({write.key: write.fact for write in writes if isinstance(write, Put)})
+        changed: dict[str, Fact | None] = {}
+        for write in writes:
+            if isinstance(write, Put):
+                changed[write.key] = write.fact
+            else:
+                changed |= dict.fromkeys(k for k in self._entries if k.startswith(write.key))
+        self._write(changed)
 
     def put(self, facts: Mapping[str, Fact | None]) -> None:
         """Let other agents write the keys; None deletes one. Each watch brings all changes at once."""
@@ -127,19 +148,30 @@ class _Etcd:
             if fact is not None:
                 self._entries[key] = changes[-1]
             self._count(key, fact)
-        for watched, seen in self._watches:
-            if mine := tuple(e for e in changes if self._covers(watched, e.key)):
-                seen(Changes(mine))
+        for watch in tuple(self._watches):
+            if mine := tuple(e for e in changes if watch.covers(e.key)):
+                watch.seen(Changes(mine))
 
-    def _covers(self, watched: str, key: str) -> bool:
-        return key.startswith(watched) if watched.endswith("/") else key == watched
+    def list_what_was_asked(self) -> None:
+        """Tell each new watch what there is."""
+        while self._asked:
+            watch = self._asked.popleft()
+            there = tuple(e for k, e in self._entries.items() if watch.covers(k))
+            watch.seen(Listing(there, self._revision))
 
     def _count(self, key: str, fact: Fact | None) -> None:
         folder = key.partition("/")[0]
-        watchers = self._nodes if key in self._watched_by_all else 2 if folder == "nodes" else 1
         size = len(key) + (len(records.encode(key, fact)) if fact is not None else 0)
-        asked = 0 if folder == "reports" else 2  # a request and its answer; a report goes with the release
-        self.messages[self.what] += asked + watchers
+        if isinstance(
+            fact, RoundPart
+        ):  # written once, and read once by the leader and each agent in the part
+            reads = 1 + len(fact.members)
+            self.messages[self.what] += 2 * reads
+            self.bytes[self.what] += size * (1 + reads) + len(key) * reads
+            return
+        watchers = self._nodes if key in self._watched_by_all else 2 if folder == "nodes" else 1
+        asked = 0 if folder in ("reports", "members") else 2  # the leader's transaction, or the release's
+        self.messages[self.what] += asked + (watchers if folder != "members" else 0)
         self.bytes[self.what] += size * (1 + watchers)
 
 
@@ -239,15 +271,18 @@ class Leader:
 
     @property
     def round(self) -> Round:
-        round = self.driver.state.round
+        """The round with all its members."""
+        round = self.driver.view.round if self.driver.view is not None else None
         if round is None:
             raise Missing("the leader has opened no round")
         return round
 
     def settle(self, kind: str = "") -> None:
         """Handle all events, as the agent's loop does."""
+        self.etcd.list_what_was_asked()
         while self._inbox:
             self._handle(kind, self._inbox.popleft())
+            self.etcd.list_what_was_asked()
 
     def tick(self, kind: str, after_s: float) -> None:
         self._now += after_s

@@ -91,7 +91,7 @@ def members(sizes: Mapping[str, int]) -> tuple[Member, ...]:
     made: list[Member] = []
     rank = 0
     for name, size in sizes.items():
-        made.append(Member(name, life(name), tuple(range(size)), rank))
+        made.append(Member(name, life(name), tuple(range(size)), rank, len(made)))
         rank += size
     return tuple(made)
 

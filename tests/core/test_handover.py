@@ -28,7 +28,10 @@ def passing(*nodes: Node) -> tuple[Member, ...]:
     "draining", [True, False], ids=["it knows that it leaves", "it has yet to hear of it"]
 )
 def test_one_of_those_that_hold_the_state_gives_it_to_all_heirs(draining: bool) -> None:
-    assert passing(node("b"), holding("a", 1, draining=draining)) == (*HEIRS, Member("a", life("a"), (1,), 2))
+    assert passing(node("b"), holding("a", 1, draining=draining)) == (
+        *HEIRS,
+        Member("a", life("a"), (1,), 2, 1),
+    )
 
 
 def test_an_heir_that_holds_the_newest_state_needs_nobody() -> None:
@@ -49,7 +52,7 @@ def test_where_nobody_holds_anything_nothing_is_passed_on() -> None:
 
 def test_a_slot_that_is_left_out_gives_the_state_to_the_heirs_beside_it_on_its_node() -> None:
     """Its straggler was the last to hold the state. The node is in the round once."""
-    heirs = (Member("a", life("a"), (0,), 0), Member("b", life("b"), (0, 1), 1))
+    heirs = (Member("a", life("a"), (0,), 0), Member("b", life("b"), (0, 1), 1, 1))
     nodes = {n.name: n for n in (node("b"), holding("a", 1, draining=False))}
     passing = handover.members(LAST, nodes, heirs)
-    assert passing == (Member("b", life("b"), (0, 1), 0), Member("a", life("a"), (0, 1), 2))
+    assert passing == (Member("b", life("b"), (0, 1), 0), Member("a", life("a"), (0, 1), 2, 1))

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
-from elasticd.core import agent
+from elasticd.core import agent, round_parts
 from elasticd.core.agent_messages import LeaveJob, Signalled, Tick
 from elasticd.core.facts import Drained, Leadership, Limits, Node, Phase, Policy, Round, Spec
 from elasticd.core.hang.judging import Patience
 from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Reason
+from elasticd.core.round_parts import PART_SIZES, PartSizes
 from elasticd.daemon.driver import Driver, Happening
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.observer import Observer
@@ -57,6 +58,7 @@ class Setup:
     alone: bool = False
     script: str = "job.py"
     job: Job = field(default_factory=Job)
+    part_sizes: PartSizes = PART_SIZES
 
 
 class SimRoundStores:
@@ -132,6 +134,7 @@ class SimAgent:
             hangs=self.hangs,
             observer=self.observer,
             timekeeper=self.timekeeper,
+            part_sizes=setup.part_sizes,
         )
         self._inbox: deque[Happening] = deque()
         self._busy = False
@@ -282,8 +285,10 @@ class Cluster:
 
     @property
     def round(self) -> Round | None:
+        """The round with all its members."""
         fact = self.etcd.fact("round")
-        return fact if isinstance(fact, Round) else None
+        facts = {key: at.fact for key, at in self.etcd.keys.items()}
+        return round_parts.whole(fact, facts) if isinstance(fact, Round) else None
 
     @property
     def ended(self) -> bool:

@@ -6,6 +6,7 @@ as it happens.
 
 from __future__ import annotations
 
+from elasticd.core import round_parts
 from elasticd.core.facts import (
     Budget,
     Exit,
@@ -72,7 +73,11 @@ class Invariants:
         if entry.key == "round":
             if not isinstance(entry.fact, Round):
                 raise Broken("the round was deleted")
-            self._round_written(entry.fact)
+            whole = self.cluster.round
+            assert whole is not None
+            if whole.extent is not None and whole.extent.parts and not round_parts.fits(whole):
+                raise Broken(f"the parts of round {whole.number} do not fit: {whole}")
+            self._round_written(whole)
         elif entry.key == "spec" and isinstance(entry.fact, Spec):
             self._limits.append((self.cluster.clock.now(), entry.fact.limits))
         elif entry.key == "budget" and isinstance(entry.fact, Budget):

@@ -12,6 +12,7 @@ from functools import partial
 from random import Random
 
 from elasticd.core.facts import Limits, Outcome, UnitWithin
+from elasticd.core.round_parts import PartSizes
 from tests.sim.clock import START
 from tests.sim.cluster import POLICY, Broken, Cluster, Setup, SimAgent
 from tests.sim.inspector import Illness
@@ -272,6 +273,9 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
         job = replace(job, taken_down_s=kernel.choice(((0.01, 0.3), (0.1, 3.0), (5.0, 20.0))))
     limits = _draw_units(seed, slots, Limits(least, most))
     setup = Setup(slots, limits, skew_max_s=random.choice((0.0, 0.05, 0.5)), job=job)
+    parts = Random(f"{seed}/parts")
+    if parts.random() < 0.5:
+        setup.part_sizes = PartSizes(members=parts.choice((1, 1, 2)), at_once=parts.choice((1, 2, 8)))
     allowed = {k: w for k, (w, _) in KINDS.items() if kinds is None or k in kinds}
     favourites = random.sample(sorted(allowed), k=min(len(allowed), random.randint(1, 6)))
     faults: list[Fault] = []

@@ -67,7 +67,7 @@ class Crew:
 
     @property
     def hosts_store(self) -> bool:
-        return self.round.members[0] == self.member
+        return self.member.base_rank == 0
 
     @property
     def alive(self) -> frozenset[int]:

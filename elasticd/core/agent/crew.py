@@ -64,7 +64,7 @@ def follow_the_round(do: Decisions) -> None:
     able = state.registered and state.exiting is None and not state.renewing_store
     if not able or (state.departure is not None and not round.handover):
         return
-    hosts = round.members[0] == member
+    hosts = member.base_rank == 0
     store_closed = hosts and not round.store.endswith(f":{state.store_port}")
     waiting = {slot: state.standbys[slot] for slot in member.slots if slot in state.standbys}
     if store_closed or Life.STOPPING in waiting.values():

@@ -75,7 +75,7 @@ def _wanted(state: AgentState) -> tuple[int, bool]:
     assert round is not None
     acting = 0
     if round.phase in (Phase.LIVE, Phase.CLOSING):
-        acting = round.world_size - sum(len(m.slots) for m in round.members if m.node in round.leaving)
+        acting = round.world_size - round.leaving_workers
         member, crew = round.member(state.me.node, state.me.incarnation), state.crew
         if member is not None and (crew is None or state.released.round >= round.number):
             acting -= len(member.slots)  # the member's workers wait, for this round or the next

@@ -327,7 +327,7 @@ class _Decisions:
         looks = tuple(
             self.w.still.look(me.node, seen, allowed, at) for seen in self.w.sights if seen.slot in workers
         )
-        alone, in_step = len(crew.round.members) == 1, self.w.in_step
+        alone, in_step = crew.round.nodes == 1, self.w.in_step
         came = any(k.still_s >= allowed.waiting_s and k.there_s < allowed.settled_s for k in looks)
         due = self.w.again_at is not None and at < self.w.again_at  # this look came before again_at
         if not due:

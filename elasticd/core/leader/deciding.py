@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from elasticd.core.facts import Budget, Cause, Phase, Resume, Round
 from elasticd.core.leader.forming import form_or_wait
@@ -13,6 +14,9 @@ from elasticd.core.leader.settling import settle
 from elasticd.core.leader.supervising import supervise
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Delete
+from elasticd.core.round_parts import FOLDER
+
+_FORGOTTEN: Final = tuple(Delete(folder, prefix=True) for folder in ("reports/", "ledger/", FOLDER))
 
 
 def decide(view: View, now: float) -> Plan:
@@ -60,5 +64,5 @@ def _open(view: View, now: float) -> Plan:
         # A job ends by one transaction that also deletes its spec, but the two keys are watched separately.
         # Without this guard the old spec and the job's end would look like a new job.
         guards=(*plan.guards, view.unchanged("spec")),
-        writes=(*plan.writes, Delete("reports/", prefix=True), Delete("ledger/", prefix=True), *forgotten),
+        writes=(*plan.writes, *_FORGOTTEN, *forgotten),
     )

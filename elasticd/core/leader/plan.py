@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from elasticd.core import round_parts
 from elasticd.core.facts import Budget, Cause, Failure, Outcome, Phase, Round
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Delete, Guard, Put, Write
@@ -12,11 +13,13 @@ from elasticd.core.reasons import JobEnded, Reason, RoundClosing
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The writes, or the time until which to wait. ``reasons`` explain the plan. ``waiting``: why the job
-    waits, in a plan that names hung workers or stragglers."""
+    """The writes, or the time until which to wait. ``ahead``: writes without effect by themselves, for which
+    the transaction has no room; each is a transaction before it, under the same guards. ``reasons`` explain
+    the plan. ``waiting``: why the job waits, in a plan that names hung workers or stragglers."""
 
     guards: tuple[Guard, ...] = ()
     writes: tuple[Write, ...] = ()
+    ahead: tuple[tuple[Write, ...], ...] = ()
     wake_at: float | None = None
     reasons: tuple[Reason, ...] = ()
     waiting: tuple[Reason, ...] = ()
@@ -25,11 +28,30 @@ class Plan:
 def write(view: View, round: Round, budget: Budget, reasons: tuple[Reason, ...] = ()) -> Plan:
     """Return a transaction that writes the round, and the budget if it changed."""
     guards: list[Guard] = [view.unchanged("round")]
-    writes: list[Write] = [Put("round", round)]
+    record, parts = round_parts.split(round, view.part_sizes)
+    *ahead, last = _in_batches(_unwritten(view, record, parts), view.part_sizes.at_once)
+    writes: list[Write] = [*last, Put("round", record)]
     if budget != view.budget:
         guards.append(view.unchanged("budget"))
         writes.append(Put("budget", budget))
-    return Plan(tuple(guards), tuple(writes), reasons=reasons)
+    before = view.round
+    if before is not None and before.number != record.number and round_parts.has_parts(before):
+        writes.append(Delete(round_parts.folder_of(before.number), prefix=True))
+    return Plan(tuple(guards), tuple(writes), tuple(ahead), reasons=reasons)
+
+
+def _unwritten(view: View, record: Round, parts: tuple[Put, ...]) -> tuple[Put, ...]:
+    """Return the parts, unless etcd has them: a round is written at each change of its phase."""
+    before = view.round
+    if before is None or before.extent is None or record.extent is None or before.extent.parts != len(parts):
+        return parts
+    same = (before.number, before.extent.digest) == (record.number, record.extent.digest)
+    return () if same else parts
+
+
+def _in_batches(parts: tuple[Put, ...], most: int) -> list[tuple[Put, ...]]:
+    """Return the parts in batches, and at least one batch."""
+    return [parts[i : i + most] for i in range(0, len(parts), most)] or [()]
 
 
 def close(
@@ -69,10 +91,11 @@ def end(
     return Plan(
         guards=(view.unchanged("round"),),
         writes=(
-            Put("round", ended),
+            Put("round", round_parts.without_parts(ended, view.part_sizes)),
             Delete("spec"),
             Delete("budget"),
             Delete("reports/", prefix=True),
+            Delete(round_parts.FOLDER, prefix=True),
         ),
         reasons=(*reasons, JobEnded(outcome, why)),
     )

@@ -12,6 +12,7 @@ from elasticd.core.leader.comparing import PaceComparison
 from elasticd.core.leader.roll import Mark, Registered, Roll
 from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import Changes, Entry, Listing, Seen, Unchanged
+from elasticd.core.round_parts import PART_SIZES, PartSizes
 
 NOT_LISTED: Final[PersistentMap[Registered]] = PersistentMap()
 FINDINGS = ("hang", "stragglers")  # keys that the leader writes besides the round
@@ -32,8 +33,8 @@ class View:
     ``revisions``: of ``spec``, ``round``, ``budget``, ``hang`` and ``stragglers``, as far as they have been
     listed. ``absence_counts_from``: before this time a node that is not registered may only be late, since
     etcd was away and leases ran out. ``hang``, ``stragglers``: what this or an earlier leader last wrote.
-    ``hang_at``: when ``hang`` was seen. ``roll``: of the spec, the round, the nodes and the reports;
-    ``up_to_date`` brings it up to date.
+    ``hang_at``: when ``hang`` was seen. ``part_sizes``: how this leader stores rounds. ``roll``: of
+    the spec, the round, the nodes and the reports; ``up_to_date`` brings it up to date.
     """
 
     spec: Spec | None = None
@@ -48,6 +49,7 @@ class View:
     stalls: PersistentMap[ReceivedStall] = field(default_factory=PersistentMap)
     hang: Hang | None = None
     hang_at: float = 0.0
+    part_sizes: PartSizes = PART_SIZES
     roll: Roll = field(default_factory=Roll, compare=False)
 
     @property

@@ -1,0 +1,111 @@
+"""The members of a large round, in records of their own.
+
+All agents watch the round, and each change of the round reaches each of them. So the record of a large round
+has no members, but their number and a digest. The members are in parts. A part has the members whose node's
+name has the same hash, so an agent reads one part, once a round. The leader reads all parts.
+
+A part's key has the round's number and the digest of all members. So a part never changes, and parts of
+different plans for the same round cannot be mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from operator import attrgetter
+from typing import Final
+from zlib import crc32
+
+from elasticd.core.facts import Extent, Fact, Member, Round, RoundPart
+from elasticd.core.ports import Put
+
+FOLDER: Final = "members/"
+
+
+@dataclass(frozen=True, slots=True)
+class PartSizes:
+    """How a round is stored. ``members``: the members of a part, on average; a round with no more of them
+    has no parts. ``at_once``: the parts in one transaction. etcd takes 128 operations and 1.5 MiB."""
+
+    members: int = 64
+    at_once: int = 32
+
+
+PART_SIZES: Final = PartSizes()
+
+
+def split(round: Round, sizes: PartSizes) -> tuple[Round, tuple[Put, ...]]:
+    """Return the record of a round whose members are all known, and its parts. A small round has none."""
+    if len(round.members) <= sizes.members:
+        return replace(round, extent=None), ()
+    count = -(-len(round.members) // sizes.members)
+    parts: list[list[Member]] = [[] for _ in range(count)]
+    for member in round.members:
+        parts[part_of(member.node, count)].append(member)
+    whole = replace(round, extent=None)
+    extent = Extent(whole.world_size, whole.nodes, whole.leaving_workers, count, _digest(round.members))
+    record = replace(round, members=(), extent=extent)
+    puts = (Put(part_key(record, n), RoundPart(tuple(part))) for n, part in enumerate(parts))
+    return record, tuple(puts)
+
+
+def without_parts(round: Round, sizes: PartSizes) -> Round:
+    """Return the record of a round whose parts are deleted. Only a small round keeps its members."""
+    record, parts = split(round, sizes)
+    if record.extent is None or not parts:
+        return record
+    return replace(record, extent=replace(record.extent, parts=0))
+
+
+def has_parts(round: Round | None) -> bool:
+    """Whether the round has parts."""
+    return round is not None and round.extent is not None and round.extent.parts > 0
+
+
+def part_of(node: str, parts: int) -> int:
+    """Return the number of the part that has the node, if the node is a member."""
+    return crc32(node.encode(errors="surrogatepass")) % parts
+
+
+def folder_of(number: int) -> str:
+    """Return the beginning of the keys of all parts of the rounds with this number."""
+    return f"{FOLDER}{number:010}."
+
+
+def part_key(round: Round, part: int | None) -> str:
+    """Return the key of a part of the round; None: the beginning of the keys of all its parts."""
+    assert round.extent is not None
+    return f"{folder_of(round.number)}{round.extent.digest}.{'' if part is None else part}"
+
+
+def join(round: Round, parts: Iterable[RoundPart]) -> Round:
+    """Return the round with the members of these parts."""
+    members = (member for part in parts for member in part.members)
+    return replace(round, members=tuple(sorted(members, key=attrgetter("base_rank"))))
+
+
+def whole(round: Round, facts: Mapping[str, Fact]) -> Round:
+    """Return the round with all members that ``facts``, by key, have."""
+    if round.extent is None:
+        return round
+    keys = part_key(round, None)
+    return join(round, (f for key, f in facts.items() if key.startswith(keys) and isinstance(f, RoundPart)))
+
+
+def fits(round: Round) -> bool:
+    """Whether the round has as many members and workers as its extent says, with consecutive ranks."""
+    assert round.extent is not None
+    rank = 0
+    for place, member in enumerate(round.members):
+        if (member.base_rank, member.place) != (rank, place):
+            return False
+        rank += len(member.slots)
+    return (rank, len(round.by_node)) == (round.extent.workers, round.extent.nodes)
+
+
+def _digest(members: Sequence[Member]) -> str:
+    digest = blake2b(digest_size=8)
+    for m in members:
+        digest.update(repr((m.node, m.incarnation, m.slots, m.base_rank)).encode(errors="surrogatepass"))
+    return digest.hexdigest()
