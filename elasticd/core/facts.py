@@ -619,11 +619,13 @@ class Laggard:
 @dataclass(frozen=True, slots=True)
 class Stragglers:
     """The stragglers, as the leader judged from the paces of all nodes. Key ``stragglers``, on the leader's
-    lease. ``usual_s``: the median of all workers' own times for a step; 0 if unknown."""
+    lease. ``usual_s``: the median of all workers' own times for a step; 0 if unknown. ``slow``: bad slots and
+    the first stragglers by rank; ``more`` is the number of those left out."""
 
     round: int
     usual_s: float
     slow: tuple[Laggard, ...] = ()
+    more: int = 0
 
 
 @dataclass(frozen=True, slots=True)

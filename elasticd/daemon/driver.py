@@ -322,6 +322,8 @@ class Driver:
         if term.view.absence_counts_from != counts_from:
             term.view = replace(term.view, absence_counts_from=counts_from)
         plan = leader.decide(term.view, now)
+        if plan.judged is not term.view.judged:
+            term.view = replace(term.view, judged=plan.judged)
         waiting = plan.waiting if plan.writes else plan.reasons
         for reason in (*plan.waiting, *plan.reasons):
             if reason not in term.waiting and reason not in term.tried:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +11,7 @@ from elasticd import __version__
 from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
 from elasticd.core.agent import AgentState
 from elasticd.core.facts import Cause, Checkpoint, Phase, SlotProgress
+from elasticd.core.leader import Mark, Standing
 from elasticd.core.ledger import Ledger
 from elasticd.core.measuring import SlotLag
 from elasticd.core.page_layout import PageContents
@@ -335,22 +336,15 @@ class Meter:
         metrics.set("elasticd_restart_budget_size", state.policy.restarts_max)
         metrics.set("elasticd_etcd_up", state.etcd.silent is None and state.etcd.lease_until is not None)
         metrics.set("elasticd_etcd_full", bool(state.etcd.full))
-        if view is None or view.nodes is None:
+        if view is None or not view.complete or view.round is None:
             for kind in ("member", "waiting", "draining", "lost"):
                 metrics.forget("elasticd_members", kind)
             metrics.forget("elasticd_slots_quarantined")
             return
-        round = state.round
-        live = round is not None and round.phase in (Phase.LIVE, Phase.CLOSING)
-        members = {(m.node, m.incarnation) for m in round.members} if round is not None and live else set()
-        nodes = {(r.node.name, r.node.incarnation): r.node for r in view.nodes.values()}
-        kinds = Counter(
-            "draining" if node.draining else "member" if who in members else "waiting"
-            for who, node in nodes.items()
-        )
-        kinds["lost"] = len(members - nodes.keys())
-        for kind in ("member", "waiting", "draining", "lost"):
-            metrics.set("elasticd_members", kinds[kind], kind)
+        for standing in Standing:
+            metrics.set("elasticd_members", view.roll.standing.get(standing, 0), standing)
+        runs = view.round.phase in (Phase.LIVE, Phase.CLOSING)
+        metrics.set("elasticd_members", len(view.roll[Mark.MISSING]) if runs else 0, "lost")
         metrics.set("elasticd_slots_quarantined", sum(q.until > now for q in view.budget.quarantines))
 
     @property

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from elasticd.checkpoint.server.save_report import Fate, SaveReport, sentence
-from elasticd.core.facts import Fact, Node, Progress, SlotProgress
+from elasticd.core.facts import Fact, Node, Progress, Round, SlotProgress
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Applied, Put, Seen, Store
 from elasticd.core.reasons import Reason, WorkersStarted
@@ -16,6 +17,7 @@ from elasticd.daemon.driver import Driver
 from elasticd.daemon.http_pages import Pages, Published
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.observer import Observer
+from elasticd.daemon.round_watch import RoundWatch
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.daemon.timeline import Timeline
 from elasticd.daemon.usage_sampler import Sampler, Samples
@@ -80,12 +82,14 @@ class Publisher:
         self._events: deque[Note] = deque(maxlen=EVENTS_KEPT)
         self._rates = StepRates()
         self._others: dict[str, Fact] = {}
+        self._whole: Round | None = None
         self._samples: Samples | None = None
         self._written: Progress | None = None
         self._writing = False
         self._write_due = self._due = 0.0
         if view.live and config.etcd is not None:
             store.watch("progress/", self._progress_seen, prefix=True)
+            RoundWatch(store, self._round_seen)
 
     def _read(self) -> tuple[SlotProgress, ...]:
         """Return the heartbeats of the crew's round, and none of an earlier round."""
@@ -197,6 +201,10 @@ class Publisher:
         """Keep the nodes' progress. Runs on the store's thread."""
         self._others = updated(self._others, seen)
 
+    def _round_seen(self, seen: Seen) -> None:
+        """Keep the round with all its members. Runs on the store's thread."""
+        self._whole = next((e.fact for e in reversed(seen.entries) if isinstance(e.fact, Round)), None)
+
     def _status(self, mine: tuple[SlotProgress, ...], now: float) -> JobStatus:
         state, unready = self._driver.state, self._unready()
         waits = [describe.waiting(w, now) for w in self._driver.waiting]  # type: ignore[arg-type]
@@ -216,6 +224,9 @@ class Publisher:
         state, view, name = self._driver.state, self._driver.view, self._config.node
         known = self._others | {key: e.fact for key, e in state.seen.items() if e.fact is not None}
         known["spec"] = state.spec or state.wanted
+        whole, round = self._whole, state.round
+        if whole is not None and round is not None and whole.number == round.number:
+            known["round"] = replace(round, members=whole.members)
         me, own, port = state.me, state.registration.own, state.store_port
         released = state.released.round
         known[me.key] = (own.fact if own is not None else None) or Node(

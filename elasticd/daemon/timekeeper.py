@@ -68,7 +68,8 @@ class Timekeeper:
 
     def farewell(self, state: AgentState, now: float, *, alone: bool) -> tuple[NodeLedger, ...]:
         """Close the ledger, write the record, and return the records of all nodes. ``alone``: etcd is this
-        agent's own. Blocks for a few seconds at most, until the other nodes of an ended job have written
+        agent's own. In a job so large that its round is in parts, only the leader asks for the records of
+        the other nodes. Blocks for a few seconds at most, until the other nodes of an ended job have written
         their records."""
         self._known, mine = timekeeping.close(self._known, state, now)
         if alone:
@@ -77,6 +78,8 @@ class Timekeeper:
         if self._known.resumed and state.guard is not None:
             self._store.transact((state.guard,), (Put(self._key, mine),), lambda answer: written.set())
             written.wait(FAREWELL_S)
+        if state.round is not None and state.round.extent is not None and state.leads is None:
+            return (mine,)
         return (mine, *_others(self._store, mine.node, state.round))
 
     def _first_step_at(self, beat: SlotProgress, round: int) -> float:
@@ -100,11 +103,16 @@ def _others(store: Store, node: str, ended: Round | None) -> list[NodeLedger]:
     known: dict[str, NodeLedger] = {}
     whole = threading.Event()
     over = ended is not None and ended.phase is Phase.ENDED
-    awaited = {m.node for m in ended.members} - {node} if ended is not None and over else set()
+    awaited = ended.by_node.keys() - {node} if ended is not None and over else set()
+    least = ended.nodes - 1 if ended is not None and over else 0  # not all members may be known
+    last: set[str] = set()  # nodes whose last record has come
 
     def seen(news: News) -> None:
-        known.update({e.fact.node: e.fact for e in news.entries if isinstance(e.fact, NodeLedger)})
-        if ended is None or all(n in known and known[n].at >= ended.since for n in awaited):
+        for ledger in (e.fact for e in news.entries if isinstance(e.fact, NodeLedger)):
+            known[ledger.node] = ledger
+            if ended is not None and ledger.node != node and ledger.at >= ended.since:
+                last.add(ledger.node)
+        if len(last) >= least and awaited <= last:
             whole.set()
 
     end = store.watch("ledger/", seen, prefix=True)

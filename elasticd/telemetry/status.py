@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from elasticd import __version__
 from elasticd.core import budget as budgets
-from elasticd.core import world
+from elasticd.core import round_parts, world
 from elasticd.core.facts import (
     Budget,
     Checkpoint,
@@ -266,12 +266,14 @@ class _Picture:
         self.progress = {f.node: f for f in _all(facts, Progress)}
         self.ledgers = {f.node: f for f in _all(facts, NodeLedger)}
         round = _one(facts, "round", Round)
+        if round is not None and not round.members:
+            round = round_parts.whole(round, facts)
         if round is not None and round.phase is Phase.CLOSING and self.complete and not self.nodes:
             round = replace(round, phase=Phase.WAITING)  # no node is left to end the phase
         self.round = round
         self.live = round if round is not None and round.phase is Phase.LIVE else None
         over = round is None or round.phase is Phase.ENDED
-        self.members = {m.node: m for m in round.members} if round is not None and not over else {}
+        self.members: Mapping[str, Member] = round.by_node if round is not None and not over else {}
         self.beats = {
             p.node: {b.slot: b for b in p.slots}
             for p in self.progress.values()
@@ -324,9 +326,10 @@ class _Picture:
 
     def _listed(self) -> list[str]:
         """Return the nodes in rank order, then the others."""
-        members = self.members if self.complete else self.members.keys() & self.beats.keys()
-        ranks = {name: m.base_rank for name, m in self.members.items()}
-        return sorted({*self.nodes, *members}, key=lambda name: (ranks.get(name, math.inf), name))
+        members = self.members if self.complete else [name for name in self.beats if name in self.members]
+        names = {*self.nodes, *members}
+        ranks = {name: self.members[name].base_rank for name in names if name in self.members}
+        return sorted(names, key=lambda name: (ranks.get(name, math.inf), name))
 
     def _node(self, name: str) -> NodeStatus:
         node, member = self.nodes.get(name), self.members.get(name)

@@ -38,7 +38,9 @@ from elasticd.core.facts import (
     SlotPace,
     SlotProgress,
     Spec,
+    Stall,
 )
+from elasticd.core.hang.judging import Doing, Look, Patience, allowance
 from elasticd.core.ports import (
     Answer,
     Applied,
@@ -55,7 +57,7 @@ from elasticd.core.ports import (
     Write,
 )
 from elasticd.core.straggler import PERIODS
-from elasticd.daemon.driver import Driver, Happening
+from elasticd.daemon.driver import JUDGE_S, Driver, Happening
 from elasticd.daemon.publish import WRITE_S as PROGRESS_EVERY_S
 from elasticd.etcd import records
 
@@ -72,11 +74,13 @@ REPORT = "a report"
 PACES = "a node's paces"
 PERIOD = "the last paces of a period"
 LOST = "a lost node"
+STANDSTILL = "a node stands still"
+STILL = "a quiet event, all still"
 RELEASE = "a release"
 FORMING = "a forming"
 FAILURE = "a release with failures"
 REFORMING = "a re-forming, all failed"
-OF_ONE_NODE = (QUIET, REPORT, PACES, RELEASE, FAILURE)
+OF_ONE_NODE = (QUIET, REPORT, PACES, STANDSTILL, STILL, RELEASE, FAILURE)
 OF_ALL_NODES = (PERIOD, LOST, FORMING, REFORMING)
 
 
@@ -341,6 +345,27 @@ class Leader:
         if self.driver.view is None or not self.driver.view.stragglers:
             raise Missing("the leader has compared nobody")
 
+    def stand_still(self) -> None:
+        """One node after the other reports that its workers wait; then all go on."""
+        allowed = allowance([1.0] * 10, 10, Patience())
+        assert allowed is not None
+        stalls: dict[str, Fact] = {
+            f"stalls/{m.node}": Stall(m.node, m.incarnation, self.round.number, _waiting(m), allowed)
+            for m in self.round.members
+        }
+        keys = list(stalls)
+        self.see("", {key: stalls[key] for key in keys[ONE_BY_ONE:-1]})
+        for key in keys[:ONE_BY_ONE]:
+            self.see("", {key: stalls[key]})
+            self.tick(STANDSTILL, JUDGE_S)
+        self.see("", {keys[-1]: stalls[keys[-1]]})
+        self.tick("", JUDGE_S)
+        for _ in range(ONE_BY_ONE):
+            self.tick(STILL, JUDGE_S)
+        if self.driver.view is None or not self.driver.view.judged.of:
+            raise Missing("the leader has judged nobody")
+        self.see("", dict.fromkeys(stalls))
+
     def lose_a_node(self) -> None:
         """The last node is lost; the others release the round and form the next."""
         lost = self.names.pop()
@@ -386,6 +411,13 @@ class Leader:
 def _record(n: int, name: str) -> Node:
     address = f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}"
     return Node(name, f"{n:032x}", address, tuple(range(WORKERS)), 0, 29500, 4711, f"{name}:{n:036x}")
+
+
+def _waiting(member: Member) -> tuple[Look, ...]:
+    return tuple(
+        Look(member.node, slot, member.rank_of(slot), 123, 1.0, Doing.WAITING, "train.py:88", "all_reduce")
+        for slot in member.slots
+    )
 
 
 def _paces(member: Member, number: int, period: int) -> Paces:
@@ -449,6 +481,7 @@ def play(nodes: int, *, counting: bool = False, until: float = math.inf) -> Lead
     leader.stay_quiet()
     leader.report()
     leader.compare(2 if counting else PERIODS + 1)
+    leader.stand_still()
     leader.etcd.what = LOST
     leader.lose_a_node()
     leader.etcd.what = ""

@@ -20,9 +20,11 @@ from elasticd.core.facts import (
     Report,
     Round,
     Spec,
+    Stall,
     UnitWithin,
 )
-from elasticd.core.leader.roll import NOBODY, SHOWN_MAX, Mark, Registered, Roll
+from elasticd.core.hang.judging import Allowance, Doing, Look
+from elasticd.core.leader.roll import NOBODY, SHOWN_MAX, Mark, ReceivedStall, Registered, Roll, Standing
 from elasticd.core.page_layout import Fatal
 from elasticd.core.persistent_map import PersistentMap
 from tests.core.build import NOW, exit, life, node, report, round, spec
@@ -78,15 +80,32 @@ specs = st.builds(
     st.booleans(),
     st.sampled_from([(), (Drained("n1", life("n1")),)]),
 )
-changes = st.lists(registered | reports | rounds | specs | st.sampled_from(NAMES), max_size=12)
+stalls = st.builds(
+    lambda name, life_number, number, doing: ReceivedStall(
+        Stall(
+            name,
+            life(name, life_number),
+            number,
+            (Look(name, 0, 0, 7, 5.0, doing),),
+            Allowance(1.0, 1.0, 1.0, 1.0, 1.0),
+        ),
+        NOW,
+    ),
+    st.sampled_from(NAMES),
+    st.integers(1, 2),
+    st.integers(4, 6),
+    st.sampled_from([Doing.STOPPED, Doing.WAITING]),
+)
+changes = st.lists(registered | reports | stalls | rounds | specs | st.sampled_from(NAMES), max_size=12)
 
 
 @given(specs, rounds, changes)
 def test_what_follows_event_by_event_is_what_a_new_roll_shows(
-    wanted: Spec, live: Round, changes: list[Registered | Report | Round | Spec | str]
+    wanted: Spec, live: Round, changes: list[Registered | Report | ReceivedStall | Round | Spec | str]
 ) -> None:
     nodes: PersistentMap[Registered] = PersistentMap()
     told: PersistentMap[Report] = PersistentMap()
+    still: PersistentMap[ReceivedStall] = PersistentMap()
     roll = Roll()
     for change in changes:
         match change:
@@ -94,17 +113,32 @@ def test_what_follows_event_by_event_is_what_a_new_roll_shows(
                 nodes = nodes.updated({there.name: change})
             case Report(name):
                 told = told.updated({name: change})
+            case ReceivedStall(stall):
+                still = still.updated({stall.node: change})
             case Round():
                 live = change
             case Spec():
                 wanted = change
             case str():
                 nodes = nodes.updated({change: None})
-        roll = roll.follow(wanted, live, nodes, told)
-        anew = Roll().follow(wanted, live, nodes, told)
+        roll = roll.follow(wanted, live, nodes, told, still)
+        anew = Roll().follow(wanted, live, nodes, told, still)
         assert {m: dict(roll[m]) for m in Mark} == {m: dict(anew[m]) for m in Mark}
         assert roll.places == anew.places and roll.came_at >= anew.came_at
-        assert roll.follow(wanted, live, nodes, told) is roll
+        assert {s: roll.standing.get(s, 0) for s in Standing} == _standing(live, nodes)
+        assert roll.follow(wanted, live, nodes, told, still) is roll
+
+
+def _standing(round: Round, nodes: PersistentMap[Registered]) -> dict[Standing, int]:
+    there = [known.node for known in nodes.values()]
+    draining = [node for node in there if node.draining]
+    runs = round.phase in (Phase.LIVE, Phase.CLOSING)
+    members = [n for n in there if not n.draining and runs and round.member(n.name, n.incarnation)]
+    return {
+        Standing.MEMBER: len(members),
+        Standing.WAITING: len(there) - len(members) - len(draining),
+        Standing.DRAINING: len(draining),
+    }
 
 
 limits_ = st.builds(
@@ -122,7 +156,7 @@ def test_the_size_of_the_next_world_is_that_of_the_world_that_would_be_formed(
     wanted = replace(wanted, limits=limits)
     quarantines = [Quarantine("n0", 0, NOW + 5, 1), Quarantine("n2", 1, NOW - 5, 1)]
     nodes = PersistentMap({r.node.name: r for r in there})
-    roll = Roll().follow(wanted, live, nodes, PersistentMap())
+    roll = Roll().follow(wanted, live, nodes, PersistentMap(), PersistentMap())
     known = [r.node for r in there]
     candidates = world.candidates(known, wanted, live, live=live.phase is Phase.LIVE)
     formed = world.form(candidates, live, limits, quarantines, NOW)
@@ -133,7 +167,7 @@ def members_of(count: int, *gone: str) -> Roll:
     names = [f"node-{n}" for n in range(count)]
     there: dict[str, Node] = {name: node(name) for name in names if name not in gone}
     nodes = PersistentMap({name: Registered(each, 1, 0.0) for name, each in there.items()})
-    return Roll().follow(spec(), round(5, dict.fromkeys(names, 2)), nodes, PersistentMap())
+    return Roll().follow(spec(), round(5, dict.fromkeys(names, 2)), nodes, PersistentMap(), PersistentMap())
 
 
 def test_names_come_in_the_order_of_ranks_and_of_many_only_some_are_shown() -> None:
@@ -151,5 +185,5 @@ def test_of_those_who_finished_only_the_host_of_the_store_is_needed(finished: st
     roll = members_of(3, "node-0", "node-1")
     assert roll.spec is not None and roll.round is not None
     told = PersistentMap({finished: report(finished, 5, finished=True)})
-    roll = roll.follow(roll.spec, roll.round, roll.nodes, told)
+    roll = roll.follow(roll.spec, roll.round, roll.nodes, told, roll.stalls)
     assert sorted(m.node for m in roll.needed(Mark.MISSING)) == needed

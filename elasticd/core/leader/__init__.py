@@ -13,7 +13,7 @@ driver adds the guard that this agent still leads.
 
 from elasticd.core.leader.deciding import decide
 from elasticd.core.leader.plan import Plan
-from elasticd.core.leader.roll import Registered
+from elasticd.core.leader.roll import Mark, Registered, Standing
 from elasticd.core.leader.view import FINDINGS, View, see
 
-__all__ = ["FINDINGS", "Plan", "Registered", "View", "decide", "see"]
+__all__ = ["FINDINGS", "Mark", "Plan", "Registered", "Standing", "View", "decide", "see"]

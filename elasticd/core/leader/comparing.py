@@ -10,6 +10,8 @@ from elasticd.core.facts import Laggard, Paces, Phase, Policy, Round, Stragglers
 from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.straggler import PERIODS, Watch
 
+LAGGARDS_MAX = 1000  # that a record names: 100 kB in etcd, and every agent reads it
+
 
 @dataclass(frozen=True, slots=True)
 class PaceComparison:
@@ -89,7 +91,9 @@ def _found(watch: Watch, round: Round, heard: Mapping[str, Paces]) -> Stragglers
     slow += [Laggard(n, b.slot, b.rank, 0.0, b.why) for n, p in heard.items() for b in p.bad]
     if not slow and not watch.usual_s:
         return None
-    return Stragglers(round.number, watch.usual_s, tuple(sorted(slow, key=lambda one: one.rank)))
+    slow.sort(key=lambda one: (not one.why, one.rank))
+    named = sorted(slow[:LAGGARDS_MAX], key=lambda one: one.rank)
+    return Stragglers(round.number, watch.usual_s, tuple(named), len(slow[LAGGARDS_MAX:]))
 
 
 def _laggard(round: Round, rank: int, ratio: float) -> Laggard:

@@ -34,7 +34,7 @@ def decide(view: View, now: float) -> Plan:
     wakes = [at for at in (plan.wake_at, hung.wake_at) if at is not None]
     named = hung if hung.writes else slow
     if not named.writes:
-        return replace(plan, wake_at=min(wakes, default=None))
+        return replace(plan, wake_at=min(wakes, default=None), judged=hung.judged)
     return replace(named, wake_at=min(wakes, default=None), waiting=plan.reasons)
 
 

@@ -6,14 +6,16 @@ each agent reports, and the leader judges all reports together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, fields, replace
 
-from elasticd.core.facts import Hang, Phase
+from elasticd.core.facts import Hang, Member, Phase, Round
 from elasticd.core.hang.judging import REPEAT_S, Allowance, Doing, Look, judge_round
 from elasticd.core.leader.plan import Plan
-from elasticd.core.leader.roll import Mark
-from elasticd.core.leader.view import ReceivedStall, View
+from elasticd.core.leader.roll import Mark, ReceivedStall
+from elasticd.core.leader.view import Judged, View
+from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import Put
 
 LATER_S = 0.01  # added to a limit, so that the limit has surely passed at the wake-up
@@ -36,28 +38,31 @@ def name_the_hung(view: View, now: float) -> Plan:
         return Plan(wake_at=again_at)
     roll = view.roll
     quiet = (roll[Mark.FINISHED], roll[Mark.LEFT], roll[view.mark_of_lost(now)])
-    received: list[ReceivedStall] = []
-    silent = False
-    for member in round.members:
-        known = view.stalls.get(member.node)
-        of_this = (round.number, member.incarnation)
-        if known is not None and (known.stall.round, known.stall.incarnation) == of_this:
-            received.append(known)
-        elif not any(member.node in those for those in quiet):
-            silent = True  # the member's workers make steps, or its report has not come yet
-    if not received:
+    if not roll[Mark.STILL]:
         return Plan()
+    facts = (round, view.stalls, found, *quiet)
+    if view.judged.holds(facts, now):
+        return Plan(wake_at=view.judged.until, judged=view.judged)
+    silent = _any_silent(round, roll[Mark.STILL], quiet)
     if silent and found is not None and now < again_at:  # the silent agents were asked for reports
         return Plan(wake_at=again_at)
-    looks = _looks(received, now)
-    if silent:  # without all reports, only stopped workers are certain
-        looks = [look for look in looks if look.doing is Doing.STOPPED]
+    # Without all reports, only stopped workers are certain.
+    received = [view.stalls[name] for name in roll[Mark.STOPPED if silent else Mark.STILL]]
+    looks = [look for look in _looks(received, now) if look.doing is Doing.STOPPED or not silent]
     allowed = _most_patient([one.stall.allowed for one in received])
-    verdict = judge_round(looks, allowed)
+    verdict = judge_round(looks, allowed) if allowed is not None else None
     if verdict is None:
-        wakes = (at for at in (*_limits(looks, allowed, now), view.absence_counts_from) if at > now)
-        return Plan(wake_at=min(wakes, default=None))
+        wakes = [at for at in (*_limits(looks, allowed, now), view.absence_counts_from) if at > now]
+        wake_at = min(wakes, default=None)
+        return Plan(wake_at=wake_at, judged=Judged(facts, math.inf if wake_at is None else wake_at))
     return Plan(writes=(Put("hang", Hang(round.number, verdict, asks=silent), leased=True),))
+
+
+def _any_silent(round: Round, still: PersistentMap[Member], quiet: Sequence[PersistentMap[Member]]) -> bool:
+    """Whether workers of some member make steps, or its report has not come yet."""
+    if len(still) + sum(map(len, quiet)) < round.nodes:
+        return True
+    return any(name not in still and not any(name in those for those in quiet) for name in round.by_node)
 
 
 def _looks(received: Sequence[ReceivedStall], now: float) -> list[Look]:
@@ -67,13 +72,15 @@ def _looks(received: Sequence[ReceivedStall], now: float) -> list[Look]:
     ]
 
 
-def _most_patient(allowances: Sequence[Allowance]) -> Allowance:
+def _most_patient(allowances: Sequence[Allowance]) -> Allowance | None:
     """Return the greatest of each limit."""
+    if not allowances:
+        return None
     return Allowance(*(max(getattr(a, limit.name) for a in allowances) for limit in fields(Allowance)))
 
 
-def _limits(looks: Sequence[Look], allowed: Allowance, now: float) -> Iterator[float]:
+def _limits(looks: Sequence[Look], allowed: Allowance | None, now: float) -> Iterator[float]:
     """Yield the times at which the workers' standstills reach their limits."""
-    limits = astuple(allowed)
+    limits = astuple(allowed) if allowed is not None else ()
     left = (limit - look.still_s for look in looks for limit in limits)
     return (now + max(s, LATER_S) for s in left if s > 0)

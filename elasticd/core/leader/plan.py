@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from elasticd.core import round_parts
 from elasticd.core.facts import Budget, Cause, Failure, Outcome, Phase, Round
-from elasticd.core.leader.view import View
+from elasticd.core.leader.view import NOT_JUDGED, Judged, View
 from elasticd.core.ports import Delete, Guard, Put, Write
 from elasticd.core.reasons import JobEnded, Reason, RoundClosing
 
@@ -15,7 +15,8 @@ from elasticd.core.reasons import JobEnded, Reason, RoundClosing
 class Plan:
     """The writes, or the time until which to wait. ``ahead``: writes without effect by themselves, for which
     the transaction has no room; each is a transaction before it, under the same guards. ``reasons`` explain
-    the plan. ``waiting``: why the job waits, in a plan that names hung workers or stragglers."""
+    the plan. ``waiting``: why the job waits, in a plan that names hung workers or stragglers. ``judged``:
+    what the next decision need not judge again."""
 
     guards: tuple[Guard, ...] = ()
     writes: tuple[Write, ...] = ()
@@ -23,6 +24,7 @@ class Plan:
     wake_at: float | None = None
     reasons: tuple[Reason, ...] = ()
     waiting: tuple[Reason, ...] = ()
+    judged: Judged = NOT_JUDGED
 
 
 def write(view: View, round: Round, budget: Budget, reasons: tuple[Reason, ...] = ()) -> Plan:

@@ -7,6 +7,7 @@ brings the roll up to date for the nodes that it concerns.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
@@ -15,7 +16,8 @@ from operator import attrgetter
 from typing import Final
 
 from elasticd.core import world
-from elasticd.core.facts import Member, Node, Phase, Quarantine, Report, Round, Spec
+from elasticd.core.facts import Member, Node, Phase, Quarantine, Report, Round, Spec, Stall
+from elasticd.core.hang.judging import Doing
 from elasticd.core.persistent_map import PersistentMap
 
 
@@ -29,6 +31,14 @@ class Registered:
     created: int
     seen_at: float
     news_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedStall:
+    """An agent's report of workers that stand still, and when the leader received it."""
+
+    stall: Stall
+    at: float
 
 
 class Mark(StrEnum):
@@ -50,6 +60,16 @@ class Mark(StrEnum):
     FATAL = auto()  # reports a failure that is to end the job
     RAISED = auto()  # reports a failure of a worker that raised an exception of its own
     ASTRAY = auto()  # reports a value that is not finite
+    STILL = auto()  # reports workers that make no steps
+    STOPPED = auto()  # reports a worker that is stopped
+
+
+class Standing(StrEnum):
+    """What a registered node is to the round."""
+
+    MEMBER = auto()  # of a round that is live or closes
+    WAITING = auto()
+    DRAINING = auto()  # is to leave the job
 
 
 SHOWN_MAX = 8  # nodes that a reason names; it gives the number of the others
@@ -58,7 +78,8 @@ NOBODY: Final[PersistentMap[Member]] = PersistentMap()
 
 @dataclass(frozen=True, slots=True)
 class Roll:
-    """The roll of the first four fields. ``marked``: the members with each mark. ``places``: how many workers
+    """The roll of the first five fields. ``marked``: the members with each mark. ``standing``: how many
+    registered nodes are members, wait or drain. ``places``: how many workers
     there are for the next world, whatever its limits and quarantines; while the round is live, the places of
     its members count. ``came_at``: when the last node came that may be in the next world, if there was one
     since the round changed."""
@@ -67,7 +88,9 @@ class Roll:
     round: Round | None = None
     nodes: PersistentMap[Registered] = field(default_factory=PersistentMap)
     reports: PersistentMap[Report] = field(default_factory=PersistentMap)
+    stalls: PersistentMap[ReceivedStall] = field(default_factory=PersistentMap)
     marked: Mapping[Mark, PersistentMap[Member]] = field(default_factory=dict)
+    standing: Mapping[Standing, int] = field(default_factory=dict)
     places: int = 0
     came_at: float = 0.0
 
@@ -126,16 +149,21 @@ class Roll:
     # ------------------------------------------------------------ bringing it up to date
 
     def follow(
-        self, spec: Spec, round: Round, nodes: PersistentMap[Registered], reports: PersistentMap[Report]
+        self,
+        spec: Spec,
+        round: Round,
+        nodes: PersistentMap[Registered],
+        reports: PersistentMap[Report],
+        stalls: PersistentMap[ReceivedStall],
     ) -> Roll:
         """Return the roll of these facts. Of the same spec and round, only what differs is looked at."""
         same = spec is self.spec and round is self.round
-        if same and nodes is self.nodes and reports is self.reports:
+        if same and nodes is self.nodes and reports is self.reports and stalls is self.stalls:
             return self
         before = self if same else Roll()
-        after = replace(before, spec=spec, round=round, nodes=nodes, reports=reports)
+        after = replace(before, spec=spec, round=round, nodes=nodes, reports=reports, stalls=stalls)
         changes: dict[Mark, dict[str, Member | None]] = {}
-        places, came_at = before.places, before.came_at
+        places, came_at, standing = before.places, before.came_at, Counter(before.standing)
         for name, was, now in _differences(before, after):
             member = round.by_node.get(name)
             if member is not None:
@@ -144,20 +172,33 @@ class Roll:
                     for mark in {*had, *has}:
                         changes.setdefault(mark, {})[name] = member if mark in has else None
             if was[0] is not now[0]:
+                standing.subtract(before._standing(was[0]))
+                standing.update(after._standing(now[0]))
                 node = after._candidate(now[0])
                 places += _room(node, spec) - _room(before._candidate(was[0]), spec)
                 if node is not None and now[0] is not None:
                     came_at = max(came_at, now[0].seen_at)
         marked = {mark: before[mark].updated(changed) for mark, changed in changes.items()}
-        return replace(after, marked={**before.marked, **marked}, places=places, came_at=came_at)
+        marked = {**before.marked, **marked}
+        return replace(after, marked=marked, standing=standing, places=places, came_at=came_at)
 
-    def _marks(self, member: Member, known: Registered | None, report: Report | None) -> Sequence[Mark]:
+    def _marks(
+        self,
+        member: Member,
+        known: Registered | None,
+        report: Report | None,
+        received: ReceivedStall | None,
+    ) -> Sequence[Mark]:
         spec, round = self.spec, self.round
         if spec is None or round is None:
             return ()
         marks: list[Mark] = []
         if report is not None and self._is_of_member(report):
             marks += _told(report)
+        stall = received.stall if received is not None else None
+        if stall is not None and (stall.round, stall.incarnation) == (round.number, member.incarnation):
+            stopped = any(look.doing is Doing.STOPPED for look in stall.looks)
+            marks += [Mark.STILL, Mark.STOPPED] if stopped else [Mark.STILL]
         if known is None:
             return [*marks, Mark.MISSING]
         node = known.node
@@ -179,6 +220,16 @@ class Roll:
             marks.append(Mark.TO_REPORT)
         return marks
 
+    def _standing(self, known: Registered | None) -> tuple[Standing, ...]:
+        """Return what the node is to the round; empty if it is not registered."""
+        if known is None or self.round is None:
+            return ()
+        if known.node.draining:
+            return (Standing.DRAINING,)
+        runs = self.round.phase in (Phase.LIVE, Phase.CLOSING)
+        member = self.round.member(known.node.name, known.node.incarnation)
+        return (Standing.MEMBER if runs and member is not None else Standing.WAITING,)
+
     def _is_of_member(self, report: Report) -> bool:
         assert self.round is not None
         if report.round != self.round.number:
@@ -192,7 +243,7 @@ class Roll:
         return world.candidate(known.node, self.spec, self.round, live=live)
 
 
-_Known = tuple[Registered | None, Report | None]
+_Known = tuple[Registered | None, Report | None, ReceivedStall | None]
 
 
 def _differences(before: Roll, after: Roll) -> Iterator[tuple[str, _Known, _Known]]:
@@ -200,14 +251,18 @@ def _differences(before: Roll, after: Roll) -> Iterator[tuple[str, _Known, _Know
     in all nodes and members."""
     if before.round is None:
         assert after.round is not None
-        nodes, reports = after.nodes.to_dict(), after.reports.to_dict()
+        nodes, reports, stalls = after.nodes.to_dict(), after.reports.to_dict(), after.stalls.to_dict()
         for name in {**after.round.by_node, **nodes}:
-            yield name, (None, None), (nodes.get(name), reports.get(name))
+            yield name, (None, None, None), (nodes.get(name), reports.get(name), stalls.get(name))
         return
-    names = chain(after.nodes.differing(before.nodes), after.reports.differing(before.reports))
+    names = chain(
+        after.nodes.differing(before.nodes),
+        after.reports.differing(before.reports),
+        after.stalls.differing(before.stalls),
+    )
     for name in dict.fromkeys(names):
-        was = before.nodes.get(name), before.reports.get(name)
-        yield name, was, (after.nodes.get(name), after.reports.get(name))
+        was = before.nodes.get(name), before.reports.get(name), before.stalls.get(name)
+        yield name, was, (after.nodes.get(name), after.reports.get(name), after.stalls.get(name))
 
 
 def _room(

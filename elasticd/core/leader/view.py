@@ -9,7 +9,7 @@ from typing import Final
 from elasticd.core.facts import Budget, Hang, Node, Paces, Report, Round, Spec, Stall, Stragglers
 from elasticd.core.leader import comparing
 from elasticd.core.leader.comparing import PaceComparison
-from elasticd.core.leader.roll import Mark, Registered, Roll
+from elasticd.core.leader.roll import Mark, ReceivedStall, Registered, Roll
 from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import Changes, Entry, Listing, Seen, Unchanged
 from elasticd.core.round_parts import PART_SIZES, PartSizes
@@ -19,11 +19,18 @@ FINDINGS = ("hang", "stragglers")  # keys that the leader writes besides the rou
 
 
 @dataclass(frozen=True, slots=True)
-class ReceivedStall:
-    """An agent's report of workers that stand still, and when the leader received it."""
+class Judged:
+    """A judgement that found no hang. From the same facts, ``of``, it holds until ``until``."""
 
-    stall: Stall
-    at: float
+    of: tuple[object, ...] = ()
+    until: float = 0.0
+
+    def holds(self, of: tuple[object, ...], now: float) -> bool:
+        same = len(of) == len(self.of) and all(a is b for a, b in zip(of, self.of, strict=True))
+        return same and now < self.until
+
+
+NOT_JUDGED: Final = Judged()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +40,9 @@ class View:
     ``revisions``: of ``spec``, ``round``, ``budget``, ``hang`` and ``stragglers``, as far as they have been
     listed. ``absence_counts_from``: before this time a node that is not registered may only be late, since
     etcd was away and leases ran out. ``hang``, ``stragglers``: what this or an earlier leader last wrote.
-    ``hang_at``: when ``hang`` was seen. ``part_sizes``: how this leader stores rounds. ``roll``: of
-    the spec, the round, the nodes and the reports; ``up_to_date`` brings it up to date.
+    ``hang_at``: when ``hang`` was seen. ``judged``: the last judgement that found no hang. ``part_sizes``:
+    how this leader stores rounds. ``roll``: of the spec, the round, the nodes, the reports and the stalls;
+    ``up_to_date`` brings it up to date.
     """
 
     spec: Spec | None = None
@@ -49,6 +57,7 @@ class View:
     stalls: PersistentMap[ReceivedStall] = field(default_factory=PersistentMap)
     hang: Hang | None = None
     hang_at: float = 0.0
+    judged: Judged = NOT_JUDGED
     part_sizes: PartSizes = PART_SIZES
     roll: Roll = field(default_factory=Roll, compare=False)
 
@@ -69,7 +78,7 @@ class View:
         assert self.spec is not None
         assert self.nodes is not None
         assert self.reports is not None
-        roll = self.roll.follow(self.spec, self.round, self.nodes, self.reports)
+        roll = self.roll.follow(self.spec, self.round, self.nodes, self.reports, self.stalls)
         return self if roll is self.roll else replace(self, roll=roll)
 
     def mark_of_lost(self, now: float) -> Mark:
