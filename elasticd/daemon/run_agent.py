@@ -225,7 +225,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             # The run's events include the last commits.
             saver.close(FINISH_S_MAX if last is not None and left.code < 128 else FINISH_S)
         publisher.farewell(ended_at)
-        spent = totals(ledgers)
+        spent = totals(ledgers) if timekeeper.knows_all(driver.state) else {}
         seen = driver.state.round if driver.state.registration.joined else None
         lasted_s = ended_at - run_summary.began_at(last, began_at)
         said = run_summary.closing_text(config, last, left, lasted_s, spent, saver.unsaved, seen)

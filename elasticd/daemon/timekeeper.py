@@ -78,9 +78,14 @@ class Timekeeper:
         if self._known.resumed and state.guard is not None:
             self._store.transact((state.guard,), (Put(self._key, mine),), lambda answer: written.set())
             written.wait(FAREWELL_S)
-        if state.round is not None and state.round.extent is not None and state.leads is None:
+        if not self.knows_all(state):
             return (mine,)
         return (mine, *_others(self._store, mine.node, state.round))
+
+    def knows_all(self, state: AgentState) -> bool:
+        """Whether this agent asks for the records of all nodes."""
+        large = state.round is not None and state.round.extent is not None
+        return not large or state.leads is not None
 
     def _first_step_at(self, beat: SlotProgress, round: int) -> float:
         """Return the time of the worker's first step in the round; 0 if its page no longer holds the time."""

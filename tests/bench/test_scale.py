@@ -4,10 +4,28 @@ in proportion to the nodes. Counted in operations, so a busy machine changes not
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, cast
 
 import pytest
 
-from tests.bench.scale import FORMING, OF_ALL_NODES, OF_ONE_NODE, Leader, Missing, _event, play, scale
+from elasticd.core.facts import Limits
+from elasticd.daemon.config import Command, CommandKind, RunConfig
+from elasticd.daemon.meter import Meter
+from elasticd.daemon.observer import Observer
+from elasticd.daemon.publish import Publisher
+from elasticd.daemon.timekeeper import Timekeeper
+from tests.bench.scale import (
+    FORMING,
+    LOST,
+    OF_ALL_NODES,
+    OF_ONE_NODE,
+    Leader,
+    Missing,
+    _event,
+    counted,
+    play,
+    scale,
+)
 
 FEW, MANY = 40, 400
 
@@ -30,6 +48,54 @@ def test_an_event_of_one_node_costs_as_much_in_a_job_of_ten_times_the_nodes(kind
 @pytest.mark.parametrize("kind", OF_ALL_NODES)
 def test_an_event_of_all_nodes_costs_in_proportion_to_the_nodes(kind: str) -> None:
     assert operations(MANY, kind) < 1.2 * MANY / FEW * operations(FEW, kind)
+
+
+class _NoView:
+    live = False
+
+
+def published(nodes: int) -> int:
+    """The operations with which the agent that leads makes its status and sets its metrics."""
+    leader = Leader(nodes)
+    leader.form()
+    driver = cast(Any, leader.driver)
+    limits, command = Limits(8, 8 * nodes), Command(CommandKind.SCRIPT, "train.py")
+    config = RunConfig("job", leader.names[0], "127.0.0.1", limits, 8, command, "f", etcd="http://etcd")
+    store, nothing = cast(Any, leader.etcd), cast(Any, None)
+    meter = Meter(config, driver, store, lambda slot, after: ())
+    keeper = Timekeeper(leader.driver.state, 0.0, store, lambda round: (), lambda slot, after: ())
+    publisher = Publisher(
+        config,
+        driver,
+        store,
+        lambda round: (),
+        cast(Any, _NoView()),
+        meter,
+        nothing,
+        nothing,
+        keeper,
+        nothing,
+        nothing,
+        Observer(lambda round: {}, lambda: 0.0),
+    )
+    leader.etcd.list_what_was_asked()
+    publisher._status((), 1_000_001.0)
+    with counted() as count:
+        meter._update_job(publisher._status((), 1_000_002.0), 1_000_002.0)
+    assert (
+        meter.metrics.get("elasticd_members", "member") == meter.metrics.get("elasticd_world_nodes") == nodes
+    )
+    assert meter.metrics.get("elasticd_members", "lost") == 0
+    return count()
+
+
+def test_what_an_agent_publishes_each_second_costs_as_much_in_a_job_of_ten_times_the_nodes() -> None:
+    assert published(MANY) < 1.5 * published(FEW)
+
+
+def test_bytes_of_an_agent_when_a_node_is_lost_do_not_grow_with_the_nodes() -> None:
+    few, many = (_played(nodes).etcd.bytes[LOST] / nodes for nodes in (MANY // 4, MANY))
+    assert many < 1.5 * few
 
 
 def test_all_figures_are_printed() -> None:
