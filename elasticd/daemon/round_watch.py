@@ -9,6 +9,7 @@ part waits for the next round.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from elasticd.core import round_parts
@@ -41,22 +42,21 @@ class RoundWatch:
     def _round_seen(self, news: Seen) -> None:
         entries = [entry for entry in news.entries if entry.key == "round"]
         if isinstance(news, Listing) and not entries:
-            self._held = None
+            self._forget()
             self._seen(news)
         for entry in entries:
             self._take(entry)
 
     def _take(self, entry: Entry) -> None:
-        self._held = entry
         round = entry.fact
         if not isinstance(round, Round) or not round_parts.has_parts(round):
-            self._stop_reading()
-            self._reading = ""
-            self._pass_on(entry)
+            self._forget()
+            self._seen(Changes((entry,)))
             return
         assert round.extent is not None
         own = round_parts.part_of(self._node, round.extent.parts) if self._node is not None else None
         key = round_parts.part_key(round, own)
+        self._held = entry
         if key != self._reading:
             self._read(key)
         self._join(round)
@@ -85,11 +85,12 @@ class RoundWatch:
         self._stop_reading()
         joined = round_parts.join(round, self._parts.values())
         if self._held is not None and (self._node is not None or round_parts.fits(joined)):
-            self._pass_on(Entry("round", joined, self._held.revision, self._held.created))
+            held, self._held = self._held, None
+            self._seen(Changes((replace(held, fact=joined),)))
 
-    def _pass_on(self, entry: Entry) -> None:
-        self._held = None
-        self._seen(Changes((entry,)))
+    def _forget(self) -> None:
+        self._stop_reading()
+        self._held, self._reading, self._parts = None, "", {}
 
     def _stop_reading(self) -> None:
         """End the watch of the parts. What it has read is kept."""
