@@ -6,7 +6,6 @@ each agent reports, and the leader judges all reports together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, fields, replace
 
@@ -49,12 +48,13 @@ def name_the_hung(view: View, now: float) -> Plan:
     # Without all reports, only stopped workers are certain.
     received = [view.stalls[name] for name in roll[Mark.STOPPED if silent else Mark.STILL]]
     looks = [look for look in _looks(received, now) if look.doing is Doing.STOPPED or not silent]
+    looks.sort(key=lambda look: look.rank)
     allowed = _most_patient([one.stall.allowed for one in received])
     verdict = judge_round(looks, allowed) if allowed is not None else None
     if verdict is None:
         wakes = [at for at in (*_limits(looks, allowed, now), view.absence_counts_from) if at > now]
         wake_at = min(wakes, default=None)
-        return Plan(wake_at=wake_at, judged=Judged(facts, math.inf if wake_at is None else wake_at))
+        return Plan(wake_at=wake_at, judged=Judged(facts, wake_at))
     return Plan(writes=(Put("hang", Hang(round.number, verdict, asks=silent), leased=True),))
 
 

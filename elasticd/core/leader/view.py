@@ -20,14 +20,15 @@ FINDINGS = ("hang", "stragglers")  # keys that the leader writes besides the rou
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A judgement that found no hang. From the same facts, ``of``, it holds until ``until``."""
+    """A judgement that found no hang. From the same facts, ``of``, it holds until ``until`` (None: without
+    limit)."""
 
     of: tuple[object, ...] = ()
-    until: float = 0.0
+    until: float | None = None
 
     def holds(self, of: tuple[object, ...], now: float) -> bool:
         same = len(of) == len(self.of) and all(a is b for a, b in zip(of, self.of, strict=True))
-        return same and now < self.until
+        return same and (self.until is None or now < self.until)
 
 
 NOT_JUDGED: Final = Judged()
