@@ -404,7 +404,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundPart:
+class MemberPart:
     """Some members of a round with an ``extent``. Key ``members/<number>.<digest>.<part>``, no lease. Only
     the leader writes the record, before or with the round, and never changes it."""
 
@@ -714,7 +714,7 @@ Fact = (
     Spec
     | Node
     | Round
-    | RoundPart
+    | MemberPart
     | Report
     | Budget
     | Progress

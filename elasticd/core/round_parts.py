@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Final
 from zlib import crc32
 
-from elasticd.core.facts import Extent, Fact, Member, Round, RoundPart
+from elasticd.core.facts import Extent, Fact, Member, MemberPart, Round
 from elasticd.core.ports import Put
 
 FOLDER: Final = "members/"
@@ -46,7 +46,7 @@ def split(round: Round, sizes: PartSizes) -> tuple[Round, tuple[Put, ...]]:
     whole = replace(round, extent=None)
     extent = Extent(whole.world_size, whole.nodes, whole.leaving_workers, count, _digest(round.members))
     record = replace(round, members=(), extent=extent)
-    puts = (Put(part_key(record, n), RoundPart(tuple(part))) for n, part in enumerate(parts))
+    puts = (Put(part_key(record, n), MemberPart(tuple(part))) for n, part in enumerate(parts))
     return record, tuple(puts)
 
 
@@ -79,7 +79,7 @@ def part_key(round: Round, part: int | None) -> str:
     return f"{folder_of(round.number)}{round.extent.digest}.{'' if part is None else part}"
 
 
-def join(round: Round, parts: Iterable[RoundPart]) -> Round:
+def join(round: Round, parts: Iterable[MemberPart]) -> Round:
     """Return the round with the members of these parts."""
     members = (member for part in parts for member in part.members)
     return replace(round, members=tuple(sorted(members, key=attrgetter("base_rank"))))
@@ -90,7 +90,7 @@ def whole(round: Round, facts: Mapping[str, Fact]) -> Round:
     if round.extent is None:
         return round
     keys = part_key(round, None)
-    return join(round, (f for key, f in facts.items() if key.startswith(keys) and isinstance(f, RoundPart)))
+    return join(round, (f for key, f in facts.items() if key.startswith(keys) and isinstance(f, MemberPart)))
 
 
 def fits(round: Round) -> bool:

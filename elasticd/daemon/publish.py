@@ -12,7 +12,6 @@ from elasticd.core.facts import Fact, Node, Progress, Round, SlotProgress
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Applied, Put, Seen, Store
 from elasticd.core.reasons import Reason, WorkersStarted
-from elasticd.core.round_parts import has_parts
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.http_pages import Pages, Published
@@ -226,7 +225,7 @@ class Publisher:
         known = self._others | {key: e.fact for key, e in state.seen.items() if e.fact is not None}
         known["spec"] = state.spec or state.wanted
         whole, round = self._whole, state.round
-        if whole is not None and round is not None and has_parts(round) and whole.number == round.number:
+        if whole is not None and round is not None and round.extent and whole.number == round.number:
             known["round"] = replace(round, members=whole.members)
         me, own, port = state.me, state.registration.own, state.store_port
         released = state.released.round

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from elasticd.core import round_parts
-from elasticd.core.facts import Round, RoundPart
+from elasticd.core.facts import MemberPart, Round
 from elasticd.core.ports import Changes, Entry, Listing, Seen, Store
 
 
@@ -27,7 +27,7 @@ class RoundWatch:
         self._node = node
         self._held: Entry | None = None  # waits for its members
         self._reading = ""  # the key of the part, or the beginning of the keys
-        self._parts: dict[str, RoundPart] = {}  # those that are there
+        self._parts: dict[str, MemberPart] = {}  # those that are there
         self._end_reading: Callable[[], None] | None = None
         self._ended = False
         self._end_round = store.watch("round", self._round_seen)
@@ -73,7 +73,7 @@ class RoundWatch:
         if key != self._reading or self._held is None:
             return
         parts = ((e.key, e.fact) for e in news.entries)
-        self._parts.update((name, part) for name, part in parts if isinstance(part, RoundPart))
+        self._parts.update((name, part) for name, part in parts if isinstance(part, MemberPart))
         if isinstance(self._held.fact, Round):
             self._join(self._held.fact)
 

@@ -17,13 +17,13 @@ from elasticd.core.facts import (
     Fact,
     Hang,
     Leadership,
+    MemberPart,
     Node,
     NodeLedger,
     Paces,
     Progress,
     Report,
     Round,
-    RoundPart,
     SaverAddress,
     Spec,
     Stall,
@@ -48,7 +48,7 @@ _BY_KEY: Final[dict[str, type[Fact]]] = {
 }
 _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "nodes": Node,
-    "members": RoundPart,
+    "members": MemberPart,
     "reports": Report,
     "progress": Progress,
     "stalls": Stall,

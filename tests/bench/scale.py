@@ -27,6 +27,7 @@ from elasticd.core.facts import (
     Fact,
     Limits,
     Member,
+    MemberPart,
     Node,
     Paces,
     Phase,
@@ -34,7 +35,6 @@ from elasticd.core.facts import (
     Progress,
     Report,
     Round,
-    RoundPart,
     SlotPace,
     SlotProgress,
     Spec,
@@ -167,7 +167,7 @@ class _Etcd:
         folder = key.partition("/")[0]
         size = len(key) + (len(records.encode(key, fact)) if fact is not None else 0)
         if isinstance(
-            fact, RoundPart
+            fact, MemberPart
         ):  # written once, and read once by the leader and each agent in the part
             reads = 1 + len(fact.members)
             self.messages[self.what] += 2 * reads

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core import round_parts
-from elasticd.core.facts import Cause, Extent, Outcome, Phase, Round, RoundPart
+from elasticd.core.facts import Cause, Extent, MemberPart, Outcome, Phase, Round
 from elasticd.core.leader import Plan, View, decide
 from elasticd.core.leader.plan import end
 from elasticd.core.ports import Delete, Put, Write
@@ -50,7 +50,7 @@ def test_each_member_finds_itself_in_the_part_of_its_name_and_knows_its_place_in
     assert record.extent is not None
     for member in whole.members:
         own = parts[round_parts.part_of(member.node, record.extent.parts)].fact
-        assert isinstance(own, RoundPart)
+        assert isinstance(own, MemberPart)
         seen = round_parts.join(record, [own])
         assert seen.member(member.node, member.incarnation) == member
         assert whole.members.index(member) == member.place
@@ -64,13 +64,13 @@ def test_a_round_of_one_part_has_its_members_in_its_own_record() -> None:
 @pytest.mark.parametrize("change", ["a part is missing", "a part comes twice", "a part is of another round"])
 def test_parts_that_do_not_make_up_the_round_are_not_taken_for_it(change: str) -> None:
     record, parts = round_parts.split(of(12), SIZES)
-    there = [put.fact for put in parts if isinstance(put.fact, RoundPart)]
+    there = [put.fact for put in parts if isinstance(put.fact, MemberPart)]
     there = {
         "a part is missing": there[1:],
         "a part comes twice": [*there, there[0]],
         "a part is of another round": [
             *there[1:],
-            RoundPart(tuple(replace(m, slots=(0, 1, 2, 3)) for m in there[0].members)),
+            MemberPart(tuple(replace(m, slots=(0, 1, 2, 3)) for m in there[0].members)),
         ],
     }[change]
     assert not round_parts.fits(round_parts.join(record, there))

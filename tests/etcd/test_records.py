@@ -62,7 +62,7 @@ KEYS: dict[type, str] = {
     facts.Spec: "spec",
     facts.Leadership: "leader",
     facts.Round: "round",
-    facts.RoundPart: "members/0000000007.0123456789abcdef.0",
+    facts.MemberPart: "members/0000000007.0123456789abcdef.0",
     facts.Budget: "budget",
     facts.Node: "nodes/a",
     facts.Report: "reports/a",
