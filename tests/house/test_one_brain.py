@@ -1,4 +1,4 @@
-"""The core decides; the daemon looks, writes and kills. Four of its modules ask the core what to do."""
+"""The core decides; the daemon looks, writes and kills. Five of its modules ask the core what to do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ TIES = {
     "driver.py",
     "hangs.py",
     "observer.py",
+    "round_watch.py",
     "timekeeper.py",
 }  # between the core's decisions and the world; the simulator drives them, too
 REASONS = "elasticd.core.reasons"
@@ -54,7 +55,7 @@ def modules_used() -> Iterator[tuple[str, str]]:
                 yield file.name, f"{module}.{name}"
 
 
-def test_the_daemon_asks_the_core_for_decisions_in_four_places_only() -> None:
+def test_the_daemon_asks_the_core_for_decisions_in_five_places_only() -> None:
     assert not list(called())
     assert not list(modules_used())
 
