@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import assert_never
 
-from elasticd.core import agent, leader
+from elasticd.core import agent, leader, round_parts
 from elasticd.core.agent_messages import (
     Action,
     Answered,
@@ -93,7 +93,7 @@ class _Term:
     ``asked``: the writes under way. ``shown_from``: the revision of the leader's own last write of the round;
     the view must reach this revision before the next decision. ``retry_at``: the earliest time of the next
     decision. ``waiting``: why the job waits. ``tried``: the reasons of a write that is not done yet; a retry
-    does not log them again.
+    does not log them again. ``reads_parts``: the members of a round in parts are being followed.
     """
 
     number: int
@@ -105,6 +105,13 @@ class _Term:
     retry_at: float = 0.0
     waiting: tuple[Reason, ...] = ()
     tried: tuple[Reason, ...] = ()
+    reads_parts: bool = False
+
+
+def _is_old(seen: Seen, view: leader.View) -> bool:
+    """Whether the news of the round is older than the round that the agent has seen."""
+    known = view.revisions.get("round", 0)
+    return all(entry.revision < known for entry in seen.entries)
 
 
 class Driver:
@@ -188,6 +195,8 @@ class Driver:
             case LeaderSaw(term, scope, seen):
                 if not self._term or self._term.number != term:
                     return
+                if scope == "round" and _is_old(seen, self._term.view):
+                    return
                 before, self._term.view = self._term.view, leader.see(self._term.view, seen, scope, now)
                 if scope == "paces/" and self._term.view.comparison.found is before.comparison.found:
                     return  # the new paces change no finding
@@ -239,8 +248,8 @@ class Driver:
     def _step(self, event: Event, now: float) -> None:
         result = agent.step(self.state, event, now)
         self.state = result.state
-        if isinstance(event, KeySeen) and self._term and event.entry.key != "round":
-            self._term.view = leader.see(self._term.view, Changes((event.entry,)), event.entry.key, now)
+        if isinstance(event, KeySeen) and self._term:
+            self._lead_from(self._term, event.entry, now)
         for reason in result.reasons:
             self._say(reason)
         self.wake_at = result.wake_at
@@ -350,14 +359,25 @@ class Driver:
         self._terms += 1
         number = self._terms
         view = leader.View(part_sizes=self._part_sizes)
-        if "spec" in self.state.seen:
-            view = leader.see(view, Changes((self.state.seen["spec"],)), "spec", now)
         ends = [
             self._store.watch(scope, partial(self._leader_saw, number, scope), prefix=scope.endswith("/"))
             for scope in LEADER_SCOPES
         ]
-        ends.append(RoundWatch(self._store, partial(self._leader_saw, number, "round")).end)
-        return _Term(number, entry.created, view, ends)
+        term = _Term(number, entry.created, view, ends)
+        for key in ("spec", "round"):
+            if key in self.state.seen:
+                self._lead_from(term, self.state.seen[key], now)
+        return term
+
+    def _lead_from(self, term: _Term, entry: Entry, now: float) -> None:
+        """Take a key that every agent watches into the leader's view. Of a round in parts the agent knows one
+        part, so the leader reads all."""
+        apart = isinstance(entry.fact, Round) and round_parts.has_parts(entry.fact)
+        if entry.key != "round" or not apart:
+            term.view = leader.see(term.view, Changes((entry,)), entry.key, now)
+        elif not term.reads_parts:
+            term.reads_parts = True
+            term.ends.append(RoundWatch(self._store, partial(self._leader_saw, term.number, "round")).end)
 
     def _leader_saw(self, term: int, scope: str, seen: Seen) -> None:
         self._post(LeaderSaw(term, scope, seen))
