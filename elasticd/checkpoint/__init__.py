@@ -1,8 +1,8 @@
 """Checkpoints.
 
 * ``format``: the files of a checkpoint.
-* ``store``: where checkpoints are kept, and the verified reading of them.
-* ``commit``: the record of committed checkpoints.
+* ``storage``: where checkpoints are kept, and the verified reading of them.
+* ``newest``: the record of committed checkpoints.
 * ``replication``: copies of shards in other nodes' memory.
 * ``client``: the code that runs in a worker. No other part imports torch when it is imported.
 * ``server``: the saver process, which only moves bytes.

@@ -13,10 +13,10 @@ from typing import Any
 
 import click
 
-from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Manifest
-from elasticd.checkpoint.store import BadStore, CheckpointStore, disk, reading, store_at
-from elasticd.checkpoint.store.disk import Disk
+from elasticd.checkpoint.newest.pointer import FilePointer
+from elasticd.checkpoint.storage import BadStore, CheckpointStore, disk, reading, store_at
+from elasticd.checkpoint.storage.disk import Disk
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.say import say, table
 from elasticd.core.checkpoint_names import parse_folder

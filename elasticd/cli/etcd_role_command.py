@@ -157,7 +157,7 @@ def _removal_lines(wanted: RoleAndUser) -> list[str]:
 
 @contextmanager
 def _as_root(access: EtcdAccess) -> Iterator[Roles]:
-    from elasticd.etcd.client import Client
+    from elasticd.etcd.blocking_client import Client
     from elasticd.etcd.roles import Roles
 
     with etcd_errors_explained(), Client(access) as client, Roles(access) as roles:

@@ -16,7 +16,7 @@ from elasticd.etcd.names import ROOT, job_prefix
 from elasticd.telemetry import describe, runs
 
 if TYPE_CHECKING:
-    from elasticd.etcd.client import Client
+    from elasticd.etcd.blocking_client import Client
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def places(options: Mapping[str, Any], job: str | None = None) -> list[Place]:
     searched; a role that is limited to this job may not read others. Raises CommandError."""
     access = named_etcd(options)
     if access is not None:
-        from elasticd.etcd.client import Client
+        from elasticd.etcd.blocking_client import Client
 
         with etcd_errors_explained(), Client(access) as client:
             _check(client, job)

@@ -83,7 +83,7 @@ def forget(job: str, **etcd: Any) -> None:
 
     JOB must have ended, or all its nodes must be lost.
     """
-    from elasticd.etcd.client import Client
+    from elasticd.etcd.blocking_client import Client
 
     place = find(etcd, job)
     with job_errors_explained(place, job), Client(place.access) as client:
@@ -118,7 +118,7 @@ def _edit(place: Place, job: str, change: Callable[[Spec], Spec]) -> Spec:
 
     Raises CommandError if the job has ended, or etcd does not respond.
     """
-    from elasticd.etcd.client import Client
+    from elasticd.etcd.blocking_client import Client
 
     with job_errors_explained(place, job), Client(place.access) as client:
         while True:
@@ -149,7 +149,7 @@ def _edit(place: Place, job: str, change: Callable[[Spec], Spec]) -> Spec:
 
 def _locate(node: str, job: str | None, etcd: Any) -> tuple[Place, str, str]:
     """Return the place, the job and the incarnation of a node. Raises CommandError."""
-    from elasticd.etcd.client import Client
+    from elasticd.etcd.blocking_client import Client
 
     candidates = (
         [(find(etcd, job), job)] if job is not None else [(p, name) for p in places(etcd) for name in p.jobs]

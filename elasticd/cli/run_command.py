@@ -14,7 +14,7 @@ from typing import Final
 import click
 
 from elasticd import torchparts
-from elasticd.checkpoint.store import store_at
+from elasticd.checkpoint.storage import store_at
 from elasticd.cli import passwords
 from elasticd.cli.begin import Stopped
 from elasticd.cli.command_error import CommandError

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from elasticd.checkpoint.client.schedule import parse_cadence
-from elasticd.checkpoint.store import store_at
-from elasticd.checkpoint.store.rate_limit import parse_rate
+from elasticd.checkpoint.storage import store_at
+from elasticd.checkpoint.storage.rate_limit import parse_rate
 from elasticd.cli import script as scripts
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.http_options import http_note, http_place, http_tls, http_token

@@ -61,7 +61,7 @@ def ls(as_json: bool, **etcd: Any) -> None:
 
 
 def _look(access: EtcdAccess, job: str) -> JobStatus:
-    from elasticd.etcd.client import Client
+    from elasticd.etcd.blocking_client import Client
 
     with etcd_errors_explained(), Client(access) as client:
         listing, bad = client.list(job)

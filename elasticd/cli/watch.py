@@ -121,7 +121,7 @@ class _Watch:
         """Check etcd after a silence; return whether etcd was away and is back. The store waits for its etcd
         without a message, but a person wants to know. Agents write their progress every second or two, so
         silence is rare."""
-        from elasticd.etcd.client import Client
+        from elasticd.etcd.blocking_client import Client
 
         try:
             with Client(self._place.access) as client:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from elasticd.core import world
+from elasticd.core import seating
 from elasticd.core.facts import Member, Node, Round
 
 
@@ -26,7 +26,7 @@ def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) ->
     The leaving worker comes last, since the first member hosts the store. The leaving node may not know yet
     that it must leave. ``round``: the last round, which is over.
     """
-    holding = world.newest_holders(nodes.values())
+    holding = seating.newest_holders(nodes.values())
     if any(set(heir.slots) & set(holding.get(heir.node, ())) for heir in heirs):
         return ()
     for name, slots in holding.items():
@@ -38,5 +38,5 @@ def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) ->
             # state.
             beside = [slot for heir in heirs if heir.node == name for slot in heir.slots]
             others = [(heir.node, heir.incarnation, heir.slots) for heir in heirs if heir.node != name]
-            return world.seat([*others, (name, node.incarnation, (*beside, *slots[:1]))])
+            return seating.seat([*others, (name, node.incarnation, (*beside, *slots[:1]))])
     return ()

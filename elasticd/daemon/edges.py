@@ -12,7 +12,7 @@ from elasticd.core.facts import SaverAddress
 from elasticd.daemon.config import CannotStart, CommandKind, RunConfig
 from elasticd.daemon.http_pages import Pages
 from elasticd.daemon.master_port import MasterPort
-from elasticd.daemon.saver import etcd_peers
+from elasticd.daemon.node_saver import etcd_peers
 from elasticd.daemon.worker_command import worker_command
 from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdLink, EtcdStore

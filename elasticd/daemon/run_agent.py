@@ -23,11 +23,11 @@ from elasticd.daemon.inbox import Inbox, Signals
 from elasticd.daemon.inspector import LocalInspector
 from elasticd.daemon.logs import Destinations, layout
 from elasticd.daemon.meter import Meter
+from elasticd.daemon.node_saver import etcd_peers
+from elasticd.daemon.node_saver.saver_service import FINISH_S, FINISH_S_MAX, SaverService
 from elasticd.daemon.observer import Observer
 from elasticd.daemon.publish import Publisher
 from elasticd.daemon.roundstore import TorchRoundStores
-from elasticd.daemon.saver import etcd_peers
-from elasticd.daemon.saver.saver_service import FINISH_S, FINISH_S_MAX, SaverService
 from elasticd.daemon.service_manager import Manager, Service
 from elasticd.daemon.standalone_etcd import StandaloneEtcd
 from elasticd.daemon.timedstore import TimedStore

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Self
 
 from elasticd.etcd.access import SOCKET_PATH_MAX, UNIX, EtcdAccess, dial
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.errors import StoreError, StoreUnavailable
 
 Spawn = Callable[[Sequence[str], Mapping[str, str], Path], int]

@@ -22,7 +22,7 @@ from elasticd.etcd.errors import StoreError, StoreUnavailable
 from elasticd.etcd.names import ROOT
 
 if TYPE_CHECKING:
-    from elasticd.etcd.client import Client
+    from elasticd.etcd.blocking_client import Client
 
 SAMPLES, SAMPLES_FEWEST = 20, 3
 SAMPLING_S = 5.0  # for a slow etcd, fewer samples are enough
@@ -81,7 +81,7 @@ def examine(access: EtcdAccess, wall: Callable[[], float] = time.time, key: byte
 
 
 def _endpoint(access: EtcdAccess, endpoint: str, wall: Callable[[], float], key: bytes) -> Endpoint:
-    from elasticd.etcd.client import Client  # late: grpc is slow to import
+    from elasticd.etcd.blocking_client import Client  # late: grpc is slow to import
 
     try:
         with Client(access) as client:

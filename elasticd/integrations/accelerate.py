@@ -27,7 +27,7 @@ from elasticd.integrations.batches import cut, largest_world, order_of_loader
 from elasticd.integrations.checkpoint_folder import CheckpointFolder
 from elasticd.integrations.draining import Drain
 from elasticd.integrations.in_place import in_place, present
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 
 __all__ = ["ElasticLoader", "in_place"]
 

@@ -25,7 +25,7 @@ from elasticd.core.page_layout import Use
 from elasticd.integrations.batches import GlobalBatches, cut, largest_world, order_of_loader
 from elasticd.integrations.checkpoint_folder import CheckpointFolder
 from elasticd.integrations.draining import Drain
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 
 __all__ = ["ElasticFit"]
 

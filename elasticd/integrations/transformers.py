@@ -41,7 +41,7 @@ from elasticd.data.order import Order
 from elasticd.integrations.batches import GlobalBatches, largest_world, order_of
 from elasticd.integrations.draining import Drain
 from elasticd.integrations.in_place import in_place, present
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.samples.loading import loader_options
 
 __all__ = ["Elastic", "ElasticCallback", "Trainer", "in_place", "newest_whole_checkpoint"]

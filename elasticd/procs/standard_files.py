@@ -14,7 +14,7 @@ from elasticd.core.ports import Assignment
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, Reify, trouble_with
 from elasticd.procs.output import Feed, Filtered, Output
 from elasticd.procs.preload import LogFunction
-from elasticd.procs.worker import Worker
+from elasticd.procs.worker_process import Worker
 
 LINE_PREFIX = "[${role_name}${local_rank}]:"  # the default of torchrun
 

@@ -34,8 +34,8 @@ from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
 from elasticd.procs.preload import LogFunction, Preload
 from elasticd.procs.standard_files import OutputFiles, StandardFiles
 from elasticd.procs.warden_client import Warden
-from elasticd.procs.worker import Worker
 from elasticd.procs.worker_links import LinkListener
+from elasticd.procs.worker_process import Worker
 
 _LAST_OUTPUT_S = 0.1  # the last output of a dead worker arrives in microseconds, unless the console is stuck
 

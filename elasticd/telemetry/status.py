@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from elasticd import __version__
 from elasticd.core import budget as budgets
-from elasticd.core import round_parts, world
+from elasticd.core import round_parts, seating
 from elasticd.core.facts import (
     Budget,
     Checkpoint,
@@ -410,11 +410,11 @@ class _Picture:
         if spec is None or self.budget is None or busy or not self.complete:
             return None
         closing = round is not None and round.phase is Phase.CLOSING
-        nodes = world.candidates(self.nodes.values(), spec, round, live=closing)
+        nodes = seating.candidates(self.nodes.values(), spec, round, live=closing)
         limits, quarantines = spec.limits, self.budget.quarantines
-        if world.size(world.form(nodes, round, limits, quarantines, self.now)) >= limits.min:
+        if seating.size(seating.form(nodes, round, limits, quarantines, self.now)) >= limits.min:
             return None
-        return Need(world.workers_at_hand(nodes, round, limits, quarantines, self.now), limits.least)
+        return Need(seating.workers_at_hand(nodes, round, limits, quarantines, self.now), limits.least)
 
     def _waiting(self) -> str:
         if self.local and self.local.waits:

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from elasticd.core.ports import LeaseExpired, LeaseHeld, LeaseNews, StoreSilent
 from elasticd.etcd import kv
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.errors import LeaseGone, StoreError, StoreUnavailable
 from elasticd.etcd.kv import KeyValue, Range
 from elasticd.etcd.store import EtcdLink

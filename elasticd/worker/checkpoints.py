@@ -30,7 +30,7 @@ from elasticd.checkpoint.client.saver_connection import SaverConnection, Terms
 from elasticd.checkpoint.client.schedule import Schedule, parse_cadence
 from elasticd.checkpoint.client.staging import CopyPlan, lay_out_together, shape_of
 from elasticd.checkpoint.client.state_dict import Flat, Misfit, flatten
-from elasticd.checkpoint.commit.retention import Keep
+from elasticd.checkpoint.newest.retention import Keep
 from elasticd.checkpoint.protocol import (
     AwaitSaves,
     BufferCopied,
@@ -44,12 +44,12 @@ from elasticd.checkpoint.protocol import (
     SaveWritten,
     SkipSave,
 )
-from elasticd.checkpoint.store import store_at
+from elasticd.checkpoint.storage import store_at
 from elasticd.core.age import Age
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Resume
 from elasticd.core.page_layout import Fatal, Use
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.report import any_nan, not_finite, policy
 
 __all__ = ["Checkpoints", "CommittedSave", "NoCheckpoint"]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from elasticd.core.page_layout import Fatal, Use
 from elasticd.data.dealing import Batch, next_batch
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.gradients.rates import Rule, check, factor
 from elasticd.worker.samples import loading
 from elasticd.worker.samples.loading import Cutting, Fetched, Indexed, Requests, Share, Stream

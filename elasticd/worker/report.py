@@ -23,8 +23,8 @@ from elasticd.channel.worker_messages import (
 )
 from elasticd.core import page_layout as layout
 from elasticd.core.page_layout import Fatal, Use
-from elasticd.worker.agent.agentpage import AgentPage, fatal, own_page, uses
-from elasticd.worker.agent.link import own_link
+from elasticd.worker.agent_link.agentpage import AgentPage, fatal, own_page, uses
+from elasticd.worker.agent_link.link import own_link
 
 _POLICY = "ELASTICD_ON_NONFINITE"
 

@@ -25,7 +25,7 @@ from elasticd.channel.worker_messages import (
     Source,
     Waiting,
 )
-from elasticd.worker.agent.link import Link, own_link
+from elasticd.worker.agent_link.link import Link, own_link
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.sharding.agreement import agree_on_shards
 from elasticd.worker.state import State

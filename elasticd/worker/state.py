@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elasticd.core.page_layout import Use
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.commit.checkpointing import CommitCheckpoints
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.contents import Contents

@@ -29,7 +29,7 @@ from elasticd.core.facts import Exit, Limits, Policy, Spec
 from elasticd.core.ports import Assignment, WorkerNews
 from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.store import EtcdLink, EtcdStore
 from tests.etcd.cluster import EtcdOnPorts

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticd.core.facts import Node
 from elasticd.core.ports import Applied, Put
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.telemetry.exposition import expose
 from tests.bench import launch
 from tests.etcd.cluster import EtcdOnPorts

@@ -9,7 +9,7 @@ import pytest
 from elasticd.core import round_parts
 from elasticd.core.facts import Phase, Round
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from tests.bench.forming import Broken, _measure, forming
 from tests.etcd.cluster import EtcdOnPorts
 

@@ -27,7 +27,7 @@ from typing import Any, Final
 from elasticd.core.facts import Budget, Checkpoint, Leadership, Saved
 from elasticd.etcd import embedded
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.errors import StoreError
 from tests.chaos import oracles
 from tests.chaos.oracles import Line, Whole, whole_steps
@@ -870,5 +870,5 @@ def _is(family: str, pid: int) -> bool:
     except OSError:
         return False
     if family == "saver":
-        return b"elasticd.daemon.saver" in command and "RANK" not in environment_of(pid)
+        return b"elasticd.daemon.node_saver" in command and "RANK" not in environment_of(pid)
     return name == f"elasticd-{family}"

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from elasticd.checkpoint.format.manifest import BadCheckpoint
-from elasticd.checkpoint.store import store_at
-from elasticd.checkpoint.store.reading import open_manifest, verify
+from elasticd.checkpoint.storage import store_at
+from elasticd.checkpoint.storage.reading import open_manifest, verify
 from elasticd.core.facts import Checkpoint, Saved
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from tests.e2e.harness import Cluster, marked
 from tests.etcd.cluster import EtcdOnPorts
 

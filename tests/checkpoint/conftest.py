@@ -12,9 +12,9 @@ import torch
 
 from elasticd.checkpoint.client import saver_connection
 from elasticd.checkpoint.client.state_dict import flatten
-from elasticd.checkpoint.store import CheckpointStore
-from elasticd.checkpoint.store.disk import Disk
-from elasticd.checkpoint.store.remote import Remote
+from elasticd.checkpoint.storage import CheckpointStore
+from elasticd.checkpoint.storage.disk import Disk
+from elasticd.checkpoint.storage.remote import Remote
 from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.faults import Helper, served
 

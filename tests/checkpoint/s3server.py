@@ -15,7 +15,7 @@ import pytest
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from elasticd.checkpoint.store import remote
+from elasticd.checkpoint.storage import remote
 
 PART = 8 << 20  # bytes; tests need not send the usual 16 MiB to have a file in two parts
 KEY, SECRET = "AKIAELASTICDTESTS", "never+to/be=seen"

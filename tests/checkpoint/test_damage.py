@@ -18,17 +18,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
-from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import MANIFEST, BadCheckpoint, digest
-from elasticd.checkpoint.store import reading
-from elasticd.checkpoint.store.disk import Disk
-from elasticd.checkpoint.store.reading import open_manifest, verify
+from elasticd.checkpoint.newest.pointer import POINTER, FilePointer
+from elasticd.checkpoint.newest.retention import Keep
+from elasticd.checkpoint.storage import reading
+from elasticd.checkpoint.storage.disk import Disk
+from elasticd.checkpoint.storage.reading import open_manifest, verify
 from elasticd.core.age import Age
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.page_layout import Fatal
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 from tests.checkpoint.faults import check, commit, filled

@@ -21,8 +21,8 @@ import pytest
 from elasticd.channel.codec import ChannelClosed
 from elasticd.channel.framing import close_all
 from elasticd.checkpoint import protocol
-from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
 from elasticd.checkpoint.format.manifest import Index, encode_index, shard_name
+from elasticd.checkpoint.newest.pointer import POINTER, FilePointer
 from elasticd.checkpoint.protocol import (
     SAVER_TO_WORKER,
     WORKER_TO_SAVER,
@@ -47,7 +47,7 @@ from elasticd.checkpoint.protocol import (
 )
 from elasticd.checkpoint.server.save_report import Footprint
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.checkpoint.store import disk
+from elasticd.checkpoint.storage import disk
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.faults import Helper, check, commit, filled, held_by, served

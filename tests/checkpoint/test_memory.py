@@ -20,7 +20,7 @@ from elasticd.checkpoint import protocol
 from elasticd.checkpoint.client import saver_connection
 from elasticd.checkpoint.client.objects import pickled
 from elasticd.checkpoint.client.state_dict import flatten
-from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.protocol import (
     SAVER_TO_WORKER,
     WORKER_TO_SAVER,
@@ -34,7 +34,7 @@ from elasticd.checkpoint.protocol import (
     SaverChannel,
 )
 from elasticd.checkpoint.server.save_report import Footprint
-from elasticd.checkpoint.store import store_at
+from elasticd.checkpoint.storage import store_at
 from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 from tests.checkpoint.faults import Helper, check, commit, filled, held_by, served

@@ -10,8 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elasticd.checkpoint.commit.pointer import POINTER, FilePointer, _saved_by
-from elasticd.checkpoint.commit.retention import CommitRefused, Keep
 from elasticd.checkpoint.format.manifest import (
     MANIFEST,
     BadCheckpoint,
@@ -20,11 +18,13 @@ from elasticd.checkpoint.format.manifest import (
     encode_index,
     shard_name,
 )
+from elasticd.checkpoint.newest.pointer import POINTER, FilePointer, _saved_by
+from elasticd.checkpoint.newest.retention import CommitRefused, Keep
 from elasticd.checkpoint.protocol import Layout
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
-from elasticd.checkpoint.store import CheckpointStore
-from elasticd.checkpoint.store.disk import Disk
+from elasticd.checkpoint.storage import CheckpointStore
+from elasticd.checkpoint.storage.disk import Disk
 from elasticd.core.checkpoint_names import folder_name
 from tests.checkpoint.conftest import store_of
 
@@ -178,7 +178,7 @@ def test_a_disk_that_hides_what_is_whole_beside_a_lost_record_costs_commits_and_
             raise OSError(errno.EIO, os.strerror(errno.EIO), name)
         return real(disk, name)
 
-    monkeypatch.setattr("elasticd.checkpoint.store.reading._PATIENCE_S", 0.0)
+    monkeypatch.setattr("elasticd.checkpoint.storage.reading._PATIENCE_S", 0.0)
     with monkeypatch.context() as tired:
         tired.setattr(Disk, "read", fails)
         with pytest.raises(Unreadable, match="Input/output error"):

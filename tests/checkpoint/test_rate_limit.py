@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elasticd.checkpoint.store.rate_limit import RateLimit, parse_rate
+from elasticd.checkpoint.storage.rate_limit import RateLimit, parse_rate
 
 
 def test_several_writers_have_it_together():

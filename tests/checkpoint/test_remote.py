@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 import boto3
 import pytest
 
-from elasticd.checkpoint.commit.pointer import FilePointer
-from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import File, Index, encode_index, shard_name
+from elasticd.checkpoint.newest.pointer import FilePointer
+from elasticd.checkpoint.newest.retention import Keep
 from elasticd.checkpoint.protocol import Layout
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
-from elasticd.checkpoint.store import store_at
+from elasticd.checkpoint.storage import store_at
 from elasticd.core.checkpoint_names import folder_name, parse_folder
 from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.faults import Helper, check, filled

@@ -20,16 +20,16 @@ import msgspec
 import pytest
 
 from elasticd.checkpoint.client.memory_tier import SaverQueries
-from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Label, Replica
 from elasticd.checkpoint.replication.wire import PeerGone, Wire
-from elasticd.checkpoint.server.replication import Replication
+from elasticd.checkpoint.server.replicating import Replication
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.checkpoint.store import store_at
+from elasticd.checkpoint.storage import store_at
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import SaverAddress
-from elasticd.daemon.saver import etcd_peers
+from elasticd.daemon.node_saver import etcd_peers
 from tests.channel.starved import Accepts, descriptors
 from tests.checkpoint.faults import Helper, held_by, served
 
@@ -167,7 +167,7 @@ class Alone:
 
 
 def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
-    monkeypatch.setattr("elasticd.checkpoint.server.replication._STRANGERS_MAX", 8)
+    monkeypatch.setattr("elasticd.checkpoint.server.replicating._STRANGERS_MAX", 8)
     here, me = etcd_peers.listen("a", "127.0.0.1")
     with served(replication=Replication(me, here, Alone())), ExitStack() as lines:
         strangers = [lines.enter_context(socket.create_connection((me.host, me.port))) for _ in range(140)]
@@ -192,8 +192,8 @@ def test_a_caller_without_a_descriptor_for_it_is_served_later_and_costs_little_m
 
 
 def test_who_waits_for_its_turn_is_told_so_for_as_long_as_it_takes(monkeypatch):
-    monkeypatch.setattr("elasticd.checkpoint.server.replication._CALLERS_MAX", 1)
-    monkeypatch.setattr("elasticd.checkpoint.server.replication.SILENCE_S", 0.04)
+    monkeypatch.setattr("elasticd.checkpoint.server.replicating._CALLERS_MAX", 1)
+    monkeypatch.setattr("elasticd.checkpoint.server.replicating.SILENCE_S", 0.04)
     here, me = etcd_peers.listen("a", "127.0.0.1")
     with served(replication=Replication(me, here, Alone())), ThreadPoolExecutor(1) as thread:
         first = PeerSaver(me)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.checkpoint.commit.retention import CommitRefused, Keep, commit, kept
+from elasticd.checkpoint.newest.retention import CommitRefused, Keep, commit, kept
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Checkpoint, Saved
 

@@ -18,12 +18,12 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 
-from elasticd.checkpoint.commit.pointer import FilePointer
-from elasticd.checkpoint.commit.retention import CommitRefused, Keep
 from elasticd.checkpoint.format.manifest import BLOCK, block_digest
-from elasticd.checkpoint.store import BadStore, CheckpointStore, disk, remote, store_at
-from elasticd.checkpoint.store.disk import Disk, write_file
-from elasticd.checkpoint.store.remote import Remote
+from elasticd.checkpoint.newest.pointer import FilePointer
+from elasticd.checkpoint.newest.retention import CommitRefused, Keep
+from elasticd.checkpoint.storage import BadStore, CheckpointStore, disk, remote, store_at
+from elasticd.checkpoint.storage.disk import Disk, write_file
+from elasticd.checkpoint.storage.remote import Remote
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Saved
 from tests.checkpoint.conftest import store_of

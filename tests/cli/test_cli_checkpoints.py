@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from elasticd.checkpoint.client import saver_connection
-from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.format.manifest import MANIFEST, decode, digest, encode, encode_index
+from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.main import cli
 from elasticd.worker.checkpoints import Checkpoints

@@ -30,7 +30,7 @@ from elasticd.core.facts import Cause, Drained, Exit, Fact, Failure, Limits, Nod
 from elasticd.core.ports import Applied, Put
 from elasticd.etcd import registry
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.telemetry import runs
 from tests.etcd.cluster import EtcdOnPorts

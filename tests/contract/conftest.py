@@ -88,7 +88,7 @@ class RealHarness:
         self._stores.pop(agent).close()
 
     def expire(self, agent: str) -> None:
-        from elasticd.etcd.client import Client
+        from elasticd.etcd.blocking_client import Client
 
         lease = self._stores[agent]._lease
         assert lease is not None and lease.id

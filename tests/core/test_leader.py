@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core import leader, world
+from elasticd.core import leader, seating
 from elasticd.core.age import Age
 from elasticd.core.facts import (
     Budget,
@@ -649,7 +649,7 @@ def test_whatever_it_sees_the_leader_keeps_to_the_rules(seen: View) -> None:
         for m in after.members:
             there = seen.nodes[m.node].node
             assert there.incarnation == m.incarnation and not there.draining
-            assert world.available(there, before), "its workers of the last round may still run"
+            assert seating.available(there, before), "its workers of the last round may still run"
             assert Drained(m.node, m.incarnation) not in seen.spec.drain
         assert after.store == f"{after.members[0].node}.example:29500"
     budgets = [w.fact for w in plan.writes if isinstance(w, Put) and w.key == "budget"]

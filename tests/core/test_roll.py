@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core import world
+from elasticd.core import seating
 from elasticd.core.age import Age
 from elasticd.core.facts import (
     Cause,
@@ -158,9 +158,9 @@ def test_the_size_of_the_next_world_is_that_of_the_world_that_would_be_formed(
     nodes = PersistentMap({r.node.name: r for r in there})
     roll = Roll().follow(wanted, live, nodes, PersistentMap(), PersistentMap())
     known = [r.node for r in there]
-    candidates = world.candidates(known, wanted, live, live=live.phase is Phase.LIVE)
-    formed = world.form(candidates, live, limits, quarantines, NOW)
-    assert world.size(formed) == roll.world_without(quarantines, NOW)
+    candidates = seating.candidates(known, wanted, live, live=live.phase is Phase.LIVE)
+    formed = seating.form(candidates, live, limits, quarantines, NOW)
+    assert seating.size(formed) == roll.world_without(quarantines, NOW)
 
 
 def members_of(count: int, *gone: str) -> Roll:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from signal import SIGKILL
 
-from elasticd.core import leader, world
+from elasticd.core import leader, seating
 from elasticd.core.age import Age
 from elasticd.core.agent_messages import (
     LeaveRound,
@@ -145,10 +145,10 @@ def test_survivors_are_seated_before_newcomers_and_spares_only_in_their_place() 
     a, b = node("a", 4), node("b", 2)
     last = replace(round(1, {"a": 2, "b": 2}), phase=Phase.CLOSING)
     free = [replace(n, released=1) for n in (a, b)]
-    formed = world.form(free, last, Limits(1, 4), (), NOW)
+    formed = seating.form(free, last, Limits(1, 4), (), NOW)
     assert [m.slots for m in formed] == [(0, 1), (0, 1)]
     with_spare = [replace(free[0], slots=(0, 2, 3), most=2), free[1]]
-    assert [m.slots for m in world.form(with_spare, last, Limits(1, 8), (), NOW)] == [(0, 2), (0, 1)]
+    assert [m.slots for m in seating.form(with_spare, last, Limits(1, 8), (), NOW)] == [(0, 2), (0, 1)]
 
 
 def test_a_worker_that_dies_while_all_leave_in_good_order_has_them_leave_at_once() -> None:

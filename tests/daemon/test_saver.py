@@ -23,8 +23,6 @@ import pytest
 from elasticd.channel.codec import ChannelClosed
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.client.memory_tier import CommittedUnknown, SaverQueries
-from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
-from elasticd.checkpoint.commit.retention import Commit, CommitRefused, Keep
 from elasticd.checkpoint.format.manifest import (
     MANIFEST,
     METADATA,
@@ -35,20 +33,22 @@ from elasticd.checkpoint.format.manifest import (
     encode,
     encode_index,
 )
+from elasticd.checkpoint.newest.pointer import POINTER, FilePointer
+from elasticd.checkpoint.newest.retention import Commit, CommitRefused, Keep
 from elasticd.checkpoint.protocol import AskKnown, BufferFree, Known, KnownUnreadable
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
 from elasticd.checkpoint.server.saver import Saver
-from elasticd.checkpoint.store import CheckpointStore, disk
-from elasticd.checkpoint.store.disk import Disk
-from elasticd.checkpoint.store.reading import open_manifest
+from elasticd.checkpoint.storage import CheckpointStore, disk
+from elasticd.checkpoint.storage.disk import Disk
+from elasticd.checkpoint.storage.reading import open_manifest
 from elasticd.core.checkpoint_names import folder_name, parse_folder
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
 from elasticd.core.ports import Answer, Applied, Entry, NoAnswer, Put
-from elasticd.daemon.saver import saver_service
-from elasticd.daemon.saver.etcd_pointer import EtcdPointer, settle
-from elasticd.daemon.saver.saver_service import FINISH_S_MAX, SaverService
+from elasticd.daemon.node_saver import saver_service
+from elasticd.daemon.node_saver.etcd_pointer import EtcdPointer, settle
+from elasticd.daemon.node_saver.saver_service import FINISH_S_MAX, SaverService
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, TokenExpired
 from elasticd.procs.warden_client import Warden, WardenError

@@ -25,7 +25,7 @@ from elasticd.core.facts import Node
 from elasticd.core.ports import Applied, Put
 from elasticd.etcd import embedded
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.examine import Certificate, Endpoint, Examined, examine
 from tests import forkserver
 from tests.etcd.cluster import Authority, Cluster, EtcdOnPorts

@@ -20,7 +20,7 @@ import yaml
 from elasticd.core.facts import Budget
 from elasticd.core.ports import Put
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.embedded import find_etcd
 from elasticd.etcd.errors import StoreRefused
 from tests.etcd.cluster import Cluster

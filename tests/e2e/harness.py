@@ -29,7 +29,7 @@ import psutil
 from elasticd import torchparts
 from elasticd.core.facts import Budget, Fact, Round, Spec
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from tests import forkserver
 from tests.e2e.stage import Player, Script, Stage, overlaps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.telemetry import events
 from tests import forkserver
 from tests.e2e.harness import ELASTICD

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from tests.e2e.harness import ELASTICD, Agent, Cluster
 from tests.etcd import cluster as etcds
 

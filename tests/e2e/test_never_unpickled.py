@@ -8,7 +8,7 @@ import pickle
 from datetime import timedelta
 from pathlib import Path
 
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.names import job_prefix
 from tests.e2e.harness import Cluster
 

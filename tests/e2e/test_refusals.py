@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.core.facts import Outcome, Round
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.names import job_prefix
 from tests.e2e.harness import PLAYER, Agent, Cluster
 from tests.e2e.stage import Script

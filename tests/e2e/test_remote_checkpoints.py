@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from elasticd.checkpoint.client import saver_connection
-from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
 from elasticd.checkpoint.format.manifest import MANIFEST
+from elasticd.checkpoint.newest.pointer import POINTER, FilePointer
 from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.s3server import SECRET, S3Server, everything, serving
 

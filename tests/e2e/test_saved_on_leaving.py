@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpoint.commit.pointer import FilePointer
-from elasticd.checkpoint.store import store_at
+from elasticd.checkpoint.newest.pointer import FilePointer
+from elasticd.checkpoint.storage import store_at
 from tests.e2e.harness import Cluster
 
 LEAVING = str(Path(__file__).parent / "programs" / "leaving.py")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticd.checkpoint.commit.pointer import FilePointer
-from elasticd.checkpoint.store import store_at
+from elasticd.checkpoint.newest.pointer import FilePointer
+from elasticd.checkpoint.storage import store_at
 from tests.e2e.harness import PATIENCE_S, Cluster
 from tests.e2e.test_in_place import Residents
 

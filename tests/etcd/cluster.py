@@ -22,7 +22,7 @@ from cryptography.x509.oid import NameOID
 from elasticd.etcd import embedded
 from elasticd.etcd._client3 import grpc, rpc
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.connection import _credentials
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import NoSpace, StoreError

@@ -16,7 +16,7 @@ import pytest
 
 from elasticd.core.facts import Budget
 from elasticd.core.ports import Applied, Put
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.store import EtcdStore
 from tests.etcd.cluster import EtcdOnPorts, await_serving

@@ -18,7 +18,7 @@ import pytest
 from elasticd.core.facts import Budget
 from elasticd.core.ports import Applied, Put
 from elasticd.etcd import embedded
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.embedded import Embedded, find_etcd, spawn_child, version_of
 from elasticd.etcd.errors import StoreUnavailable
 

@@ -25,7 +25,7 @@ from elasticd.core.ports import (
 )
 from elasticd.etcd import connection, watcher
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.connection import Connection
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import BadRecord, NewerRecord, StoreError

@@ -19,7 +19,7 @@ from elasticd.core.facts import Budget
 from elasticd.core.ports import LeaseHeld, Put
 from elasticd.etcd._client3 import grpc, rpc
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreRefused
 from elasticd.etcd.roles import Roles, all_below

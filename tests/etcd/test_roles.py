@@ -19,7 +19,7 @@ from elasticd.cli.main import _exit_code
 from elasticd.core.facts import Budget
 from elasticd.core.ports import Applied, Put
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.embedded import Embedded, find_etcd
 from elasticd.etcd.errors import StoreRefused
 from elasticd.etcd.roles import Roles, all_below

@@ -15,7 +15,7 @@ import pytest
 from elasticd.core.facts import Budget
 from elasticd.core.ports import Applied, LeaseHeld, Listing, Put
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreRefused, StoreUnavailable, WrongEndpoint
 from elasticd.etcd.store import EtcdStore

@@ -54,4 +54,4 @@ def test_a_name_in_a_walk_is_in_the_code(name: str) -> None:
 
 
 def test_a_name_that_is_not_in_the_code_is_noticed() -> None:
-    assert not defined("elasticd.core.world.deform") and not defined("elasticd.nothing.at_all")
+    assert not defined("elasticd.core.seating.deform") and not defined("elasticd.nothing.at_all")

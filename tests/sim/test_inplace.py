@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.core import handover, world
+from elasticd.core import handover, seating
 from elasticd.core.facts import Limits, Outcome, Policy
 from tests.sim.cluster import Setup
 from tests.sim.procs import Job
@@ -29,13 +29,13 @@ def test_no_step_is_made_twice_though_nothing_was_ever_saved() -> None:
 def test_forming_worlds_of_newcomers_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Does the rule that nothing is lost bite? A leader that leaves survivors out, and has them hand
     nothing over, breaks it."""
-    form = world.form
+    form = seating.form
 
     def newcomers_first(nodes, last, limits, quarantines, now):  # type: ignore[no-untyped-def]
         new = [n for n in nodes if last is None or last.member(n.name, n.incarnation) is None]
         return form(new or nodes, None, limits, quarantines, now)
 
-    monkeypatch.setattr(world, "form", newcomers_first)
+    monkeypatch.setattr(seating, "form", newcomers_first)
     monkeypatch.setattr(handover, "members", lambda round, nodes, heirs: ())
     for seed in range(200):
         result = run(seed, draw(seed, kinds=frozenset({"join", "crash"})))

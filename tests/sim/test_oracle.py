@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.core import agent, budget, straggler, world
+from elasticd.core import agent, budget, seating, straggler
 from elasticd.core.agent import hearing, leaving, stepping
 from elasticd.core.agent_messages import LeaveJob
 from elasticd.core.facts import Round
@@ -39,7 +39,7 @@ def _release_unasked(patch: pytest.MonkeyPatch) -> None:
         return NOBODY if mark is Mark.HOLDING else marked(self, mark)
 
     patch.setattr(Roll, "__getitem__", all_released)
-    patch.setattr(world, "available", lambda node, last: not node.draining)
+    patch.setattr(seating, "available", lambda node, last: not node.draining)
 
 
 def _no_guards(patch: pytest.MonkeyPatch) -> None:
@@ -85,12 +85,12 @@ def _never_enough(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_too_many(patch: pytest.MonkeyPatch) -> None:
-    form = world.form
+    form = seating.form
 
     def greedy(nodes: Any, last: Any, limits: Any, quarantines: Any, now: float) -> Any:
         return form(nodes, last, replace(limits, max=limits.max + limits.unit), quarantines, now)
 
-    patch.setattr(world, "form", greedy)
+    patch.setattr(seating, "form", greedy)
 
 
 def _always_well(patch: pytest.MonkeyPatch) -> None:

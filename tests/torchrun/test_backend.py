@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.connection import Connection
 from elasticd.etcd.embedded import Embedded
 from elasticd.torchrun.backend import EtcdV3RendezvousBackend, unwrap, wrap

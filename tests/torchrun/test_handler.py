@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torchrun_harness import PATIENCE_S, Nodes, until
 
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.torchrun import create
 from elasticd.torchrun.rendezvous_records import prefix_of

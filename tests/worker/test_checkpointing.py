@@ -14,7 +14,7 @@ from elasticd import worker
 from elasticd.channel.worker_messages import Enter, Holds, Source
 from elasticd.checkpoint.client.resuming import Kept
 from elasticd.checkpoint.client.schedule import EverySteps
-from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.core.age import Age
 from elasticd.worker.checkpoints import Checkpoints
 from elasticd.worker.commit import checkpointing
@@ -171,7 +171,7 @@ def test_whoever_was_not_in_the_last_world_goes_on_from_its_own_where_that_came_
     ],
 )
 def test_what_was_kept_is_newer_only_if_it_came_further_in_a_later_world(monkeypatch, kept, beyond):
-    monkeypatch.setattr("elasticd.worker.agent.agentpage.has_checkpoints", lambda: None)
+    monkeypatch.setattr("elasticd.worker.agent_link.agentpage.has_checkpoints", lambda: None)
     checkpoints = SimpleNamespace(keep_in_step=lambda: None, newest_kept=lambda: kept)
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}
     assert CommitCheckpoints(checkpoints).has_newer(Age(2, 25), World(Enter(4, env))) is beyond

@@ -198,7 +198,7 @@ def test_a_stream_that_deals_itself_out_to_loading_processes_is_read_in_full(how
 
 def test_a_stream_of_which_loading_processes_read_different_samples_is_refused(monkeypatch):
     said = []
-    monkeypatch.setattr("elasticd.worker.agent.agentpage.fatal", said.append)
+    monkeypatch.setattr("elasticd.worker.agent_link.agentpage.fatal", said.append)
     dataset = Dealing("by number")
     data = Data(dataset, global_batch=6, virtual_ranks=2, num_workers=2, worker_init_fn=dataset.init)
     with pytest.raises(DataChanged, match="two loading processes of a worker read different samples"):
@@ -405,7 +405,7 @@ def test_a_training_does_not_go_on_with_other_data(what):
 
 def test_a_training_that_finds_its_data_changed_has_its_job_end(monkeypatch):
     said = []
-    monkeypatch.setattr("elasticd.worker.agent.agentpage.fatal", said.append)
+    monkeypatch.setattr("elasticd.worker.agent_link.agentpage.fatal", said.append)
     state = state_of(Data(Numbers(9), global_batch=4, virtual_ranks=2))
     before = Data(Numbers(8), global_batch=4, virtual_ranks=2).state_dict()
     state._committed.saves = SimpleNamespace(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elasticd import worker
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.world.group import World
 from tests.worker.crew import PATIENCE_S, Crew, outcome_alone
 from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, outcome, reads

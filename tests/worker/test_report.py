@@ -15,7 +15,7 @@ import torch
 from elasticd import worker
 from elasticd.core.page_layout import VALUES_MAX, Fatal, PageContents
 from elasticd.procs.page import VARIABLE, Page
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.report import all_finite, any_nan
 
 

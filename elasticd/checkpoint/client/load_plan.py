@@ -13,7 +13,7 @@ from elasticd.checkpoint.client.objects import loaded
 from elasticd.checkpoint.client.state_dict import Flat, Path, flatten, prepare_optimizers
 from elasticd.checkpoint.client.tensors import local_of
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Chunk, Index, Tensor
-from elasticd.checkpoint.store.reading import WantedRange
+from elasticd.checkpoint.storage.reading import WantedRange
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from elasticd.checkpoint.protocol import (
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Offer, WholeState
 from elasticd.checkpoint.replication.wire import PeerGone
-from elasticd.checkpoint.store.reading import WantedRange
+from elasticd.checkpoint.storage.reading import WantedRange
 from elasticd.core.facts import Checkpoint, SaverAddress
 
 _log = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from elasticd.checkpoint.client.load_plan import Target
 from elasticd.checkpoint.client.memory_tier import CommittedUnknown, HolderLost, SaverQueries
 from elasticd.checkpoint.client.saver_connection import saver_name
 from elasticd.checkpoint.client.state_dict import Flat, Misfit, restore
-from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable
+from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.replication.replicas import WholeState, newest_whole
-from elasticd.checkpoint.store import CheckpointStore
-from elasticd.checkpoint.store.reading import fill, open_manifest
+from elasticd.checkpoint.storage import CheckpointStore
+from elasticd.checkpoint.storage.reading import fill, open_manifest
 from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Resume, Saved
 

@@ -19,13 +19,13 @@ from elasticd.channel.codec import ChannelClosed
 from elasticd.channel.framing import close_all
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.client.collectives import RankGroup
-from elasticd.checkpoint.commit.pointer import FilePointer
-from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import BadCheckpoint
+from elasticd.checkpoint.newest.pointer import FilePointer
+from elasticd.checkpoint.newest.retention import Keep
 from elasticd.checkpoint.protocol import OpenWorld, SaverChannel, SaverSilent, SaverToWorker, WorkerToSaver
 from elasticd.checkpoint.replication.replicas import holders
-from elasticd.checkpoint.store import CheckpointStore, error_text
-from elasticd.checkpoint.store.rate_limit import parse_rate
+from elasticd.checkpoint.storage import CheckpointStore, error_text
+from elasticd.checkpoint.storage.rate_limit import parse_rate
 
 _ROOT: Final = str(Path(__file__).parents[3])
 _PROGRAM: Final = (

@@ -12,7 +12,7 @@ import msgspec
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica
 from elasticd.checkpoint.replication.wire import Message, PeerGone, Wire
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.checkpoint.store.reading import WantedRange, by_file
+from elasticd.checkpoint.storage.reading import WantedRange, by_file
 from elasticd.core.checkpoint_names import require_name
 from elasticd.core.facts import SaverAddress
 

@@ -11,8 +11,6 @@ from typing import Final
 
 import msgspec
 
-from elasticd.checkpoint.commit.pointer import POINTER, Committer, FilePointer
-from elasticd.checkpoint.commit.retention import Commit, CommitRefused
 from elasticd.checkpoint.format.manifest import (
     MANIFEST,
     METADATA,
@@ -22,9 +20,11 @@ from elasticd.checkpoint.format.manifest import (
     encode,
     shard_name,
 )
+from elasticd.checkpoint.newest.pointer import POINTER, Committer, FilePointer
+from elasticd.checkpoint.newest.retention import Commit, CommitRefused
 from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
-from elasticd.checkpoint.store import CheckpointStore, error_text
-from elasticd.checkpoint.store.reading import is_finished
+from elasticd.checkpoint.storage import CheckpointStore, error_text
+from elasticd.checkpoint.storage.reading import is_finished
 from elasticd.core.checkpoint_names import parse_folder
 from elasticd.core.facts import Saved
 

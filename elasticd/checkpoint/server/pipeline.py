@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from elasticd.checkpoint.commit.pointer import POINTER
-from elasticd.checkpoint.commit.retention import CommitRefused
 from elasticd.checkpoint.format.manifest import BadCheckpoint, File, shard_name
+from elasticd.checkpoint.newest.pointer import POINTER
+from elasticd.checkpoint.newest.retention import CommitRefused
 from elasticd.checkpoint.protocol import Layout, SaveCommitted, SaveFailed, SaverToWorker, SaveWritten
 from elasticd.checkpoint.server.background import Background
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
 from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.checkpoint.store import error_text
-from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.checkpoint.storage import error_text
+from elasticd.checkpoint.storage.rate_limit import RateLimit
 from elasticd.core.facts import Saved
 
 

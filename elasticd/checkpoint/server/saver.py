@@ -18,9 +18,9 @@ from typing import Final, assert_never
 
 from elasticd.channel.codec import BadMessage, ChannelClosed
 from elasticd.channel.framing import close_all, is_ours
-from elasticd.checkpoint.commit.pointer import Committer, FilePointer
-from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable
+from elasticd.checkpoint.newest.pointer import Committer, FilePointer
+from elasticd.checkpoint.newest.retention import Keep
 from elasticd.checkpoint.protocol import (
     SAVER_TO_WORKER,
     WORKER_TO_SAVER,
@@ -55,12 +55,12 @@ from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, offe
 from elasticd.checkpoint.server.background import Background
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.pipeline import SavePipeline
-from elasticd.checkpoint.server.replication import Replication
+from elasticd.checkpoint.server.replicating import Replication
 from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
 from elasticd.checkpoint.server.shards import SavingWorld, ShardPlan
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.checkpoint.store import CheckpointStore, error_text, store_at
-from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.checkpoint.storage import CheckpointStore, error_text, store_at
+from elasticd.checkpoint.storage.rate_limit import RateLimit
 from elasticd.core.checkpoint_names import require_name
 from elasticd.core.facts import Checkpoint, SaverAddress
 

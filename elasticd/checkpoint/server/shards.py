@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import File
+from elasticd.checkpoint.newest.retention import Keep
 from elasticd.checkpoint.protocol import Layout, WorkerChannel
 from elasticd.checkpoint.replication.replicas import Label, Replica
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.checkpoint.store import CheckpointStore
+from elasticd.checkpoint.storage import CheckpointStore
 
 
 @dataclass(slots=True, eq=False)

@@ -9,10 +9,10 @@ import socket
 import sys
 from typing import Any, Final
 
-from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.server.save_report import SaveReport, sentence
 from elasticd.checkpoint.server.saver import Saver
-from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.checkpoint.storage.rate_limit import RateLimit
 
 _NICE: Final = 19
 _SESSION_NICE: Final = 10  # gives the saver about a tenth of a processor that it shares with a worker

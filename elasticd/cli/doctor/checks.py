@@ -280,7 +280,7 @@ def other_nodes(candidate: Candidate) -> Iterator[Finding]:
 def _nodes(candidate: Candidate) -> list[Node]:
     if candidate.access is None or candidate.job is None:
         return []
-    from elasticd.etcd.client import Client  # late: grpc is slow to import
+    from elasticd.etcd.blocking_client import Client  # late: grpc is slow to import
 
     try:
         with Client(candidate.access) as client:

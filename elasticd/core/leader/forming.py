@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticd.core import handover, world
+from elasticd.core import handover, seating
 from elasticd.core.facts import Budget, Member, Outcome, Phase, Round, Spec
 from elasticd.core.leader.plan import Plan, end, write
 from elasticd.core.leader.view import View
@@ -21,7 +21,7 @@ def form_or_wait(
         return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
     have = view.roll.world_without(budget.quarantines, now)
     if have < spec.limits.min:
-        there = world.workers_at_hand(view.roll.candidates(), round, spec.limits, budget.quarantines, now)
+        there = seating.workers_at_hand(view.roll.candidates(), round, spec.limits, budget.quarantines, now)
         return _wait(view, spec, round, budget, reasons, there, now)
     if round.phase is Phase.WAITING and have < spec.limits.max:
         # More workers may be on their way. After a closing round there is no such wait: its members have
@@ -29,7 +29,7 @@ def form_or_wait(
         until = max(view.roll.came_at, round.since) + spec.policy.settle_s
         if now < until:
             return Plan(wake_at=until, reasons=(*reasons, Settling(have, spec.limits.max, until)))
-    members = world.form(view.roll.candidates(), round, spec.limits, budget.quarantines, now)
+    members = seating.form(view.roll.candidates(), round, spec.limits, budget.quarantines, now)
     formed = _formed(view, spec, round, members, now)
     said = RoundFormed(formed.number, formed.world_size, len(formed.members), formed.cause)
     plan = write(view, formed, budget, (*reasons, said))

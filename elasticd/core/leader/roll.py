@@ -15,7 +15,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import Final
 
-from elasticd.core import world
+from elasticd.core import seating
 from elasticd.core.facts import Member, Node, Phase, Quarantine, Report, Round, Spec, Stall
 from elasticd.core.hang.judging import Doing
 from elasticd.core.persistent_map import PersistentMap
@@ -131,10 +131,10 @@ class Roll:
         return [reports[name] for name in self[mark]]
 
     def candidates(self) -> list[Node]:
-        """Return ``world.candidates`` of all nodes, in order of arrival."""
+        """Return ``seating.candidates`` of all nodes, in order of arrival."""
         assert self.spec is not None
         known = sorted(self.nodes.to_dict().values(), key=attrgetter("created"))
-        return world.candidates([r.node for r in known], self.spec, self.round)
+        return seating.candidates([r.node for r in known], self.spec, self.round)
 
     def world_without(self, quarantines: Sequence[Quarantine], now: float) -> int:
         """Return the size of the largest world without the slots in quarantine."""
@@ -212,7 +212,7 @@ class Roll:
                 marks.append(Mark.HOLDING)
             if node.age is not None and node.age.agreed == round.number:
                 marks.append(Mark.OUTLIVING)
-        if node.draining or (spec.drain and world.is_drained(node, spec)):
+        if node.draining or (spec.drain and seating.is_drained(node, spec)):
             marks.append(Mark.LEAVING)
         if node.fenced >= round.number:
             marks.append(Mark.FENCED)
@@ -240,7 +240,7 @@ class Roll:
         if known is None or self.spec is None or self.round is None:
             return None
         live = self.round.phase is Phase.LIVE
-        return world.candidate(known.node, self.spec, self.round, live=live)
+        return seating.candidate(known.node, self.spec, self.round, live=live)
 
 
 _Known = tuple[Registered | None, Report | None, ReceivedStall | None]
@@ -270,7 +270,7 @@ def _room(
 ) -> int:
     if node is None or spec is None:
         return 0
-    return world.room(node, spec.limits, quarantines, now)
+    return seating.room(node, spec.limits, quarantines, now)
 
 
 def in_rank_order(members: Iterable[Member]) -> tuple[str, ...]:

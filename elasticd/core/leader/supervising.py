@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from elasticd.core import budget as budgets
-from elasticd.core import handover, world
+from elasticd.core import handover, seating
 from elasticd.core.facts import Cause, Outcome, Round, Spec
 from elasticd.core.leader.plan import Plan, close, end, write
 from elasticd.core.leader.roll import Mark, in_rank_order
@@ -127,8 +127,8 @@ def _await_heirs(view: View, spec: Spec, round: Round, leaving: tuple[str, ...],
         return None
     if not handover.may_come(round, (registered.node for registered in view.nodes.values())):
         return None
-    heirs = world.form(view.roll.candidates(), round, spec.limits, view.budget.quarantines, now)
-    if world.size(heirs) >= spec.limits.min:
+    heirs = seating.form(view.roll.candidates(), round, spec.limits, view.budget.quarantines, now)
+    if seating.size(heirs) >= spec.limits.min:
         if round.leaving == leaving:
             return None
     elif round.leaving == leaving:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.distributed as dist
 
 from elasticd.core.age import Age
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.commit import randomness
 from elasticd.worker.commit.contents import EpochProgress
 from elasticd.worker.world.group import World, or_over

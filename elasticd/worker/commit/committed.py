@@ -15,7 +15,7 @@ from elasticd.channel.worker_messages import Holds
 from elasticd.core.age import Age
 from elasticd.core.page_layout import Fatal
 from elasticd.data.dealing import Batch
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.commit import randomness
 from elasticd.worker.commit.checkpointing import CommitCheckpoints, Parts
 from elasticd.worker.commit.comparison import Comparison, Digests

@@ -16,7 +16,7 @@ from torch import nn
 from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.client.tensors import is_plain
 from elasticd.core.page_layout import Fatal
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.commit.changes import SampledParameters
 from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.plaindata import number_of

@@ -14,7 +14,7 @@ import torch
 
 from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.core.page_layout import Fatal
-from elasticd.worker.agent import agentpage
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.plaindata import number_of, plain_key
 from elasticd.worker.commit.randomness import GeneratorState

@@ -19,10 +19,10 @@ import msgspec
 
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.replication.wire import PeerGone
-from elasticd.checkpoint.server.replication import Replication
+from elasticd.checkpoint.server.replicating import Replication
 from elasticd.checkpoint.server.save_report import SaveReport, sentence
 from elasticd.checkpoint.server.saver import Saver
-from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.checkpoint.storage.rate_limit import RateLimit
 from elasticd.core.facts import SaverAddress
 from tests.checkpoint.programs.forking import fork_for_each_line, say
 
@@ -90,7 +90,7 @@ def saver(options: dict[str, Any]) -> None:
         (Path(options["peers"]) / me.node).write_bytes(msgspec.json.encode(me))
         replication = Replication(me, at, FilePeers(Path(options["peers"])), say=say)
     if "S3_PART" in os.environ:
-        from elasticd.checkpoint.store import remote
+        from elasticd.checkpoint.storage import remote
 
         remote.PART = int(os.environ["S3_PART"])
     say(f"saver {name} {os.getpid()}")

@@ -25,7 +25,7 @@ from elasticd.checkpoint.client import schedule as schedules
 from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.client.saver_connection import started
 from elasticd.checkpoint.client.schedule import Schedule
-from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.worker.checkpoints import Checkpoints
 
 FOLDER = Path(sys.argv[1])

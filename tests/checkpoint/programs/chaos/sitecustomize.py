@@ -10,10 +10,10 @@ import stat
 import sys
 from typing import Any
 
-if any("elasticd.daemon.saver" in word for word in sys.orig_argv):
+if any("elasticd.daemon.node_saver" in word for word in sys.orig_argv):
     import instants
 
-    from elasticd.etcd.client import Client
+    from elasticd.etcd.blocking_client import Client
 
     WHO = f"saver@{os.environ['E2E_NODE']}"
 

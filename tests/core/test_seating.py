@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core import world
+from elasticd.core import seating
 from elasticd.core.age import Age
 from elasticd.core.facts import Limits, Member, Node, Phase, Quarantine, UnitWithin
 from tests.core.build import NOW, node, round
@@ -22,14 +22,14 @@ def ranks(members: tuple[Member, ...]) -> dict[str, list[int]]:
 
 
 def test_ranks_are_contiguous_within_a_node_and_follow_the_order_of_arrival() -> None:
-    formed = world.form([node("b", 2), node("a", 3)], None, ANY, (), NOW)
+    formed = seating.form([node("b", 2), node("a", 3)], None, ANY, (), NOW)
     assert ranks(formed) == {"b": [0, 1], "a": [2, 3, 4]}
 
 
 def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
     last = round(4, {"c": 1, "a": 1, "b": 1}, Phase.CLOSING)
     nodes = [node(n, 1, released=4) for n in ("new", "b", "c")]
-    assert ranks(world.form(nodes, last, ANY, (), NOW)) == {"c": [0], "b": [1], "new": [2]}
+    assert ranks(seating.form(nodes, last, ANY, (), NOW)) == {"c": [0], "b": [1], "new": [2]}
 
 
 def test_where_places_are_few_those_come_first_that_hold_the_newest_state_and_then_those_that_were_in() -> (
@@ -43,7 +43,7 @@ def test_where_places_are_few_those_come_first_that_hold_the_newest_state_and_th
     ]
 
     def chosen(places: int) -> dict[str, tuple[int, ...]]:
-        return {m.node: m.slots for m in world.form(nodes, last, Limits(1, places), (), NOW)}
+        return {m.node: m.slots for m in seating.form(nodes, last, Limits(1, places), (), NOW)}
 
     assert chosen(1) == {"b": (1,)}
     assert chosen(3) == {"a": (0, 1), "b": (1,)}
@@ -54,36 +54,36 @@ def test_where_places_are_few_those_come_first_that_hold_the_newest_state_and_th
 def test_a_restarted_agent_is_a_newcomer() -> None:
     last = round(4, {"a": 1, "b": 1}, Phase.CLOSING)
     nodes = [node("a", 1, life_number=2), node("b", 1, released=4)]
-    assert list(ranks(world.form(nodes, last, ANY, (), NOW))) == ["b", "a"]
+    assert list(ranks(seating.form(nodes, last, ANY, (), NOW))) == ["b", "a"]
 
 
 def test_a_world_is_cut_at_max_in_the_middle_of_a_node() -> None:
-    formed = world.form([node("a", 3), node("b", 3), node("c", 3)], None, Limits(1, 4), (), NOW)
+    formed = seating.form([node("a", 3), node("b", 3), node("c", 3)], None, Limits(1, 4), (), NOW)
     assert ranks(formed) == {"a": [0, 1, 2], "b": [3]}
     assert formed[1].slots == (0,)
 
 
 def test_a_world_may_come_out_smaller_than_min_for_the_leader_to_judge() -> None:
-    assert world.size(world.form([node("a", 2)], None, Limits(5, 8), (), NOW)) == 2
-    assert world.form([], None, Limits(5, 8), (), NOW) == ()
+    assert seating.size(seating.form([node("a", 2)], None, Limits(5, 8), (), NOW)) == 2
+    assert seating.form([], None, Limits(5, 8), (), NOW) == ()
 
 
 def test_a_quarantined_slot_is_left_out_until_its_time_has_come() -> None:
     out = (Quarantine("a", 1, NOW + 10, 1),)
     nodes = [node("a", 3), node("b", 1)]
-    before = world.form(nodes, None, ANY, out, NOW + 9.9)
+    before = seating.form(nodes, None, ANY, out, NOW + 9.9)
     assert before[0].slots == (0, 2)
     assert ranks(before) == {"a": [0, 1], "b": [2]}
-    assert world.form(nodes, None, ANY, out, NOW + 10)[0].slots == (0, 1, 2)
+    assert seating.form(nodes, None, ANY, out, NOW + 10)[0].slots == (0, 1, 2)
 
 
 def test_a_node_with_every_slot_in_quarantine_is_no_member() -> None:
     out = tuple(Quarantine("a", s, NOW + 10, 1) for s in range(2))
-    assert ranks(world.form([node("a", 2), node("b", 1)], None, ANY, out, NOW)) == {"b": [0]}
+    assert ranks(seating.form([node("a", 2), node("b", 1)], None, ANY, out, NOW)) == {"b": [0]}
 
 
 def test_a_quarantine_is_of_one_node_only() -> None:
-    assert world.usable_slots(node("b", 2), (Quarantine("a", 0, NOW + 10, 1),), NOW) == (0, 1)
+    assert seating.usable_slots(node("b", 2), (Quarantine("a", 0, NOW + 10, 1),), NOW) == (0, 1)
 
 
 def units(members: tuple[Member, ...], unit: int) -> list[list[str]]:
@@ -94,37 +94,37 @@ def units(members: tuple[Member, ...], unit: int) -> list[list[str]]:
 
 def test_a_world_has_whole_units_only_and_a_unit_is_on_one_node_where_it_fits() -> None:
     nodes = [node("a", 5), node("b", 4), node("c", 3)]
-    formed = world.form(nodes, None, Limits(4, 12, unit=4), (), NOW)
+    formed = seating.form(nodes, None, Limits(4, 12, unit=4), (), NOW)
     assert units(formed, 4) == [["b"] * 4, ["a"] * 4, ["a", "c", "c", "c"]]
-    within = world.form(nodes, None, Limits(4, 12, unit=4, within=UnitWithin.NODE), (), NOW)
+    within = seating.form(nodes, None, Limits(4, 12, unit=4, within=UnitWithin.NODE), (), NOW)
     assert units(within, 4) == [["a"] * 4, ["b"] * 4]
 
 
 def test_a_unit_that_no_node_has_room_for_is_on_neighbouring_nodes() -> None:
     nodes = [node(name, 2) for name in "abcde"]
-    formed = world.form(nodes, None, Limits(4, 20, unit=4), (), NOW)
+    formed = seating.form(nodes, None, Limits(4, 20, unit=4), (), NOW)
     assert units(formed, 4) == [["a", "a", "b", "b"], ["c", "c", "d", "d"]]
-    assert world.form(nodes, None, Limits(4, 20, unit=4, within=UnitWithin.NODE), (), NOW) == ()
+    assert seating.form(nodes, None, Limits(4, 20, unit=4, within=UnitWithin.NODE), (), NOW) == ()
 
 
 def test_a_unit_that_lost_a_worker_waits_and_the_others_go_on() -> None:
     last = round(4, {"a": 4, "b": 4}, Phase.CLOSING)
     limits = Limits(4, 8, unit=4)
     left = [node("a", [0, 1, 3], released=4), node("b", 4, released=4)]
-    assert units(world.form(left, last, limits, (), NOW), 4) == [["b"] * 4]
+    assert units(seating.form(left, last, limits, (), NOW), 4) == [["b"] * 4]
     back = [node("a", 4, released=4), node("b", 4, released=4)]
-    assert units(world.form(back, last, limits, (), NOW), 4) == [["a"] * 4, ["b"] * 4]
+    assert units(seating.form(back, last, limits, (), NOW), 4) == [["a"] * 4, ["b"] * 4]
 
 
 def test_the_units_that_hold_the_newest_state_come_first() -> None:
     old = replace(node("a", 2), age=Age(4, 8), holders=(0, 1))
     new = replace(node("b", 2), age=Age(4, 9), holders=(1,))
-    assert units(world.form([old, new], None, Limits(2, 2, unit=2), (), NOW), 2) == [["b", "b"]]
+    assert units(seating.form([old, new], None, Limits(2, 2, unit=2), (), NOW), 2) == [["b", "b"]]
 
 
 def test_a_world_has_the_largest_of_the_sizes_that_are_listed() -> None:
     limits = Limits(2, 8, sizes=(2, 4, 8))
-    sizes = [world.size(world.form([node("a", n)], None, limits, (), NOW)) for n in range(1, 11)]
+    sizes = [seating.size(seating.form([node("a", n)], None, limits, (), NOW)) for n in range(1, 11)]
     assert sizes == [0, 2, 2, 4, 4, 4, 4, 8, 8, 8]
     assert [n for n in range(10) if limits.allows(n)] == [2, 4, 8]
     assert (limits.least, replace(limits, min=3).least) == (2, 4)
@@ -148,13 +148,13 @@ def test_limits_that_contradict_each_other_are_refused(wrong: dict[str, Any], sa
 
 def test_a_node_is_available_once_it_has_released_the_last_round_unless_it_drains() -> None:
     last = round(4, {"a": 1, "b": 1}, Phase.CLOSING)
-    assert world.available(node("new"), last)
-    assert world.available(node("a", released=4), last)
-    assert not world.available(node("a", released=3), last), "its workers of the round may still run"
-    assert world.available(node("a", released=0, life_number=2), last), "a new agent has no old workers"
-    assert not world.available(node("new", draining=True), last)
-    assert not world.available(node("new", draining=True), None)
-    assert world.available(node("a"), None)
+    assert seating.available(node("new"), last)
+    assert seating.available(node("a", released=4), last)
+    assert not seating.available(node("a", released=3), last), "its workers of the round may still run"
+    assert seating.available(node("a", released=0, life_number=2), last), "a new agent has no old workers"
+    assert not seating.available(node("new", draining=True), last)
+    assert not seating.available(node("new", draining=True), None)
+    assert seating.available(node("a"), None)
 
 
 names = st.sampled_from("abcdef")
@@ -187,15 +187,15 @@ def test_whatever_the_history_a_world_is_dense_within_max_and_keeps_its_survivor
 ) -> None:
     last = None
     for number, (nodes, limits, quarantines) in enumerate(history, start=1):
-        formed = world.form(nodes, last, limits, quarantines, NOW)
-        assert formed == world.form(nodes, last, limits, quarantines, NOW)
+        formed = seating.form(nodes, last, limits, quarantines, NOW)
+        assert formed == seating.form(nodes, last, limits, quarantines, NOW)
         all_ranks = [m.rank_of(s) for m in formed for s in m.slots]
         assert all_ranks == list(range(len(all_ranks)))
-        usable = [len(world.usable_slots(n, quarantines, NOW)) for n in nodes]
+        usable = [len(seating.usable_slots(n, quarantines, NOW)) for n in nodes]
         if limits.within is UnitWithin.NODE:
             usable = [n - n % limits.unit for n in usable]
             assert not any(len(m.slots) % limits.unit for m in formed), "each unit is on one node"
-        assert world.size(formed) == limits.largest(sum(usable)), "no smaller than it could be"
+        assert seating.size(formed) == limits.largest(sum(usable)), "no smaller than it could be"
         by_name = {n.name: n for n in nodes}
         for m in formed:
             assert m.slots and set(m.slots) <= set(by_name[m.node].slots)

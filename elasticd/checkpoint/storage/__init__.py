@@ -14,8 +14,8 @@ from functools import cache
 from typing import Protocol
 
 from elasticd.checkpoint.format.manifest import File
-from elasticd.checkpoint.store.disk import Disk
-from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.checkpoint.storage.disk import Disk
+from elasticd.checkpoint.storage.rate_limit import RateLimit
 
 _LOCAL = ("file", "local")
 
@@ -127,6 +127,6 @@ def store_at(where: str | os.PathLike[str]) -> CheckpointStore:
 def _remote(url: str, _: int) -> CheckpointStore:
     """Return the store of this process: a forked process cannot use its parent's connections."""
     # Imported here, since the import is slow and few runs need it.
-    from elasticd.checkpoint.store.remote import Remote
+    from elasticd.checkpoint.storage.remote import Remote
 
     return Remote.at(url)

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from elasticd.checkpoint.commit.pointer import FilePointer
-from elasticd.checkpoint.commit.retention import Commit, CommitRefused, Keep, commit
 from elasticd.checkpoint.format.manifest import BadCheckpoint
-from elasticd.checkpoint.store import BadStore, CheckpointStore, error_text, store_at
-from elasticd.checkpoint.store.reading import is_finished
+from elasticd.checkpoint.newest.pointer import FilePointer
+from elasticd.checkpoint.newest.retention import Commit, CommitRefused, Keep, commit
+from elasticd.checkpoint.storage import BadStore, CheckpointStore, error_text, store_at
+from elasticd.checkpoint.storage.reading import is_finished
 from elasticd.core.facts import Checkpoint, Round, Saved
 from elasticd.core.ports import Answer, Applied, Entry, NoAnswer, Put, Unchanged
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
 
 _KEY: Final = "checkpoint"

@@ -20,8 +20,8 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 from elasticd.checkpoint.format.manifest import BLOCK, File, block_digest, fresh_name
-from elasticd.checkpoint.store import BadStore, Overtaken
-from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.checkpoint.storage import BadStore, Overtaken
+from elasticd.checkpoint.storage.rate_limit import RateLimit
 
 PART: Final = 16 << 20  # bytes; at most 10,000 parts to a file on S3, so files up to 160 GB
 _PARTS_MAX: Final = 9_000

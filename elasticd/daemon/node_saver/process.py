@@ -9,14 +9,14 @@ import signal
 import socket
 from dataclasses import replace
 
-from elasticd.checkpoint.server.replication import Replication
+from elasticd.checkpoint.server.replicating import Replication
 from elasticd.checkpoint.server.save_report import Footprint, SaveReport, to_line
 from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.server.standalone import lower_priority, say
-from elasticd.checkpoint.store.rate_limit import RateLimit
-from elasticd.daemon.saver import VARIABLE, SaverOptions
-from elasticd.daemon.saver.etcd_peers import EtcdPeers
-from elasticd.daemon.saver.etcd_pointer import EtcdPointer, settle
+from elasticd.checkpoint.storage.rate_limit import RateLimit
+from elasticd.daemon.node_saver import VARIABLE, SaverOptions
+from elasticd.daemon.node_saver.etcd_peers import EtcdPeers
+from elasticd.daemon.node_saver.etcd_pointer import EtcdPointer, settle
 from elasticd.procs.linux import hide_memory
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticd.checkpoint.format.manifest import BLOCK, File, block_digest, fresh_name
-from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.checkpoint.storage.rate_limit import RateLimit
 
 _LARGE: Final = 1 << 20  # bytes; from this size on, files bypass the page cache
 

@@ -13,10 +13,10 @@ from typing import Final, Protocol
 
 import msgspec
 
-from elasticd.checkpoint.commit.retention import Commit, CommitRefused, Keep, commit
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable, digest, is_fresh
-from elasticd.checkpoint.store import CheckpointStore, Overtaken, error_text, store_at
-from elasticd.checkpoint.store.reading import finished_in, whole_in
+from elasticd.checkpoint.newest.retention import Commit, CommitRefused, Keep, commit
+from elasticd.checkpoint.storage import CheckpointStore, Overtaken, error_text, store_at
+from elasticd.checkpoint.storage.reading import finished_in, whole_in
 from elasticd.core.checkpoint_names import parse_folder
 from elasticd.core.facts import Checkpoint, Saved
 

@@ -19,14 +19,16 @@ from elasticd.channel.warden_messages import Ended
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.server.save_report import BEHIND, Fate, Footprint, SaveReport, from_line
 from elasticd.core.facts import SaverAddress
-from elasticd.daemon.saver import VARIABLE, SaverOptions
+from elasticd.daemon.node_saver import VARIABLE, SaverOptions
 from elasticd.etcd.access import EtcdAccess
 from elasticd.procs.warden_client import Warden, WardenError
 from elasticd.telemetry import describe, log
 
 _log = log.get("elasticd.saver")
 _ROOT = str(Path(__file__).parents[3])
-_PROGRAM = "import sys; sys.path.append({root!r}); from elasticd.daemon.saver.process import main; main()"
+_PROGRAM = (
+    "import sys; sys.path.append({root!r}); from elasticd.daemon.node_saver.process import main; main()"
+)
 _LINE_MAX: Final = 500
 _REPORTS_MAX: Final = 1000
 FINISH_S: Final = 60.0  # the time for the last commits, if the agent is asked to leave

@@ -24,7 +24,7 @@ from elasticd.checkpoint.format.manifest import (
     digest,
     is_intact,
 )
-from elasticd.checkpoint.store import CheckpointStore, Opened
+from elasticd.checkpoint.storage import CheckpointStore, Opened
 from elasticd.core.checkpoint_names import parse_folder
 from elasticd.core.facts import Saved
 

@@ -15,7 +15,7 @@ from elasticd.checkpoint.replication.wire import PeerGone
 from elasticd.core.facts import SaverAddress
 from elasticd.core.ports import Applied, Put, Store
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.client import Client
+from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.errors import StoreError
 
 if TYPE_CHECKING:
