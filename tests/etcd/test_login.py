@@ -289,7 +289,7 @@ for pid in filter(str.isdecimal, os.listdir("/proc")):
         if "elasticd" not in command:
             continue
         for name in ("saver", "run"):
-            if re.search(rf"elasticd.daemon.{name}|elasticd {name} ", command):
+            if re.search(rf"elasticd.daemon.(node_)?{name}|elasticd {name} ", command):
                 seen.add(name)
         with open(f"/proc/{pid}/environ", "rb") as file:
             if secret in file.read():
