@@ -330,6 +330,7 @@ class Meter:
         metrics.set("elasticd_world_nodes", state.round.nodes if state.round is not None and live else 0)
         metrics.set("elasticd_world_min", s.limits.min if s.limits else None)
         metrics.set("elasticd_world_max", s.limits.max if s.limits else None)
+        metrics.set("elasticd_world_unit", s.limits.unit if s.limits else None)
         metrics.choose("elasticd_job_phase", s.phase)
         metrics.set("elasticd_leader", state.leads is not None)
         metrics.set("elasticd_restart_budget_left", s.budget_left)

@@ -184,6 +184,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _gauge("world_nodes", "Nodes in the present round; 0 while none is live.", "", ()),
     _gauge("world_min", "Fewest workers the job runs with.", "", ()),
     _gauge("world_max", "Most workers the job runs with.", "", ()),
+    _gauge("world_unit", "Workers of a unit; the world size is a multiple of this number.", "", ()),
     _gauge(
         "job_phase", "1 for the phase the job is in, 0 for the others.", "", ("phase",), "starting", *Phase
     ),

@@ -119,7 +119,7 @@ def test_a_scrape_tells_of_each_slot_and_of_the_worker_that_was_killed(cluster: 
     run = cluster.job
     for at, slots in ((at_a, (0, 1)), (at_b, (0,))):
         assert at("round", run=run) == 2
-        assert (at("world_size"), at("world_min"), at("world_max")) == (3, 3, 3)
+        assert (at("world_size"), at("world_min"), at("world_max"), at("world_unit")) == (3, 3, 3, 1)
         assert at("world_nodes") == 2
         assert at("job_phase", phase="live") == 1 and at("job_phase", phase="waiting") == 0
         assert at("etcd_up") == at("build_info", version=__version__) == 1
