@@ -62,4 +62,4 @@ def advise(known: Advice, crew: Crew, pages: Iterable[PageContents]) -> tuple[Ad
         known = replace(known, again=True)
     furthest = max([known.furthest, *((t.made or 0) + t.steps for t in pages)])
     known = replace(known, furthest=furthest, pids=known.pids | {t.pid for t in fresh})
-    return known, tuple(reasons) if crew.member.base_rank == 0 else ()
+    return known, tuple(reasons) if crew.member.hosts_store else ()

@@ -210,6 +210,11 @@ class Member:
     base_rank: int
     place: int = 0
 
+    @property
+    def hosts_store(self) -> bool:
+        """Whether this is the first member, whose agent hosts the round's store."""
+        return self.base_rank == 0
+
     def rank_of(self, slot: int) -> int:
         return self.base_rank + self.slots.index(slot)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from elasticd.core.advice import FAR, SEEN_AFTER, Advice, advise
-from elasticd.core.facts import Limits, Policy, Resume
+from elasticd.core.facts import Limits, Member, Policy, Resume
 from elasticd.core.page_layout import PageContents, Use
 from elasticd.core.reasons import BatchesChanged, OptionWithoutEffect, Reason, TrainingBeganAgain
 from elasticd.daemon.config import Command, CommandKind, RunConfig
@@ -31,7 +31,7 @@ class Life:
         """What is said now."""
         crew = SimpleNamespace(
             round=SimpleNamespace(number=round, world_size=size),
-            member=SimpleNamespace(base_rank=self.base_rank),
+            member=Member("a", "1", (0,), self.base_rank),
         )
         self.advice, said = advise(self.advice, cast(Any, crew), told)
         return list(said)

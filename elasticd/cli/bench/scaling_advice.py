@@ -62,7 +62,6 @@ def _loader(one: WorldMeasured) -> Iterator[ScalingAdvice]:
 
 
 def _slow_workers(one: WorldMeasured) -> Iterator[ScalingAdvice]:
-    share = one.costs.share(one.costs.waiting_s)
     if one.slow:
         ranks = listing([str(rank) for rank in one.slow])
         ratio = max(one.slow.values())
@@ -74,7 +73,9 @@ def _slow_workers(one: WorldMeasured) -> Iterator[ScalingAdvice]:
             f"rank {ranks} {needs} {ratio:.2f} times as long for a step as the other ranks, which wait for "
             f"{min(share, 1.0):.0%} of a step: look at what else runs beside that rank, and at its device",
         )
-    elif share >= NOTABLE:
+        return
+    share = one.costs.share(one.costs.waiting_s)
+    if share >= NOTABLE:
         yield ScalingAdvice(
             ScalingFault.UNEVEN_WORK,
             f"workers wait for each other for {share:.0%} of a step, and not always for the same one: give "

@@ -67,7 +67,7 @@ class Crew:
 
     @property
     def hosts_store(self) -> bool:
-        return self.member.base_rank == 0
+        return self.member.hosts_store
 
     @property
     def alive(self) -> frozenset[int]:

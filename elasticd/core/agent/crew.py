@@ -64,8 +64,7 @@ def follow_the_round(do: Decisions) -> None:
     able = state.registered and state.exiting is None and not state.renewing_store
     if not able or (state.departure is not None and not round.handover):
         return
-    hosts = member.base_rank == 0
-    store_closed = hosts and not round.store.endswith(f":{state.store_port}")
+    store_closed = member.hosts_store and not round.store.endswith(f":{state.store_port}")
     waiting = {slot: state.standbys[slot] for slot in member.slots if slot in state.standbys}
     if store_closed or Life.STOPPING in waiting.values():
         # The round was formed on an old record of this node: the store has closed since, or the workers are
@@ -86,7 +85,7 @@ def follow_the_round(do: Decisions) -> None:
         ),
         standbys={slot: life for slot, life in state.standbys.items() if slot not in waiting},
     )
-    do.actions.append(StartWorkers(round, member, hosts, tuple(sorted(waiting))))
+    do.actions.append(StartWorkers(round, member, member.hosts_store, tuple(sorted(waiting))))
     ranks = tuple(member.rank_of(s) for s in member.slots)
     do.reasons.append(WorkersStarted(round.number, ranks, round.world_size))
 
