@@ -17,14 +17,13 @@ import os
 import sys
 import zlib
 
+from elasticd_afterimport import after_import
 from elasticd_recorder import serve
 from elasticd_records import FOLDER, Records
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
     from typing import Any
 
 # By the method of ProcessGroup: the name in torch.distributed, which argument holds this rank's tensors, and
@@ -81,7 +80,7 @@ class Recording:
         import atexit
 
         atexit.register(self._note_end)
-        _after_import(
+        after_import(
             {
                 "torch.distributed": self._wrap_collectives,
                 "torch.nn.parallel.distributed": self._wrap_data_parallel,
@@ -462,9 +461,6 @@ def _sampler(loader: Any) -> dict[str, Any]:
     return {name: int(getattr(sampler, name)) for name in names if hasattr(sampler, name)}
 
 
-# ---------------------------------------------------------------- imports
-
-
 def _untraced(function: Any) -> None:
     """Keep torch.compile from compiling the function and what the function calls, as torch.compiler.disable()
     does, but without importing the compiler."""
@@ -475,54 +471,4 @@ def _untraced(function: Any) -> None:
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     except Exception:  # noqa: BLE001, S110  # an older torch
-        pass
-
-
-def _after_import(calls: dict[str, Callable[[Any], None]]) -> None:
-    """Call each function with its module, now or once the module is imported."""
-    for name in [name for name in calls if name in sys.modules]:
-        _safely(calls.pop(name), sys.modules[name])
-    if calls:
-        sys.meta_path.insert(0, DebugFinder(calls))
-
-
-def _safely(call: Callable[[Any], None], module: Any) -> None:
-    try:
-        call(module)
-    except Exception:  # noqa: BLE001, S110  # an unknown torch: less is recorded
-        pass
-
-
-class DebugFinder:
-    """A finder that notices imports. It finds nothing itself."""
-
-    def __init__(self, calls: dict[str, Callable[[Any], None]]) -> None:
-        self._calls = calls
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        call = self._calls.pop(name, None)
-        if call is None:
-            return None
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = find(name, path, target) if find else None
-            if spec is not None:
-                _call_after(spec.loader, call)
-                return spec
-        return None
-
-
-def _call_after(loader: Any, call: Callable[[Any], None]) -> None:
-    """Have the loader call the function with the module that it has loaded."""
-    execute = loader.exec_module
-
-    def exec_module(module: Any) -> None:
-        execute(module)
-        _safely(call, module)
-
-    try:
-        loader.exec_module = exec_module
-    except AttributeError:  # the loader cannot be changed
         pass

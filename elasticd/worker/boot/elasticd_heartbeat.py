@@ -17,6 +17,7 @@ import os
 import sys
 import time
 
+from elasticd_afterimport import after_import
 from elasticd_mutex import hold_mutex
 from elasticd_recorder import serve
 from elasticd_steptimes import step_times
@@ -24,9 +25,7 @@ from elasticd_waits import Waits
 
 TYPE_CHECKING = False  # typing is not imported before the script imports it
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from collections.abc import Callable
     from typing import Any
 
 _HOOKED = "torch.optim.optimizer"
@@ -48,11 +47,11 @@ def start() -> None:
         if fields is not None:
             _answer_with_stacks(fields, path)
             _note_the_end(fields)
-            optimizers = sys.modules.get(_HOOKED)
-            if optimizers is None:
-                sys.meta_path.insert(0, _Finder(fields, path))
-            else:  # this process was forked from a zygote, which has imported torch
-                _hook(optimizers, fields, path)
+
+            def hook(optimizers: Any) -> None:
+                optimizers.register_optimizer_step_post_hook(_make_hook(fields, path))
+
+            after_import({_HOOKED: hook})
 
 
 def _claim(path: str) -> memoryview[int] | None:
@@ -113,47 +112,6 @@ def _lives(pid: int) -> bool:
     except OSError:
         pass
     return True
-
-
-class _Finder:
-    """A finder that notices the import of torch's optimizers, once. It finds nothing itself."""
-
-    def __init__(self, fields: memoryview[int], path: str) -> None:
-        self._fields = fields
-        self._path = path
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != _HOOKED:
-            return None
-        sys.meta_path.remove(self)
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = find(name, path, target) if find else None
-            if spec is not None:
-                self._follow(spec.loader)
-                return spec
-        return None
-
-    def _follow(self, loader: Any) -> None:
-        execute = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            _hook(module, self._fields, self._path)
-
-        try:
-            loader.exec_module = exec_module
-        except AttributeError:  # the loader cannot be changed
-            pass
-
-
-def _hook(optimizers: Any, fields: memoryview[int], path: str) -> None:
-    try:
-        optimizers.register_optimizer_step_post_hook(_make_hook(fields, path))
-    except Exception:  # noqa: BLE001, S110  # an unknown torch: no heartbeat, but the script runs
-        pass
 
 
 def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], None]:

@@ -42,6 +42,7 @@ finally:
     _withdraw(os.path.dirname(os.path.abspath(__file__)))
     for name in (
         "elasticd_heartbeat",
+        "elasticd_afterimport",
         "elasticd_mutex",
         "elasticd_recorder",
         "elasticd_steptimes",
