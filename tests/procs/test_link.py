@@ -446,7 +446,7 @@ def test_a_process_that_got_the_number_of_a_worker_is_refused(listener: LinkList
 
 def test_who_saves_as_it_was_told_to_end_and_tells_of_it_is_not_held(bench: Bench) -> None:
     program = f"""{CALL}
-import signal
+import signal, time
 link = call()
 def save(*_):
     link.send(Checkpointed("x"))
@@ -454,7 +454,8 @@ def save(*_):
     os._exit(0)
 signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
-signal.pause()
+while True:
+    time.sleep(0.01)  # the handler of a signal that came just before pause() would not run
 """
     exit = bench.stopped(program, b"ready")
     assert exit.code == 0 and any(b"Leave" in line for line in bench.console.lines())

@@ -295,14 +295,15 @@ def test_stop_reaches_a_worker_however_soon_after_its_start(bench: Bench) -> Non
 
 def test_stop_spares_the_children_of_a_worker_that_is_saving(bench: Bench) -> None:
     program = """
-import signal, subprocess, sys
+import signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import signal; print('child', flush=True); signal.pause()"])
 def save(*_):
     print("saving with its child", child.poll(), flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
-signal.pause()
+while True:
+    time.sleep(0.01)  # the handler of a signal that came just before pause() would not run
 """
     exit = bench.stopped(program, b"ready", b"child\n")
     assert exit.code == 0
@@ -311,8 +312,9 @@ signal.pause()
 
 def test_stop_reaches_the_children_of_a_shell_where_asked_to(bench: Bench) -> None:
     inner = (
-        "import signal,sys; signal.signal(15, lambda *_: sys.exit(print('saved', flush=True)));"
-        "print('in', flush=True); signal.pause()"
+        "import itertools, signal, sys, time\n"
+        "signal.signal(15, lambda *_: sys.exit(print('saved', flush=True)))\n"
+        "print('in', flush=True); any(time.sleep(0.01) for _ in itertools.count())"
     )
     script = f'"{sys.executable}" -c "{inner}" & trap "wait; exit 0" TERM; wait'
     procs = bench.procs(["/bin/bash", "-c", script], whole_group=True)

@@ -48,4 +48,4 @@ if asked.get("fork") and not (fork := os.fork()):  # as multiprocessing would; i
     signal.pause()
 say("ready", fork=fork, warden=warden.pid, service=service, paths=[folder, str(procs.page_dir)])
 while True:
-    signal.pause()
+    time.sleep(0.01)  # the handler of a signal that came just before pause() would not run
