@@ -22,7 +22,8 @@ from elasticd.procs.output import Feed
 from elasticd.procs.page import Page
 from elasticd.procs.worker_links import WorkerLink
 
-_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)  # signals of a crash
+# Of a crash, and of a process that does not exit: see boot/elasticd_ending.py.
+_SIGNALS_AT_EXIT = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGALRM)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,10 +98,12 @@ class Worker:
         return self.page.contents() if self.page is not None else PageContents()
 
     def finished(self, end: Ended) -> bool:
-        """Return whether the script had ended well, even if Python crashed afterwards: finalisation may
-        crash, mostly because of threads of torch. No work is lost then."""
+        """Return whether the script had ended well, even if Python crashed or hung afterwards: finalisation
+        may do both, mostly because of threads of torch. No work is lost then."""
         page = self.page_contents()
-        return -end.code in (0, *_CRASHES) and page.pid == end.pid and page.ended_well and not end.fenced
+        return (
+            -end.code in (0, *_SIGNALS_AT_EXIT) and page.pid == end.pid and page.ended_well and not end.fenced
+        )
 
     def ended(self, end: Ended) -> Exit:
         """Note the end of the process. Return how the worker ended, and why as far as known."""

@@ -66,8 +66,9 @@ class LocalProcs:
     ``command`` must then run Python, and may differ between workers only in the script's arguments.
     ``imports``: the imports before the first worker starts (see ``Preload``). ``say`` gets the events of the
     zygote (see ``Preload``), and ``worker.entered``, ``worker.done``, ``worker.broken`` and
-    ``worker.unlinked``. ``warn`` gets ``worker.crashed_at_exit``, for a worker that crashes after its script
-    finished, and ``log.not_kept``. ``duplicate_*``: the filters of torchrun's ``--duplicate-stdout-filters``.
+    ``worker.unlinked``. ``warn`` gets ``worker.crashed_at_exit``, for a worker that crashes or hangs after
+    its script finished, and ``log.not_kept``. ``duplicate_*``: the filters of torchrun's
+    ``--duplicate-stdout-filters``.
     ``clock``: the clock of ``fence`` and ``step_times``; it must not jump as the system clock may.
     """
 
@@ -423,7 +424,8 @@ class LocalProcs:
                 self._error_files[worker.assignment.slot] = worker.error_file
             number, exited, exit = worker.round, worker.exited, worker.ended(end)
         if end.code != exit.code:
-            why = f"Python crashed after the script had finished ({signals.Signals(-end.code).name})"
+            did = "did not exit" if -end.code == signals.SIGALRM else "crashed"
+            why = f"Python {did} after the script had finished ({signals.Signals(-end.code).name})"
             self._warn(
                 "worker.crashed_at_exit", slot=exit.slot, rank=exit.rank, why=why, counts_as="finished"
             )

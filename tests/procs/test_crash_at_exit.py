@@ -33,6 +33,16 @@ def test_a_script_that_ran_to_its_end_has_finished_whatever_python_comes_to(
     assert (fields["slot"], fields["rank"], number in fields["why"]) == (10, 0, True)
 
 
+@pytest.mark.parametrize("how", ["end", "exit 1"])
+def test_the_kernel_ends_a_python_that_does_not_exit(bench: Bench, how: str) -> None:
+    """The program looks at its timer, and sends the signal of that timer itself."""
+    code, said = run(bench, CRASH, how, "SIGALRM")
+    *_, last = bench.console.lines()
+    assert last.startswith(b"killed in ") and 0 < float(last.split()[2]) <= 120
+    assert (code, len(said)) == ((0, 1) if how == "end" else (-signal.SIGALRM, 0))
+    assert all("Python did not exit after the script had finished" in fields["why"] for fields in said)
+
+
 def test_so_has_one_that_was_forked(bench: Bench) -> None:
     news = News()
     ran = both(bench, [CRASH, "end", "SIGABRT"], warn=news)

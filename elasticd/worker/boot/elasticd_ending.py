@@ -7,6 +7,9 @@ release the tensors of a collective, which may be after the script's end on a bu
 waits until no torch thread is busy, for some seconds at most. It then tells the agent that the script ran to
 its end, so that the agent does not count a later abort as a failure.
 
+Finalisation may also hang: a thread ends while it holds a lock that a destructor takes. So the kernel kills a
+process that does not exit two minutes after its script has ended.
+
 Standard library only, and self-contained.
 """
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _SETTLE_S = 5.0
+_EXIT_S = 120  # a context on a GPU takes seconds to destroy
 _LOOK_S = 0.001
 
 _callback: list[tuple[int, Callable[[], None]]] = []
@@ -59,6 +63,7 @@ def _last() -> None:
             _settle()
         if well:
             ended_well()
+        _limit()
 
 
 def _ended_well() -> bool:
@@ -85,6 +90,18 @@ def _settle() -> None:
     while quiet < 2 and time.monotonic() < until:  # polls: a thread gives no signal when it becomes idle
         time.sleep(_LOOK_S)
         quiet = 0 if _busy() else quiet + 1
+
+
+def _limit() -> None:
+    """Have the kernel end this process if finalisation hangs."""
+    import _signal
+
+    try:
+        _signal.signal(_signal.SIGALRM, _signal.SIG_DFL)
+        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGALRM,))
+        _signal.alarm(_EXIT_S)
+    except Exception:  # noqa: BLE001, S110  # the main thread of a subinterpreter may not do so
+        pass
 
 
 def _busy() -> bool:
