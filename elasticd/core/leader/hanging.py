@@ -6,7 +6,7 @@ each agent reports, and the leader judges all reports together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, fields, replace
 
 from elasticd.core.facts import Hang, Member, Phase, Round
@@ -47,15 +47,21 @@ def name_the_hung(view: View, now: float) -> Plan:
         return Plan(wake_at=again_at)
     # Without all reports, only stopped workers are certain.
     received = [view.stalls[name] for name in roll[Mark.STOPPED if silent else Mark.STILL]]
+    if not received:
+        return _undecided(facts, (view.absence_counts_from,), now)
     looks = [look for look in _looks(received, now) if look.doing is Doing.STOPPED or not silent]
     looks.sort(key=lambda look: look.rank)
     allowed = _most_patient([one.stall.allowed for one in received])
-    verdict = judge_round(looks, allowed) if allowed is not None else None
+    verdict = judge_round(looks, allowed)
     if verdict is None:
-        wakes = [at for at in (*_limits(looks, allowed, now), view.absence_counts_from) if at > now]
-        wake_at = min(wakes, default=None)
-        return Plan(wake_at=wake_at, judged=Judged(facts, wake_at))
+        return _undecided(facts, (*_limits(looks, allowed, now), view.absence_counts_from), now)
     return Plan(writes=(Put("hang", Hang(round.number, verdict, asks=silent), leased=True),))
+
+
+def _undecided(facts: tuple[object, ...], wakes: Iterable[float], now: float) -> Plan:
+    """Judge again at the first of these times that is still to come, or when the facts change."""
+    wake_at = min((at for at in wakes if at > now), default=None)
+    return Plan(wake_at=wake_at, judged=Judged(facts, wake_at))
 
 
 def _any_silent(round: Round, still: PersistentMap[Member], quiet: Sequence[PersistentMap[Member]]) -> bool:
@@ -72,15 +78,12 @@ def _looks(received: Sequence[ReceivedStall], now: float) -> list[Look]:
     ]
 
 
-def _most_patient(allowances: Sequence[Allowance]) -> Allowance | None:
+def _most_patient(allowances: Sequence[Allowance]) -> Allowance:
     """Return the greatest of each limit."""
-    if not allowances:
-        return None
     return Allowance(*(max(getattr(a, limit.name) for a in allowances) for limit in fields(Allowance)))
 
 
-def _limits(looks: Sequence[Look], allowed: Allowance | None, now: float) -> Iterator[float]:
+def _limits(looks: Sequence[Look], allowed: Allowance, now: float) -> Iterator[float]:
     """Yield the times at which the workers' standstills reach their limits."""
-    limits = astuple(allowed) if allowed is not None else ()
-    left = (limit - look.still_s for look in looks for limit in limits)
+    left = (limit - look.still_s for look in looks for limit in astuple(allowed))
     return (now + max(s, LATER_S) for s in left if s > 0)
