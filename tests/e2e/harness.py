@@ -30,6 +30,8 @@ from elasticd import torchparts
 from elasticd.core.facts import Budget, Fact, Round, Spec
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.etcd.blocking_client import Client
+from elasticd.procs.linux import descendants
+from elasticd.procs.vitals import thread_report
 from tests import forkserver
 from tests.e2e.stage import Player, Script, Stage, overlaps
 
@@ -125,7 +127,8 @@ class Agent:
         try:
             self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self} did not end; it said:\n{self.said()}") from None
+            said = f"{self.said()}\n{_what_runs(self.pid)}"
+            raise AssertionError(f"{self} did not end; it said:\n{said}") from None
         for reader in self._readers:
             reader.join(PATIENCE_S)
         return self.process.returncode
@@ -480,6 +483,18 @@ def _is_of_an_older_torch(path: Path) -> bool:
     if torchparts.release(torchparts.installed()) >= (2, 13) or not path.is_dir():
         return False
     return all(inside.name.startswith(("_remote_module", "__pycache__")) for inside in path.iterdir())
+
+
+def _what_runs(agent: int) -> str:
+    """The processes below the agent, where their threads wait, and their native stacks if gdb is there."""
+    told = []
+    for pid in descendants(agent):
+        told += [_describe(pid), thread_report(pid)]
+        if shutil.which("gdb"):
+            argv = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 40"]
+            gdb = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+            told.append(gdb.stdout)
+    return "\n".join(told)
 
 
 def _describe(pid: int) -> str:
