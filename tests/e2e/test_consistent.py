@@ -72,7 +72,7 @@ def alone(training: Training, cluster: Cluster) -> set[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=4 * PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     return training.results()
