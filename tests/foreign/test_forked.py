@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from .conftest import PATIENCE_S, PROGRAMS, Launcher, Running
 
 READY = "zygote.ready"
@@ -31,6 +33,7 @@ def test_the_first_workers_are_forked_with_torch_imported(elasticd: Launcher) ->
     assert ended.err.count(READY) == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_asks_for_fresh_starts_has_them(elasticd: Launcher) -> None:
     (elasticd.folder / "crash").touch()
     ended = elasticd.run("--fresh-start", PROGRAMS / "crash_when_told.py", nproc=1, restarts=3)

@@ -35,6 +35,7 @@ def test_the_tutorials_snapshots_carry_a_killed_job_to_the_same_weights(launcher
     )
 
 
+@pytest.mark.slow
 def test_spawn_started_data_loader_workers_find_the_script(launcher: Launcher) -> None:
     ended = launcher.run(PROGRAMS / "spawn_loader.py", nproc=1)
     assert ended.status == 0, ended.err
@@ -75,6 +76,7 @@ def test_stdin_is_the_workers(launcher: Launcher) -> None:
     assert ended.printed("read: a line from the shell")
 
 
+@pytest.mark.slow
 def test_a_module_of_a_package_imports_its_siblings(launcher: Launcher) -> None:
     ended = launcher.run("-m", "world_size_app.main")
     assert ended.status == 0, ended.err
@@ -96,6 +98,7 @@ def test_attempts_are_counted_in_the_environment(launcher: Launcher) -> None:
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 
 
+@pytest.mark.slow
 def test_accelerates_own_training_checks_pass(launcher: Launcher) -> None:
     origin = find_spec("accelerate.test_utils.scripts.test_script")
     assert origin is not None
