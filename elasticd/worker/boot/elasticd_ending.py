@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _SETTLE_S = 5.0
-_EXIT_S = 120  # a context on a GPU takes seconds to destroy
+_EXIT_S = 120.0  # a context on a GPU takes seconds to destroy
 _LOOK_S = 0.001
 
 _callback: list[tuple[int, Callable[[], None]]] = []
@@ -99,7 +99,8 @@ def _limit() -> None:
     try:
         _signal.signal(_signal.SIGALRM, _signal.SIG_DFL)
         _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGALRM,))
-        _signal.alarm(_EXIT_S)
+        asked_s, _ = _signal.getitimer(_signal.ITIMER_REAL)  # a limit of the script's own
+        _signal.setitimer(_signal.ITIMER_REAL, min(asked_s or _EXIT_S, _EXIT_S))
     except Exception:  # noqa: BLE001, S110  # the main thread of a subinterpreter may not do so
         pass
 
