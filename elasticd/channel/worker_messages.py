@@ -133,8 +133,8 @@ class Leave:
     """The round closes.
 
     ``planned``: leave at a commit that all workers agree on; otherwise at once, in the middle of a step. An
-    unplanned Leave may follow a planned one. ``going``: this worker will be in no later round, so its memory
-    is lost with it.
+    unplanned Leave may follow a planned one. ``going``: the next round is without this worker, so
+    what the worker holds may be lost with it.
     """
 
     round: int

@@ -160,7 +160,7 @@ class LeaveRound:
     signal: int
     grace_s: float
     leave_s: float | None
-    going: bool = False
+    going: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,6 +200,14 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class RankRange:
+    """The ranks from ``first`` up to, but not including, ``end``."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """A node's seats in a round: its slots and the rank of the first; ranks follow slot order. ``place``: the
     member's position among the members of the round."""
@@ -348,6 +356,8 @@ class Round:
     state on, make no step, and leave by themselves. ``outlived``: a closing round has members that do not
     leave, while workers that left it, on any node, hold all the state that the round agreed on. ``anew``: a
     value was not finite, so the job goes back to a checkpoint. No worker keeps its process or its state.
+    ``left_out``: the workers of a round that closes as planned whom the next round will probably leave out.
+    They give the others what they alone hold.
 
     ``resizes_by``: the round is to be resized at its script's next checkpoint, or at this time at the latest;
     0 otherwise. ``began``: the time of this run's first round. ``failures``: the number of rounds since then
@@ -375,6 +385,7 @@ class Round:
     failures: int = 0
     anew: bool = False
     outlived: bool = False
+    left_out: tuple[RankRange, ...] = ()
     extent: Extent | None = None
 
     @cached_property

@@ -287,15 +287,20 @@ class Procs(Protocol):
         guess."""
 
     def leave(
-        self, planned: bool, signal: int, grace_s: float, leave_s: float | None, going: bool = False
+        self,
+        planned: bool,
+        signal: int,
+        grace_s: float,
+        leave_s: float | None,
+        going: Collection[int] = (),
     ) -> None:
         """Have every worker leave its round.
 
         A linked worker is told to leave: at a commit that all ranks agree on if ``planned``, else at once. It
         gets SIGKILL if it has neither left nor ended after ``leave_s`` (None: no limit). A worker that fails
         gets SIGKILL if it has not ended after ``grace_s``. A worker that is not linked gets the signal, and
-        SIGKILL after ``grace_s``. ``going``: linked workers are also told that they will be in no later
-        round. A second call may be unplanned, or set a limit.
+        SIGKILL after ``grace_s``. ``going``: the slots whose linked workers are also told that the next
+        round is without them. A second call may be unplanned, or set a limit.
         """
 
     def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:

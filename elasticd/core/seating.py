@@ -7,7 +7,17 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from elasticd.core.facts import Drained, Limits, Member, Node, Quarantine, Round, Spec, UnitWithin
+from elasticd.core.facts import (
+    Drained,
+    Limits,
+    Member,
+    Node,
+    Quarantine,
+    RankRange,
+    Round,
+    Spec,
+    UnitWithin,
+)
 
 
 def usable_slots(node: Node, quarantines: Iterable[Quarantine], now: float) -> tuple[int, ...]:
@@ -97,6 +107,37 @@ def form(
         offers.append(_by_merit(node, usable, holding, last))
     chosen = _best_slots(offers, limits) if limits.unit == 1 else _best_units(offers, limits)
     return seat((ordered[number].name, ordered[number].incarnation, slots) for number, slots in chosen)
+
+
+def left_out(
+    nodes: Sequence[Node], round: Round, limits: Limits, quarantines: Sequence[Quarantine], now: float
+) -> tuple[RankRange, ...]:
+    """Return the ranks of a live round whose workers are not in the next round, if nothing else happens.
+
+    ``nodes``: as for ``form``, with the slots in ``round``. What waiting workers hold does not count: the
+    workers of ``round`` will hold a newer state.
+    """
+    bare = [replace(node, age=None, holders=()) if node.age is not None else node for node in nodes]
+    next_members = form(bare, round, limits, quarantines, now)
+    seats = {(member.node, member.incarnation): member.slots for member in next_members}
+    out = [
+        rank
+        for member in round.members
+        for rank, slot in enumerate(member.slots, member.base_rank)
+        if slot not in seats.get((member.node, member.incarnation), ())
+    ]
+    return _ranges(out)
+
+
+def _ranges(ranks: Iterable[int]) -> tuple[RankRange, ...]:
+    """Return the ranges of ranks that ascend."""
+    found: list[RankRange] = []
+    for rank in ranks:
+        if found and found[-1].end == rank:
+            found[-1] = RankRange(found[-1].first, rank + 1)
+        else:
+            found.append(RankRange(rank, rank + 1))
+    return tuple(found)
 
 
 def workers_at_hand(

@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, Final
 
-from elasticd.core.facts import Extent, Fact, Limits, Member, Node, Round, Saved, SaverAddress
+from elasticd.core.facts import Extent, Fact, Limits, Member, Node, RankRange, Round, Saved, SaverAddress
 from elasticd.etcd.names import NAME_MAX, check_name
 
 COUNT_MAX: Final = 2**31 - 1  # workers, slots, processes: the kernel's and torch's limit
@@ -130,6 +130,8 @@ _BY_FIELD: Final[dict[tuple[type, str], Callable[[Any], None]]] = {
     (Member, "place"): _COUNT,
     **{(Extent, name): _COUNT for name in ("workers", "nodes", "leaving", "parts")},
     (Extent, "digest"): _word,
+    (RankRange, "first"): _COUNT,
+    (RankRange, "end"): _COUNT,
     (Node, "ready"): _slots,
     (Node, "holders"): _slots,
     (SaverAddress, "host"): _address,

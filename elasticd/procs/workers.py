@@ -145,14 +145,19 @@ class LocalProcs:
         self._start_afresh(0, assignments, exited)
 
     def leave(
-        self, planned: bool, signal: int, grace_s: float, leave_s: float | None, going: bool = False
+        self,
+        planned: bool,
+        signal: int,
+        grace_s: float,
+        leave_s: float | None,
+        going: Collection[int] = (),
     ) -> None:
         with self._lock:
             told: list[Worker] = []
             others: list[Worker] = []
             ending: list[Worker] = []
-            for worker in self._workers.values():
-                leave = wire.Leave(worker.round, planned, going)
+            for slot, worker in self._workers.items():
+                leave = wire.Leave(worker.round, planned, slot in going)
                 done = worker.protocol.last is wire.Done and planned
                 if worker.life is Life.FAILING or (worker.life.in_round and done):
                     ending.append(worker)  # the worker has failed or finished, and exits by itself

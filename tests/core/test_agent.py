@@ -32,6 +32,7 @@ from elasticd.core.facts import (
     Outcome,
     Phase,
     Policy,
+    RankRange,
     Report,
     Resume,
     Round,
@@ -408,17 +409,26 @@ def test_older_news_does_not_undo_newer() -> None:
 
 def test_workers_that_keep_their_process_hear_whether_they_take_part_in_a_later_round() -> None:
     for cause, leaves, going in [
-        (Cause.NODE_DRAINED, True, True),
-        (Cause.NODE_DRAINED, False, False),
-        (Cause.GREW, False, False),
-        (Cause.STOPPED, False, True),
+        (Cause.NODE_DRAINED, True, (0, 1)),
+        (Cause.NODE_DRAINED, False, ()),
+        (Cause.GREW, False, ()),
+        (Cause.STOPPED, False, (0, 1)),
     ]:
         one = Agent.working(SECOND)
         one.sees("spec", replace(spec(), inplace=True))
         if leaves:
             one.told(Signalled(SIGTERM))
         one.sees("round", closing(SECOND, cause, planned=True))
-        assert one.one(LeaveRound).going is going, cause
+        assert one.one(LeaveRound).going == going, cause
+
+
+def test_only_those_workers_of_a_node_give_what_they_hold_that_the_next_round_leaves_out() -> None:
+    one = Agent.working(SECOND)
+    one.sees("spec", replace(spec(), inplace=True))
+    smaller = replace(closing(SECOND, Cause.SCALED, planned=True), left_out=(RankRange(3, 4),))
+    one.sees("round", smaller)
+    leave = one.one(LeaveRound)
+    assert (leave.going, leave.leave_s) == ((1,), None)
 
 
 def test_another_signal_is_passed_on_to_the_workers() -> None:

@@ -27,10 +27,19 @@ def passing(*nodes: Node) -> tuple[Member, ...]:
 @pytest.mark.parametrize(
     "draining", [True, False], ids=["it knows that it leaves", "it has yet to hear of it"]
 )
-def test_one_of_those_that_hold_the_state_gives_it_to_all_heirs(draining: bool) -> None:
-    assert passing(node("b"), holding("a", 1, draining=draining)) == (
+@pytest.mark.parametrize("slots", [(1,), (0, 1)])
+def test_those_that_hold_the_state_give_it_to_all_heirs(draining: bool, slots: tuple[int, ...]) -> None:
+    assert passing(node("b"), holding("a", *slots, draining=draining)) == (
         *HEIRS,
-        Member("a", life("a"), (1,), 2, 1),
+        Member("a", life("a"), slots, 2, 1),
+    )
+
+
+def test_of_a_sharded_model_all_leaving_nodes_give_their_parts() -> None:
+    assert passing(node("b"), holding("a", 0, 1), holding("c", 0)) == (
+        *HEIRS,
+        Member("a", life("a"), (0, 1), 2, 1),
+        Member("c", life("c"), (0,), 4, 2),
     )
 
 

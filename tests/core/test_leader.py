@@ -27,6 +27,7 @@ from elasticd.core.facts import (
     Phase,
     Policy,
     Quarantine,
+    RankRange,
     Report,
     Resume,
     RollbackCount,
@@ -223,6 +224,25 @@ SLOW = Laggard("a", 1, 1, 1.2)
 )
 def test_a_slot_that_lags_behind_stays(seen: View) -> None:
     assert not decide(seen, NOW).writes
+
+
+@pytest.mark.parametrize(
+    ("inplace", "most", "leaving", "out"),
+    [
+        (True, 1, "", (RankRange(1, 4),)),
+        (True, 4, "b", (RankRange(2, 4),)),
+        (False, 1, "", ()),
+    ],
+)
+def test_a_round_that_closes_as_planned_says_whom_the_next_one_leaves_out(
+    inplace: bool, most: int, leaving: str, out: tuple[RankRange, ...]
+) -> None:
+    """These workers hand over what they alone hold, such as their part of a sharded model."""
+    nodes = [node(name, draining=name == leaving) for name in "ab"]
+    wanted = replace(spec(1, most, policy=POLICY), inplace=inplace)
+    plan = decide(view(wanted, round(5, {"a": 2, "b": 2}, since=NOW - 100), nodes), NOW)
+    closes = next_round(plan)
+    assert (closes.phase, closes.planned, closes.left_out) == (Phase.CLOSING, True, out)
 
 
 # ---------------------------------------------------------------- closing -> what next

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elasticd.core import seating
 from elasticd.core.age import Age
-from elasticd.core.facts import Limits, Member, Node, Phase, Quarantine, UnitWithin
+from elasticd.core.facts import Limits, Member, Node, Phase, Quarantine, RankRange, UnitWithin
 from tests.core.build import NOW, node, round
 
 ANY = Limits(1, 1000)
@@ -207,3 +207,29 @@ def test_whatever_the_history_a_world_is_dense_within_max_and_keeps_its_survivor
             assert [s for s in now_at if s in seats] == [s for s in seats if s in now_at]
             assert now_at[: len([s for s in now_at if s in seats])] == [s for s in seats if s in now_at]
         last = replace(round(number, {}, Phase.CLOSING), members=formed)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limits", "out"),
+    [
+        ({"a": 4}, Limits(1, 1), (RankRange(1, 4),)),
+        ({"a": 2, "b": 2}, Limits(1, 3), (RankRange(3, 4),)),
+        ({"a": 3, "b": 3}, Limits(2, 4, unit=2), (RankRange(2, 3), RankRange(5, 6))),
+        ({"a": 2, "b": 2, "c": 2}, Limits(1, 6, sizes=(1, 4)), (RankRange(4, 6),)),
+        ({"a": 2, "b": 2}, Limits(1, 4), ()),
+    ],
+)
+def test_a_smaller_world_leaves_out_the_last_ranks_or_units(
+    sizes: dict[str, int], limits: Limits, out: tuple[RankRange, ...]
+) -> None:
+    nodes = [node(name, slots) for name, slots in sizes.items()]
+    last = round(4, sizes)
+    assert seating.left_out(nodes, last, limits, (), NOW) == out
+
+
+def test_slots_in_quarantine_and_nodes_that_go_are_left_out_whatever_those_who_wait_hold() -> None:
+    last = round(4, {"a": 2, "b": 2, "c": 2})
+    waits = replace(node("d", 1), ready=(0,), age=Age(4, 8), holders=(0,))
+    quarantine = Quarantine("a", 0, NOW + 9, 1)
+    out = seating.left_out([node("a"), node("c"), waits], last, Limits(1, 3), (quarantine,), NOW)
+    assert out == (RankRange(0, 1), RankRange(2, 4))

@@ -304,6 +304,49 @@ def test_a_node_that_leaves_or_comes_and_scaling_restart_nobody_elsewhere(reside
     assert residents.cluster.round.restarts == 0
 
 
+def test_a_sharded_job_that_is_scaled_down_by_more_workers_than_there_are_copies_loses_no_step(
+    residents: Residents,
+) -> None:
+    residents.cluster.limits = (1, 4)
+    (a,) = residents.start("a", slots=4, REDUNDANCY="0")
+    first, before = residents.world(4)
+    assert residents.cluster.command("scale", residents.cluster.job, "--max=1").code == 0
+    _, after = residents.world(1, after=first)
+    assert after[0] in before
+    residents.finish(a)
+    assert residents.cluster.round.restarts == 0
+
+
+@pytest.mark.slow
+def test_a_sharded_job_moves_from_its_only_node_of_several_workers_and_loses_no_step(
+    residents: Residents,
+) -> None:
+    residents.cluster.limits = (2, 2)
+    (a,) = residents.start("a", slots=2, REDUNDANCY="0")
+    first, before = residents.world(2)
+    (b,) = residents.start("b", slots=2, options=("--spares=2",), REDUNDANCY="0")
+    residents.cluster.until_said(b, "standby.ready", times=2)
+    a.signal(signal.SIGTERM)
+    _, after = residents.world(2, after=first)
+    assert {p.node for p in before} == {"a"} and {p.node for p in after} == {"b"}
+    assert a.end() == 128 + signal.SIGTERM
+    residents.finish(b)
+    assert residents.cluster.round.restarts == 0
+
+
+@pytest.mark.slow
+def test_a_drained_node_of_several_workers_hands_over_all_its_shards(residents: Residents) -> None:
+    residents.cluster.limits = (2, 4)
+    a, b = residents.start("a", "b", slots=2, REDUNDANCY="0")
+    first, before = residents.world(4)
+    b.signal(signal.SIGTERM)
+    _, after = residents.world(2, after=first)
+    assert set(after) == {p for p in before if p.node == "a"}
+    assert b.end() == 128 + signal.SIGTERM
+    residents.finish(a)
+    assert residents.cluster.round.restarts == 0
+
+
 @pytest.mark.slow
 def test_a_job_of_one_worker_moves_to_another_node_and_loses_no_step(residents: Residents) -> None:
     """The other node has no worker when the first is asked to leave, as no more than one is wanted."""

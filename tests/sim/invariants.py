@@ -134,11 +134,16 @@ class Invariants:
             rank += len(member.slots)
         if len({m.node for m in round.members}) != len(round.members):
             raise Broken(f"a node is twice in round {round.number}")
-        given = 1 if round.handover else 0  # it makes no step, and one of its workers only gives
-        if not any(limits.allows(rank - given) for limits in self._in_force()):
+        # A handover round makes no step, and some of its workers only give.
+        sizes = range(1, rank) if round.handover else [rank]
+        if not any(limits.allows(size) for limits in self._in_force() for size in sizes):
             raise Broken(f"round {round.number} has {rank} workers, not {spec.limits}")
         unit, within = spec.limits.unit, spec.limits.within
-        if within is UnitWithin.NODE and not given and any(len(m.slots) % unit for m in round.members):
+        if (
+            within is UnitWithin.NODE
+            and not round.handover
+            and any(len(m.slots) % unit for m in round.members)
+        ):
             raise Broken(f"round {round.number} has a unit on several nodes: {round.members}")
 
     def _in_force(self) -> list[Limits]:

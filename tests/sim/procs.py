@@ -652,7 +652,12 @@ class SimProcs:
         training.clock.after(training.kernel.uniform(*training.job.taken_down_s), gone)
 
     def leave(
-        self, planned: bool, signal: int, grace_s: float, leave_s: float | None, going: bool = False
+        self,
+        planned: bool,
+        signal: int,
+        grace_s: float,
+        leave_s: float | None,
+        going: Collection[int] = (),
     ) -> None:
         for worker in [w for w in self.workers.values() if w.acts]:
             if worker.failing or (worker.finishing and planned):

@@ -98,6 +98,33 @@ def test_who_leaves_hands_its_shard_over_and_needs_no_copies(crew, tmp_path, und
     assert crew.settled == [(1, 3), (2, 2)]
 
 
+@pytest.mark.parametrize(
+    ("stay", "redundancy"),
+    [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow)],
+)
+def test_a_world_that_shrinks_by_more_workers_than_there_are_copies_loses_nothing(
+    crew, tmp_path, undisturbed, stay, redundancy
+):
+    gate = Gate(tmp_path / "gate")
+    accidents = Accident("start", 3, gate.wait), NOTHING, NOTHING, NOTHING
+    crew.begin(tmp_path, *accidents, job=shardjob.train, redundancy=redundancy)
+    gate.until_somebody_waits()
+    going = (*crew.hands[stay:],)
+    crew.least = 5  # the next round is formed by hand
+    crew.close(planned=True, going=going)
+    gate.open()
+    crew.until(lambda: all(hand.waiting for hand in crew.hands))
+    for hand in going:
+        hand.shunned = True
+        hand.process.kill()
+    crew.least = 1
+    crew.form(*crew.hands[:stay])
+    crew.all_ended()
+    crew.until(lambda: all(hand.status is not None for hand in going))
+    assert_like(crew, tmp_path, range(stay), undisturbed)
+    assert crew.settled == [(1, 4), (2, stay)]
+
+
 @pytest.mark.slow
 def test_a_death_while_shards_are_on_their_way_to_a_newcomer_costs_the_others_nothing(
     crew, tmp_path, undisturbed

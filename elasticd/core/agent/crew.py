@@ -119,13 +119,13 @@ def leave(do: Decisions, planned: bool, signal: int, grace_s: float) -> None:
         return
     before = crew.order
     planned = planned and (before is None or before.planned)
-    hurried = _going(do) or (not planned and _outlived(do.state))
+    hurried = _departs(do) or (not planned and _outlived(do.state))
     begins = before is None or (before.planned and not planned)
     if before is not None and not begins and (before.hurried or not hurried):
         return
     leave_s = do.state.policy.part_s if hurried else None
     do.crew(order=Leaving(planned, hurried, grace_s), workers=_told(crew, Life.LEAVING))
-    do.actions.append(LeaveRound(planned, signal, grace_s, leave_s, _going(do)))
+    do.actions.append(LeaveRound(planned, signal, grace_s, leave_s, _going(do, crew)))
     if begins:
         do.reasons.append(WorkersLeaving(crew.round.number, _cause(do, crew), planned))
 
@@ -143,7 +143,17 @@ def _outlived(state: AgentState) -> bool:
     return state.outlived or (state.round_of_crew is not None and state.round_of_crew.outlived)
 
 
-def _going(do: Decisions) -> bool:
+def _going(do: Decisions, crew: Crew) -> tuple[int, ...]:
+    """Return the slots whose workers are not in the next round."""
+    if _departs(do):
+        return crew.member.slots
+    round = do.state.round_of_crew
+    out = round.left_out if round is not None else ()
+    member = crew.member
+    return tuple(s for s in member.slots if any(r.first <= member.rank_of(s) < r.end for r in out))
+
+
+def _departs(do: Decisions) -> bool:
     """Whether this node's workers end with the round, so that the state in their memory is lost."""
     state = do.state
     stopped = state.round is not None and state.round.closing is Cause.STOPPED

@@ -51,6 +51,7 @@ def _wait(
             closing=None,
             planned=False,
             handover=False,
+            left_out=(),
             anew=False,
         )
         return write(view, waiting, budget, reasons)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elasticd.core import round_parts
-from elasticd.core.facts import Budget, Cause, Failure, Outcome, Phase, Round
+from elasticd.core import round_parts, seating
+from elasticd.core.facts import Budget, Cause, Failure, Outcome, Phase, RankRange, Round
 from elasticd.core.leader.view import NOT_JUDGED, Judged, View
 from elasticd.core.ports import Delete, Guard, Put, Write
 from elasticd.core.reasons import JobEnded, Reason, RoundClosing
@@ -66,7 +66,10 @@ def close(
     nodes: tuple[str, ...] = (),
     failure: Failure | None = None,
     anew: bool = False,
+    budget: Budget | None = None,
 ) -> Plan:
+    """Return the transaction that closes the round. ``budget``: the budget of the next round, if other than
+    the present one."""
     closing = replace(
         round,
         phase=Phase.CLOSING,
@@ -76,8 +79,17 @@ def close(
         lived_s=now - round.since,
         resizes_by=0.0,
         anew=anew,
+        left_out=_left_out(view, round, budget or view.budget, now) if planned else (),
     )
     return write(view, closing, view.budget, (RoundClosing(round.number, cause, nodes, failure),))
+
+
+def _left_out(view: View, round: Round, budget: Budget, now: float) -> tuple[RankRange, ...]:
+    """Return the ranks whose workers keep their process and are not in the next round."""
+    spec = view.spec
+    if spec is None or not spec.inplace or spec.stop or round.handover:
+        return ()
+    return seating.left_out(view.roll.candidates(live=True), round, spec.limits, budget.quarantines, now)
 
 
 def end(

@@ -130,11 +130,11 @@ class Roll:
         reports = self.reports.to_dict()
         return [reports[name] for name in self[mark]]
 
-    def candidates(self) -> list[Node]:
+    def candidates(self, *, live: bool = False) -> list[Node]:
         """Return ``seating.candidates`` of all nodes, in order of arrival."""
         assert self.spec is not None
         known = sorted(self.nodes.to_dict().values(), key=attrgetter("created"))
-        return seating.candidates([r.node for r in known], self.spec, self.round)
+        return seating.candidates([r.node for r in known], self.spec, self.round, live=live)
 
     def world_without(self, quarantines: Sequence[Quarantine], now: float) -> int:
         """Return the size of the largest world without the slots in quarantine."""

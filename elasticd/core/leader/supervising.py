@@ -105,7 +105,7 @@ def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | N
         without = budgets.quarantine(view.budget, place, spec.policy, now, at_least_s=length_s)
         if view.roll.world_without(without.quarantines, now) < spec.limits.min:
             continue
-        plan = close(view, round, Cause.SLOT_DRAINED, True, now, nodes=(laggard.node,))
+        plan = close(view, round, Cause.SLOT_DRAINED, True, now, nodes=(laggard.node,), budget=without)
         drained = SlotDrained(*place, without.quarantines[-1].until)
         return replace(
             plan,

@@ -40,7 +40,7 @@ class Link:
         self._enter: Enter | None = None
         self._to_leave = 0  # the newest round that the agent asks this worker to leave
         self._to_leave_planned = 0  # the newest round to leave at a commit
-        self._going = False  # this worker will be in no later round
+        self._going = False  # the next round is without this worker
         self._closed = 0  # the newest round that is over
         self._gone = ""
         threading.Thread(target=self._listen, name="elasticd-link", daemon=True).start()

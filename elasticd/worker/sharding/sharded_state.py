@@ -79,8 +79,8 @@ class ShardedState:
                 raise RuntimeError("the workers commit different steps: call state.commit() on all workers")
 
     def hand_over(self, world: World) -> None:
-        """Give the shards of the workers that leave for good to workers that stay. All ranks call it
-        together, after the last commit of a world. Raises WorldChanged."""
+        """Give the shards of the workers that the next world is without to workers that stay. All ranks call
+        it together, after the last commit of a world. Raises WorldChanged."""
         going = [bool(goes) for [goes] in gathered([world.is_going], world)]
         found = heirs(going, self._guards)
         if found:

@@ -195,7 +195,7 @@ class World:
 
     @property
     def is_going(self) -> bool:
-        """Whether this worker will be in no later world."""
+        """Whether the next world is without this worker."""
         return self._going
 
     @property
@@ -261,7 +261,7 @@ class World:
 
         Each worker writes the number of its last commit to the store, and waits at its next commit until all
         have written. Workers that still join do so first, so that new workers get the state.
-        ``going``: this worker will be in no later world.
+        ``going``: the next world is without this worker.
         """
         with self._lock:
             self._leaves_early = not self._formed

@@ -17,6 +17,8 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from elasticd import worker
 
@@ -126,4 +128,12 @@ def train(state: worker.State) -> None:
                 stage.tell("swallowed")
 
 
-train(worker.State(model=model, optimizer=optimizer))
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh)
+
+
+if "REDUNDANCY" in os.environ:
+    redundancy = int(os.environ["REDUNDANCY"])
+    train(worker.State(model=model, optimizer=optimizer, shard=shard, redundancy=redundancy))
+else:
+    train(worker.State(model=model, optimizer=optimizer))
