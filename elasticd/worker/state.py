@@ -38,8 +38,11 @@ class State:
       module, with the mesh. It is called for each world, on a copy of the model. Each worker keeps its shards
       of the last two commits in the host's memory. The given model keeps no memory. See docs/in-place.md for
       what is refused.
-    * redundancy: with ``shard``, how many other workers, on other nodes if there are any, also keep a copy of
-      each shard. So many workers can be lost at once without a checkpoint.
+    * redundancy: with ``shard``, how many other workers, on other nodes if there are any, also have each
+      shard: replicas, or else copies. So many workers can be lost at once without a checkpoint.
+    * unit: with ``shard``, the number of workers that hold one model together (hybrid sharding), by default
+      that of ``elasticd run --unit``. The mesh then has two dimensions, as that of ``worker.mesh(unit)``. 1,
+      or a world that is no multiple of the unit: all workers hold one model.
     * checkpoints: a ``Checkpoints`` or a folder, by default that of ``elasticd run --checkpoints``. Commits
       are saved there when a save is due, at the first commit of a world of survivors, when all workers leave,
       and at the end. If no worker has the newest state any more, it comes from this node's memory, from
@@ -76,6 +79,7 @@ class State:
         wrap: Wrap | None = data_parallel,
         shard: Shard | None = None,
         redundancy: int = 1,
+        unit: int | None = None,
         restore: Callable[[State], int | None] | None = None,
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
         undo: bool | None = None,
@@ -94,7 +98,7 @@ class State:
             if not callable(shard):
                 raise TypeError("shard= is a function that calls fully_shard: give a value another name")
             _refuse_with_shards(data, restore, undo, wrap)
-            shards = ShardedState(ShardedModel(contents, shard), redundancy)
+            shards = ShardedState(ShardedModel(contents, shard, _unit_of(unit)), redundancy)
             wrap = None
         names = to_wrap(contents.modules, contents.trained) if wrap is not None else []
         if data is not None and data.consistent:
@@ -194,6 +198,14 @@ def _refuse_with_shards(data: Data | None, restore: object, undo: bool | None, w
     if undo is not None or wrap is not data_parallel:
         given = "undo" if undo is not None else "wrap"
         raise TypeError(f"State takes no {given}= with shard=, which copies and shards the model itself")
+
+
+def _unit_of(given: int | None) -> int:
+    """Return the number of workers that hold one model together; 0: all workers."""
+    unit = int(os.environ.get("ELASTICD_UNIT", "1")) if given is None else given
+    if unit < 1:
+        raise ValueError(f"unit is {unit}: give a number that is 1 or more")
+    return unit if unit > 1 else 0
 
 
 def _saves_of(given: Checkpoints | str | os.PathLike[str] | None) -> CommitCheckpoints | None:

@@ -92,6 +92,7 @@ def train(
     @worker.run
     def run(state: worker.State) -> None:
         journal.write(entered=state.step, world=worker.world_size())
+        journal.write(mesh=[*next(state.model.parameters()).device_mesh.shape])
         for step in state.steps(STEPS):
             state.model.scale = 1.0 + 0.01 * step
             loss = gradients(state, step, accident)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.worker.sharding.moves import guardians, heirs, plan_moves
+from elasticd.worker.sharding.moves import guardians, heirs, plan_moves, replicas
 from elasticd.worker.sharding.spans import (
     INITIAL,
     CommitPoint,
@@ -183,6 +183,67 @@ def test_who_leaves_hands_over_what_no_guardian_that_stays_has(
     going: list[bool], redundancy: int, found: dict[int, int]
 ) -> None:
     assert heirs(going, guardians([""] * len(going), redundancy)) == found
+
+
+def hybrid(replicate: int, unit: int) -> list[Spans]:
+    """The spans of each rank where each shard of four rows has ``replicate`` replicas."""
+    return laid_out([(4, 2)], unit) * replicate
+
+
+def test_ranks_with_the_same_spans_are_replicas() -> None:
+    assert replicas(hybrid(2, 2)) == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert replicas(hybrid(1, 3)) == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "redundancy", "found"),
+    [
+        ("abcd", 1, [(), (), (), ()]),
+        ("aabb", 1, [(), (), (), ()]),
+        ("aaaa", 1, [(), (), (), ()]),
+        ("abab", 1, [(1,), (2,), (), ()]),
+        ("aabb", 2, [(1,), (2,), (), ()]),
+        ("aabb", 3, [(1, 3), (2, 0), (), ()]),
+        ("aabb", 9, [(1, 3), (2, 0), (), ()]),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, list) else "",
+)
+def test_replicas_elsewhere_count_as_copies_and_only_one_of_them_sends_more(
+    nodes: str, redundancy: int, found: list[tuple[int, ...]]
+) -> None:
+    assert guardians(nodes, redundancy, replicas(hybrid(2, 2))) == found
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3), st.data())
+def test_of_hybrid_sharding_too_any_loss_up_to_the_redundancy_leaves_all_parts(
+    replicate: int, unit: int, redundancy: int, data: st.DataObject
+) -> None:
+    size, spans = replicate * unit, hybrid(replicate, unit)
+    nodes = data.draw(st.lists(st.sampled_from("abc"), min_size=size, max_size=size))
+    guards = guardians(nodes, redundancy, replicas(spans))
+    lost = data.draw(st.sets(st.integers(0, size - 1), max_size=min(redundancy, size - 1)))
+    held = [
+        [spans[rank], *(spans[owner] for owner in range(size) if rank in guards[owner])]
+        for rank in range(size)
+        if rank not in lost
+    ]
+    assert all_missing([8], [shard for its in held for shard in its]) == 0
+
+
+@pytest.mark.parametrize(
+    ("going", "found"),
+    [
+        ([True, True, False, False], {}),
+        ([True, False, True, False], {0: 1}),
+        ([True, True, True, False], {0: 3}),
+        ([True, True, True, True], {}),
+    ],
+)
+def test_who_leaves_hands_over_what_no_replica_that_stays_has(
+    going: list[bool], found: dict[int, int]
+) -> None:
+    groups = replicas(hybrid(2, 2))
+    assert heirs(going, guardians("aaaa", 0, groups), groups) == found
 
 
 @given(shapes, st.integers(1, 6))

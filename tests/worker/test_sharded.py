@@ -158,6 +158,42 @@ def test_the_same_sizes_of_worlds_come_again(crew, tmp_path, undisturbed):
     assert crew.settled == [(1, 3), (2, 2), (3, 3), (4, 2)]
 
 
+def test_replicas_of_a_shard_stand_in_for_it_and_the_mesh_of_a_world_has_replicas_again(
+    crew, tmp_path, undisturbed
+):
+    """Two replicas of a model on two workers each. A world of three has one model on all workers."""
+    gate = Gate(tmp_path / "gate")
+    accidents = Accident("start", 5, gate.wait), Accident("stepped", 2), NOTHING, NOTHING
+    crew.begin(tmp_path, *accidents, job=shardjob.train, unit=2)
+    crew.until(lambda: crew.round == 2)
+    gate.until_somebody_waits()
+    crew.grow(crew.start(shardjob.train, str(tmp_path), "4", unit=2))
+    gate.open()
+    crew.all_ended()
+    assert_like(crew, tmp_path, (0, 2, 3, 4), undisturbed)
+    assert crew.settled == [(1, 4), (2, 3), (3, 4)]
+    assert all(reads(tmp_path, str(i), "mesh") == [[2, 2], [3], [2, 2]] for i in (0, 2, 3))
+    assert all(crew.hands[i].entered[1].source == Source.SURVIVOR for i in (0, 2, 3))
+
+
+@pytest.mark.slow
+def test_a_shard_whose_replicas_are_all_lost_comes_from_the_newest_checkpoint(
+    crew, tmp_path, saver, undisturbed
+):
+    gate = Gate(tmp_path / "gate")
+    more = {"saver": saver, "checkpoints": str(tmp_path / "run"), "redundancy": 0, "unit": 2}
+    accidents = NOTHING, Accident("saved", 4, gate.wait), NOTHING, NOTHING
+    crew.begin(tmp_path, *accidents, job=shardjob.train, **more)
+    gate.until_somebody_waits()
+    for name in (1, 3):
+        crew.hands[name].process.kill()
+    crew.all_ended()
+    for name in "02":
+        assert crew.hands[int(name)].status == 0, (tmp_path / f"{name}.err").read_text()
+        assert reads(tmp_path, name, "outcome")[-1] == close(undisturbed["outcome"])
+    assert crew.hands[0].entered[-1].source in (Source.MEMORY, Source.DISK)
+
+
 @pytest.mark.slow
 def test_two_workers_at_once_are_lost_without_loss_if_there_are_two_copies(crew, tmp_path, undisturbed):
     accidents = NOTHING, Accident("stepped", 4), Accident("stepped", 4), NOTHING

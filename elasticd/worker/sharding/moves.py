@@ -68,36 +68,71 @@ def _holder(
     return Span(at, min(end, until, its.end)), rank, number
 
 
-def guardians(nodes: Sequence[str], redundancy: int) -> list[tuple[int, ...]]:
-    """Return, for each rank, the other ranks that keep copies of its shard: up to ``redundancy`` of them.
+def replicas(spans: Sequence[Spans]) -> list[tuple[int, ...]]:
+    """Return, for each rank, all ranks that have the same spans, itself among them (hybrid sharding)."""
+    groups: dict[Spans, list[int]] = {}
+    for rank, its in enumerate(spans):
+        groups.setdefault(its, []).append(rank)
+    return [tuple(groups[its]) for its in spans]
 
-    Guardians are on other nodes, each on another one, as far as there are nodes. Each rank guards about as
-    many shards. ``nodes``: the node of each rank.
+
+def guardians(
+    nodes: Sequence[str], redundancy: int, groups: Sequence[tuple[int, ...]] = ()
+) -> list[tuple[int, ...]]:
+    """Return, for each rank, the other ranks that keep copies of its shard, so that ``redundancy`` other
+    ranks have the shard.
+
+    Replicas count as copies, and only the first of them sends its shard to guardians. Guardians are on other
+    nodes, each on another one, as far as there are nodes. Each rank guards about as many shards. ``nodes``:
+    the node of each rank. ``groups``: see ``replicas``; empty if no two ranks have the same spans.
     """
     size = len(nodes)
+    groups = groups or [(rank,) for rank in range(size)]
     chosen: list[list[int]] = [[] for _ in nodes]
     load = [0] * size
-    for _ in range(min(redundancy, size - 1)):
+    lacks = [
+        _copies_missing(nodes, redundancy, group) if group[0] == rank else 0
+        for rank, group in enumerate(groups)
+    ]
+    for turn in range(max(lacks, default=0)):
         for rank, its in enumerate(chosen):
-            near = {nodes[rank], *(nodes[other] for other in its)}
+            if turn >= lacks[rank]:
+                continue
+            have = {*groups[rank], *its}
+            near = {nodes[other] for other in have}
 
             def preference(other: int, rank: int = rank, near: set[str] = near) -> tuple[bool, int, int]:
                 return nodes[other] in near, load[other], (other - rank) % size
 
-            guardian = min((r for r in range(size) if r != rank and r not in its), key=preference)
+            guardian = min((r for r in range(size) if r not in have), key=preference)
             its.append(guardian)
             load[guardian] += 1
     return [tuple(its) for its in chosen]
 
 
-def heirs(going: Sequence[bool], guards: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Return, for each rank that goes and whose guardians all go, a rank that stays and takes its shard over.
-    Empty if no rank stays."""
+def _copies_missing(nodes: Sequence[str], redundancy: int, group: tuple[int, ...]) -> int:
+    """Return how many further copies a group of replicas needs. Replicas on one node count once, unless
+    there is a replica on each node."""
+    there = {nodes[rank] for rank in group}
+    copies = len(group) if there == set(nodes) else len(there)
+    return max(0, min(redundancy + 1 - copies, len(nodes) - len(group)))
+
+
+def heirs(
+    going: Sequence[bool], guards: Sequence[Sequence[int]], groups: Sequence[tuple[int, ...]] = ()
+) -> dict[int, int]:
+    """Return, for each rank that goes and whose shard no rank that stays has, a rank that stays and takes the
+    shard over. Of replicas, only the first is named. Empty if no rank stays. ``groups``: as for
+    ``guardians``."""
+    groups = groups or [(rank,) for rank in range(len(going))]
     staying = [rank for rank, goes in enumerate(going) if not goes]
     load = dict.fromkeys(staying, 0)
     found: dict[int, int] = {}
-    for rank, goes in enumerate(going):
-        if goes and staying and all(going[guard] for guard in guards[rank]):
+    for rank, group in enumerate(groups):
+        if rank != group[0] or not staying:
+            continue
+        having = {*group, *(guard for member in group for guard in guards[member])}
+        if all(going[other] for other in having):
             heir = min(staying, key=lambda other: (load[other], other))
             load[heir] += 1
             found[rank] = heir

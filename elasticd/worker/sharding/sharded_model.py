@@ -32,11 +32,13 @@ class ShardedModel:
     Meshes of two worlds of one size would be equal for torch, whose DTensors would then find the mesh of the
     earlier world, with the worker's earlier rank, in their caches. So the dimension has another name in each
     round, and the script must use the mesh that it is given.
+
+    ``unit``: the number of workers that hold one model together; 0: all workers.
     """
 
-    def __init__(self, contents: Contents, shard: Shard) -> None:
+    def __init__(self, contents: Contents, shard: Shard, unit: int = 0) -> None:
         _refuse(contents)
-        self._contents, self._shard = contents, shard
+        self._contents, self._shard, self._unit = contents, shard, unit
         self._template = template = contents.modules[_NAME]
         self._mesh: DeviceMesh | None = None
         self.names = [name for name, _ in template.named_parameters()]
@@ -56,8 +58,9 @@ class ShardedModel:
         """Shard a copy of the template for the present world. The contents of its parameters are undefined,
         and the optimizers have no state. ``trainable``: which parameters are not frozen. Raises TypeError."""
         self._forget_mesh()
+        shape, names = _shape_of_mesh(world_size(), self._unit)
         self._mesh = mesh = init_device_mesh(
-            device().type, (world_size(),), mesh_dim_names=(f"round {round}",)
+            device().type, shape, mesh_dim_names=tuple(f"{name} of round {round}" for name in names)
         )
         for parameter, trains in zip(self._template.parameters(), trainable, strict=True):
             parameter.requires_grad_(trains)
@@ -234,7 +237,8 @@ class ShardedModel:
                     f"shard= lays {name} out over another mesh than the one that it is given: call "
                     "fully_shard(module, mesh=mesh)"
                 )
-            if not parameter.placements[0].is_shard(0):
+            *outer, last = parameter.placements
+            if not last.is_shard(0) or not all(placement.is_replicate() for placement in outer):
                 raise TypeError(
                     f"shard= lays {name} out as {parameter.placements}: State keeps parameters that are "
                     "sharded by their first dimension"
@@ -253,6 +257,14 @@ class ShardedModel:
                 if parameter is not None:
                     module._parameters[name] = bare[id(parameter)]
         self._use(self._template)
+
+
+def _shape_of_mesh(size: int, unit: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the shape of the mesh of a world, and the names of its dimensions. A world that is no multiple
+    of the unit shards the model over all its workers."""
+    if unit and size % unit == 0:
+        return (size // unit, unit), ("replicate", "unit")
+    return (size,), ("all",)
 
 
 def _refuse(contents: Contents) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elasticd.worker.sharding.host_shards import Generation, HostShard, SmallState
-from elasticd.worker.sharding.moves import guardians, heirs
+from elasticd.worker.sharding.moves import guardians, heirs, replicas
 from elasticd.worker.sharding.sharded_model import ShardedModel
 from elasticd.worker.sharding.spans import INITIAL, CommitPoint, Spans
 from elasticd.worker.sharding.transport import copy_to_guardians
@@ -22,8 +22,8 @@ GENERATIONS = 2  # two workers are at most one commit apart, so both have the ol
 class ShardedState:
     """The commits of a sharded model that a worker can go back to, or give to others.
 
-    ``redundancy``: how many other workers keep a copy of each shard. ``generations``: the last commits, the
-    newest last. At the beginning there is one, with the script's initial state, whole.
+    ``redundancy``: how many other workers have each shard too, as replicas or as copies. ``generations``: the
+    last commits, the newest last. At the beginning there is one, with the script's initial state, whole.
     """
 
     def __init__(self, model: ShardedModel, redundancy: int) -> None:
@@ -34,6 +34,7 @@ class ShardedState:
         self.generations = [Generation(INITIAL, small, model.initial)]
         self._guards: Sequence[Sequence[int]] = ()
         self._spans: Sequence[Spans] = ()
+        self._groups: Sequence[tuple[int, ...]] = ()
         self._said = False
 
     def generation(self, point: CommitPoint) -> Generation | None:
@@ -41,8 +42,8 @@ class ShardedState:
 
     def enter(self, nodes: Sequence[str], spans: Sequence[Spans]) -> None:
         """Begin a world. ``nodes`` and ``spans``: of each rank."""
-        self._guards = guardians(nodes, self.redundancy)
-        self._spans = spans
+        self._spans, self._groups = spans, replicas(spans)
+        self._guards = guardians(nodes, self.redundancy, self._groups)
 
     def keep(self, point: CommitPoint, kept: dict[str, Any], world: World) -> None:
         """Copy the present state as of a commit, and send this rank's shard to its guardians.
@@ -75,14 +76,16 @@ class ShardedState:
             with world.or_over():
                 rooms = old.guarded if old is not None else {}
                 latest.guarded = copy_to_guardians(own, self._guards, self._spans, rooms)
-            if len({step for [step] in gathered([point.step], world)}) > 1:
-                raise RuntimeError("the workers commit different steps: call state.commit() on all workers")
+        copied = any(self._guards) or any(len(group) > 1 for group in self._groups)
+        # No worker goes on before all workers have the commit.
+        if copied and len({step for [step] in gathered([point.step], world)}) > 1:
+            raise RuntimeError("the workers commit different steps: call state.commit() on all workers")
 
     def hand_over(self, world: World) -> None:
         """Give the shards of the workers that the next world is without to workers that stay. All ranks call
         it together, after the last commit of a world. Raises WorldChanged."""
         going = [bool(goes) for [goes] in gathered([world.is_going], world)]
-        found = heirs(going, self._guards)
+        found = heirs(going, self._guards, self._groups)
         if found:
             latest = self.generations[-1]
             to = [(found[rank],) if rank in found else () for rank in range(world.size)]
