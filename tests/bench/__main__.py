@@ -1,5 +1,5 @@
 """``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | scale | overhead |
-scrape | hang | checkpoint | consistent | techniques | frameworks``: each prints its ratios."""
+scrape | hang | checkpoint | consistent | techniques | frameworks | redundancy``: each prints its ratios."""
 
 from __future__ import annotations
 
@@ -37,13 +37,31 @@ def start(workers: str, pairs: int, only: tuple[str, ...]) -> None:
 @click.option("--workers", default="4", help="Workers of the world: numbers, with commas.")
 @click.option("--kills", default=8, help="Kills of each launcher.")
 @click.option("--megabytes", default="350", help="What a worker holds in memory: sizes, with commas.")
-def recovery(workers: str, kills: int, megabytes: str) -> None:
+@click.option("--sharded", is_flag=True, help="A model that is sharded (FSDP2), beside DCP from disk.")
+def recovery(workers: str, kills: int, megabytes: str, sharded: bool) -> None:
     """kill -9 of a worker, to the next step."""
     from tests.bench.recovery import recovery as measure
+    from tests.bench.sharded import recovery as measure_sharded
 
+    if sharded:
+        for size in workers.split(","):
+            click.echo(measure_sharded(int(size), kills))
+        return
     worlds, sizes = ([int(n) for n in text.split(",")] for text in (workers, megabytes))
     for table in measure(worlds, kills, sizes):
         click.echo(table)
+
+
+@main.command()
+@click.option("--workers", default=3, help="More than the most copies of a shard, 2.")
+@click.option("--turns", default=3)
+@click.option("--steps", default=200, help="Of each kind in each turn.")
+def redundancy(workers: int, turns: int, steps: int) -> None:
+    """A step with 0, 1 and 2 copies of each shard, beside plain FSDP2."""
+    from tests.bench.sharded import redundancy as measure
+
+    for line in measure(workers, turns, steps):
+        click.echo(line)
 
 
 @main.command()

@@ -1,5 +1,6 @@
 """The least that recovery in place can cost: processes that all wait already abort a process group in
-which one of them was killed, and build the next, and nothing else."""
+which one of them was killed, and build the next. If the model is sharded, they also send each other the bytes
+that have another owner then."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -17,12 +19,13 @@ import torch.multiprocessing as mp
 _LONG = timedelta(seconds=60)
 
 
-def _worker(rank: int, size: int, port: int, line: Connection) -> None:
+def _worker(rank: int, size: int, port: int, line: Connection, moved: Mapping[tuple[int, int], int]) -> None:
     stores = [dist.TCPStore("127.0.0.1", port, timeout=_LONG) for _ in range(2)]
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("1", stores[0]), rank=rank, world_size=size, timeout=_LONG
     )
     value = torch.zeros(1)
+    rooms = {pair: torch.ones(size, dtype=torch.uint8) for pair, size in moved.items() if rank in pair}
     dist.all_reduce(value)
     line.send(0.0)
     if rank == size - 1:
@@ -36,12 +39,20 @@ def _worker(rank: int, size: int, port: int, line: Connection) -> None:
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("2", stores[1]), rank=rank, world_size=size - 1, timeout=_LONG
     )
+    sent = [
+        dist.isend(room, receiver) if rank == sender else dist.irecv(room, sender)
+        for (sender, receiver), room in rooms.items()
+    ]
+    for work in sent:
+        assert work is not None
+        work.wait()
     line.send(time.monotonic())
     dist.destroy_process_group()
 
 
-def floor(workers: int, kills: int) -> list[float | None]:
-    """Seconds from ``kill -9`` of one of them until the last of the others is in the new group."""
+def floor(workers: int, kills: int, moved: Mapping[tuple[int, int], int] = {}) -> list[float | None]:
+    """Seconds from ``kill -9`` of one of them until the last of the others is in the new group, and has what
+    was moved. ``moved``: the bytes to move, by sender and receiver."""
     took: list[float | None] = []
     context = mp.get_context("spawn")
     for _ in range(kills):
@@ -49,7 +60,9 @@ def floor(workers: int, kills: int) -> list[float | None]:
         lines, processes = [], []
         for rank in range(workers):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_worker, args=(rank, workers, store.port, theirs), daemon=True)
+            process = context.Process(
+                target=_worker, args=(rank, workers, store.port, theirs, moved), daemon=True
+            )
             process.start()
             lines.append(ours)
             processes.append(process)

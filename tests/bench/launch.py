@@ -76,10 +76,18 @@ def elasticd_alone(
     return Launched([spawn(argv, steps, log, env)])
 
 
-def elasticd_in_place(workers: int, steps: Path, log: Path, *, spares: int) -> Launched:
+def elasticd_in_place(
+    workers: int,
+    steps: Path,
+    log: Path,
+    *,
+    spares: int,
+    job: Path = JOB_IN_PLACE,
+    env: Mapping[str, str] = {},
+) -> Launched:
     argv = [BIN / "elasticd", "run", "--min", 1, "--max", workers, "--slots", workers, "--spares", spares]
-    argv += ["--max-restarts", 1000, "--plain", "--log-format", "json", JOB_IN_PLACE]
-    return Launched([spawn([str(a) for a in argv], steps, log, {"PYTHONPATH": ROOT})])
+    argv += ["--max-restarts", 1000, "--plain", "--log-format", "json", job]
+    return Launched([spawn([str(a) for a in argv], steps, log, {"PYTHONPATH": ROOT, **env})])
 
 
 def _torchrun(log: Path) -> list[object]:

@@ -56,12 +56,14 @@ def worker_kills(
     return took
 
 
-def kills_in_place(workers: int, kills: int, spares: int) -> tuple[list[Kill], list[Kill]]:
+def kills_in_place(
+    workers: int, kills: int, spares: int, job: Path = launch.JOB_IN_PLACE
+) -> tuple[list[Kill], list[Kill]]:
     """To the first step of the survivors, and of a world that is as large as before, each time. With a
     spare the two are one."""
     survivors: list[Kill] = []
     full: list[Kill] = []
-    with _job(lambda steps, log: launch.elasticd_in_place(workers, steps, log, spares=spares)) as (
+    with _job(lambda steps, log: launch.elasticd_in_place(workers, steps, log, spares=spares, job=job)) as (
         steps,
         log,
     ):

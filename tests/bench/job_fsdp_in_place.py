@@ -1,0 +1,43 @@
+"""The job of job_fsdp.py, which keeps its process. BENCH_REDUNDANCY: the copies of each shard; BENCH_EVERY:
+the steps from one commit to the next."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from elasticd import worker
+from tests.bench.job import BATCH, STEPS, WIDTH
+from tests.bench.job_fsdp import build, note, shard
+
+REDUNDANCY = int(os.environ.get("BENCH_REDUNDANCY", "1"))
+EVERY = int(os.environ.get("BENCH_EVERY", "1"))
+
+
+@worker.run
+def train(state: worker.State, batch: torch.Tensor) -> None:
+    place = f"{worker.rank()} {worker.world_size()} {os.getpid()}"
+    for step in state.steps(STEPS):
+        state.optimizer.zero_grad()
+        state.model(batch).square().mean().backward()
+        state.optimizer.step()
+        made = (step + 1) % EVERY != 0
+        try:
+            if not made:
+                state.commit()
+                made = True
+        finally:
+            if made or state.step > step:  # it is committed, also where the world ends with it
+                note(place, step)
+
+
+def main() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    state = worker.State(model=model, optimizer=optimizer, shard=shard, redundancy=REDUNDANCY)
+    train(state, torch.randn(BATCH, WIDTH))
+
+
+if __name__ == "__main__":
+    main()
