@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,6 +13,7 @@ from typing import Final
 from elasticd.cli.command_error import CommandError
 
 SUFFIX: Final = ".toml"
+_MOST: Final = 32_768  # characters that etcd keeps of a job file
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +52,29 @@ def read_job_file(path: Path, flags: Mapping[str, bool]) -> JobFile:
                 f"{path}: {name} is not {'true or false' if flags[name] else 'a text or a number'}."
             )
     return JobFile(script, tuple(args), options)
+
+
+def job_file_of(script: str, args: Sequence[str], options: Mapping[str, object]) -> str:
+    """Return a job file with these options. ``options``: as in ``JobFile``, or paths. Where the file would be
+    too long to keep, a comment takes the place of the arguments."""
+    whole = [f"args = [{', '.join(map(_text, args))}]"] if args else []
+    own = [f"script = {_text(script)}"]
+    others = [f"{name.replace('_', '-')} = {_value(value)}" for name, value in options.items()]
+    if sum(map(len, (*own, *whole, *others))) > _MOST:
+        whole = [f"# {len(args)} arguments of the script are left out: they are too long"]
+    return "\n".join([*own, *whole, *others])
+
+
+def _value(value: object) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+    return _text(str(value))
+
+
+def _text(value: str) -> str:
+    """Return a basic string of TOML: JSON's, but for characters that are no text."""
+    quoted = json.dumps(value.encode(errors="replace").decode(), ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08X}" for char in quoted)

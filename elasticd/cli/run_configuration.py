@@ -6,7 +6,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from elasticd.cli import script as scripts
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.http_options import http_note, http_place, http_tls, http_token
 from elasticd.cli.interfaces import network_environment
+from elasticd.cli.job_file import job_file_of
 from elasticd.cli.log_options import logs, signals
 from elasticd.cli.machine import Machine, default_node_name, is_local_address
 from elasticd.cli.options import RunOptions, flag
@@ -42,6 +43,8 @@ _FOR_DEBUGGING: Mapping[str, str] = {
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
+_OF_A_NODE = {"node", "address", "local_addr", "node_rank"}
+_NO_OPTIONS = {"target", "args", "etcd_password", "from_environment"}
 _COMMON = ("--min", "--max", "--slots", "--etcd", "--job", "--checkpoints", "--nnodes", "--nproc-per-node")
 
 
@@ -125,12 +128,23 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         debug=options.debug,
         master_port=_master_port(options, address),
         env=env,
+        job_file=_job_file(options),
     )
     if met.job is None and met.etcd is not None and config.limits.max > config.slots:
         notes.append(f"--job was not given, so other nodes join this one only with --job {config.job}")
     if note := http_note(config.http, config.http_tls, config.http_token):
         notes.append(note)
     return Planned(config, tuple(notes))
+
+
+def _job_file(options: RunOptions) -> str:
+    """Return the options that were given as a job file, without those that are different on each node."""
+    given = {
+        option.name: getattr(options, option.name)
+        for option in fields(options)
+        if option.name not in _OF_A_NODE | _NO_OPTIONS and getattr(options, option.name) != option.default
+    }
+    return job_file_of(options.target, options.args, given)
 
 
 def _checkpoints(options: RunOptions) -> dict[str, str]:

@@ -17,6 +17,7 @@ from elasticd.cli.job_access import Place, etcd_errors_explained, find, is_full,
 from elasticd.cli.option_types import Name
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import on_screen, say, table
+from elasticd.core.facts import Spec
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord
 from elasticd.telemetry import describe, statustext
@@ -29,22 +30,32 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 @click.argument("job", type=Name("job"), required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object per line.")
 @click.option("--watch", "-w", is_flag=True, help="Keep running, and show each change.")
+@click.option(
+    "--job-file", "as_job_file", is_flag=True, help="Print the job's command line as a job file instead."
+)
 @etcd_options
-def status(job: str | None, as_json: bool, watch: bool, **etcd: Any) -> None:
+def status(job: str | None, as_json: bool, watch: bool, as_job_file: bool, **etcd: Any) -> None:
     """Show the state of JOB.
 
     This is its world, its nodes and slots, what it waits for, and what failed. Without JOB: the only job,
     or a list of all jobs.
     """
+    if as_job_file and (as_json or watch):
+        raise CommandError("--job-file prints one file: leave out --json and --watch.")
     if job is None:
         found = places(etcd)
-        if not watch and sum(len(place.jobs) for place in found) != 1:
+        if as_job_file:
+            place, job = only_job(found, "--job-file")
+        elif not watch and sum(len(place.jobs) for place in found) != 1:
             _show_list(found, as_json)
             return
-        place, job = only_job(found, "--watch")
+        else:
+            place, job = only_job(found, "--watch")
     else:
         place = find(etcd, job)
-    if watch:
+    if as_job_file:
+        _print_job_file(place.access, job)
+    elif watch:
         from elasticd.cli.watch import watch as watch_job
 
         watch_job(place, job, lambda s: _show_anew(s, as_json))
@@ -71,6 +82,18 @@ def _look(access: EtcdAccess, job: str) -> JobStatus:
     for error in bad:
         say(f"elasticd: {job}: {error}.", err=True)
     return job_status(job, updated({}, listing), time.time(), etcd_full=full)
+
+
+def _print_job_file(access: EtcdAccess, job: str) -> None:
+    from elasticd.etcd.blocking_client import Client
+
+    with etcd_errors_explained(), Client(access) as client:
+        entry = client.get(job, "spec")
+    spec = entry.fact if entry is not None else None
+    if not isinstance(spec, Spec) or not spec.job_file:
+        raise CommandError(f"{job} has no job file: it has ended, or an older elasticd runs it.")
+    scaled = "" if spec.limits == spec.asked else f"; `elasticd scale` has set {describe.sizes(spec.limits)}"
+    say(f"# {job}{scaled}", *spec.job_file.splitlines())
 
 
 def _look_if_there(place: Place, job: str) -> JobStatus | None:

@@ -145,7 +145,8 @@ class Spec:
     which ``elasticd scale`` changes. ``script``: the script's name, for people. ``fingerprint`` identifies
     the script. ``inplace``: the job's workers keep their process from round to round (``elasticd.worker``).
     ``checkpointed``: the job's scripts write checkpoints of their own and report them. ``stop``: the job is
-    to end; with ``kill``, its workers get no time to save.
+    to end; with ``kill``, its workers get no time to save. ``job_file``: the command line of the first agent,
+    in TOML, for people.
     """
 
     asked: Limits
@@ -158,6 +159,7 @@ class Spec:
     inplace: bool = False
     checkpointed: bool = False
     kill: bool = False
+    job_file: str = ""
 
     @cached_property
     def drained(self) -> frozenset[Drained]:

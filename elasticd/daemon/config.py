@@ -73,6 +73,7 @@ class RunConfig:
     * ``debug``: workers record their collectives and more, and the agent compares the records.
     * ``master_port``: the hosts and the port that lead to the store of any round (``--master-port``).
     * ``env``: variables added to every worker's environment.
+    * ``job_file``: the command line as a job file, for people.
     """
 
     job: str
@@ -105,6 +106,7 @@ class RunConfig:
     debug: bool = False
     master_port: tuple[tuple[str, ...], int] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    job_file: str = ""
 
     @property
     def for_the_library(self) -> tuple[tuple[str, Use], ...]:

@@ -33,6 +33,7 @@ def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float)
             script=config.command.target,
             fingerprint=config.fingerprint,
             policy=config.policy,
+            job_file=config.job_file,
         ),
         AgentConfig(
             config.etcd_grace_s,

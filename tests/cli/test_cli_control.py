@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -105,6 +106,20 @@ def test_what_is_in_etcd_reaches_the_terminal_only_as_text(
         assert "elasticd" in err or "job.py" in out
         assert not any(c in out + err for c in "\x1b\x07\x9b\u202e"), argv
     assert "boom" in elasticd(capfd, "status", "j")[1]
+
+
+def test_status_prints_the_command_line_as_a_job_file(
+    etcd: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    put(etcd, "j", spec=replace(SPEC, job_file='script = "job.py"\nmax = 8', limits=Limits(2, 4)), round=LIVE)
+    code, out, _ = elasticd(capfd, "status", "j", "--job-file")
+    assert code == 0 and elasticd(capfd, "status", "--job-file")[1] == out
+    assert tomllib.loads(out) == {"script": "job.py", "max": 8}
+    assert out.startswith("# j; `elasticd scale` has set 2..4\n")
+    assert elasticd(capfd, "status", "j", "--job-file", "--json")[0] == 2
+    put(etcd, "j", spec=SPEC)
+    code, _, err = elasticd(capfd, "status", "j", "--job-file")
+    assert code == 2 and "j has no job file" in err
 
 
 def test_scale_refuses_a_minimum_above_the_maximum(etcd: Client, capfd: pytest.CaptureFixture[str]) -> None:

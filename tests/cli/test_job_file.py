@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commandline import parse, refused
+from elasticd.cli.job_file import job_file_of
+from tests.cli.commandline import parse, planned, refused
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +69,23 @@ def test_one_that_is_missing_or_no_text_is_refused() -> None:
     assert "the job file none.toml cannot be read: No such file" in refused("none.toml")
     Path("job.toml").write_bytes(b"\xff")
     assert "the job file job.toml is not TOML" in refused("job.toml")
+
+
+def test_the_job_file_of_a_command_gives_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("train.py").touch()
+    monkeypatch.setenv("ELASTICD_MAX", "7")
+    command = ("--min", "2", "--etcd", "http://localhost:1", "--job", "j", "--audit", "--join-timeout", "1.5")
+    args = ("--note", 'a "b" \\ \x7f\u202e\n', "café")
+    plan = planned(*command, "--log-dir", "logs", "--node", "n", "train.py", *args)
+    found = parse(written(plan.config.job_file))
+    assert replace(found, from_environment=frozenset()) == replace(
+        parse(*command, "--log-dir", "logs", "train.py", *args), from_environment=frozenset()
+    )
+    assert found.max == 7, "what the environment gives is written, too"
+    assert "node" not in plan.config.job_file, "each node has its own name"
+
+
+def test_arguments_that_are_too_long_to_keep_are_left_out_with_a_word() -> None:
+    text = job_file_of("train.py", ["x" * 40_000], {"min": 2})
+    assert "# 1 arguments of the script are left out" in text
+    assert parse(written(text)).args == ()
