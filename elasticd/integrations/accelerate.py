@@ -50,7 +50,8 @@ class ElasticLoader:
     ``accelerator.sync_gradients``.
 
     ``loader``: a DataLoader of a map-style dataset, which shuffles or keeps the dataset's order. ``seed``: of
-    the shuffling. ``epoch``, ``step``: the epoch, and the steps made in the epoch.
+    the shuffling. ``epoch``, ``step``: the epoch, and the steps made in the epoch; all of them while work
+    follows an epoch's batches.
 
     Raises TypeError for a loader whose order is not known ahead.
     """
@@ -94,7 +95,7 @@ class ElasticLoader:
         if self._kept is None:
             agentpage.begins_after(self.epoch * self._batches.steps + self.step)
         else:
-            self._kept.commit()  # loading and `prepare`, which sends rank 0's weights, are no part of a step
+            self._kept.commit_epoch()  # loading, and `prepare`, which sends rank 0's weights, are no step
 
     def __len__(self) -> int:
         """The number of this worker's batches in an epoch."""
@@ -106,14 +107,20 @@ class ElasticLoader:
         return self._batches.steps
 
     def epochs(self, until: int) -> Iterator[int]:
-        """Yield the numbers of the remaining epochs. Iterate over the loader once in each."""
+        """Yield the numbers of the remaining epochs. Iterate over the loader once in each.
+
+        Work after an epoch's batches, such as an evaluation, comes again if a worker fails in it.
+        """
         if self._kept is None:
             self._drain.begin()
         while self.epoch < until:
             epoch = self.epoch
             yield epoch
-            if self.epoch == epoch:
+            if self.step < self._batches.steps:
                 raise RuntimeError(f"epoch {epoch} was left before its end: iterate over all its batches")
+            self.epoch, self.step = epoch + 1, 0
+            if self._kept is not None:
+                self._kept.commit_epoch()
         self._drain.end()
 
     def __iter__(self) -> Iterator[Any]:
@@ -123,10 +130,7 @@ class ElasticLoader:
             yield send_to_device(batch, self._accelerator.device)
             if number % self._batches.pieces == 0:
                 self.step += 1
-                if self.step < self._batches.steps:
-                    self._end_step(is_due=self.step % self._every == 0)
-        self.epoch, self.step = self.epoch + 1, 0
-        self._end_step(is_due=True)
+                self._end_step(is_due=self.step % self._every == 0 or self.step == self._batches.steps)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "step": self.step, "global_batch": self._global_batch}

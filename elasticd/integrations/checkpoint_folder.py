@@ -11,13 +11,14 @@ from typing import Final
 from elasticd import worker
 
 _STEP: Final = "step-"  # begins the name of a checkpoint
+_UNFINISHED: Final = ".unfinished"
 
 
 class CheckpointFolder:
     """The checkpoints of a training: a file or a folder ``step-N`` for the N-th step, with ``suffix``.
 
-    All nodes share the folder. The newest ``last`` checkpoints are kept. ``unfinished`` ends the name of one
-    that is being written.
+    All nodes share the folder. The newest ``last`` checkpoints are kept. ``.unfinished`` ends the name of one
+    that is being written. The next save removes those that were never finished.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, last: int, suffix: str = "") -> None:
@@ -48,9 +49,10 @@ class CheckpointFolder:
         """Save the checkpoint of a step. All ranks call it. ``write``: writes this rank's part to a path.
         ``is_main``: true in one rank. ``barrier``: returns once all ranks have called it."""
         whole = self._folder / f"{_STEP}{step}{self._suffix}"
-        unfinished = whole.with_name(f"{whole.name}.unfinished")
+        unfinished = whole.with_name(f"{whole.name}{_UNFINISHED}")
         if is_main:
-            _remove(unfinished)
+            for left in self._folder.glob(f"{_STEP}*{self._suffix}{_UNFINISHED}"):
+                _remove(left)
         barrier()
         write(unfinished)
         barrier()

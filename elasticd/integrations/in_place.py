@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
 from accelerate import Accelerator
@@ -40,10 +41,13 @@ class LoopProgress:
 
 
 class Present:
-    """The training that this process keeps, in its present world."""
+    """The training that this process keeps, in its present world. ``commit``: commits a step.
+    ``commit_epoch``: commits work that is no step, and counts as the end of an epoch. All ranks call it."""
 
-    def __init__(self, state: worker.State, progress: LoopProgress) -> None:
-        self.commit = state.commit
+    def __init__(
+        self, commit: Callable[[], None], commit_epoch: Callable[[], None], progress: LoopProgress
+    ) -> None:
+        self.commit, self.commit_epoch = commit, commit_epoch
         self._progress = progress
 
     def begin(self, accelerator: Accelerator, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -94,7 +98,8 @@ def in_place(*, undo: bool | None = None, **kept: Any) -> Callable[[Callable[P, 
                 for module in kept.values():
                     if isinstance(module, nn.Module):  # else `prepare` would wrap its forward once more
                         extract_model_from_parallel(module, keep_fp32_wrapper=False)
-                _present.append(Present(state, progress))
+                commit_epoch = partial(state._loop.committed.commit_epoch, over=True, stops=False)
+                _present.append(Present(state.commit, commit_epoch, progress))
                 try:
                     return train(*args, **kwargs)
                 finally:

@@ -1,11 +1,15 @@
-"""What a loop with Accelerate refuses."""
+"""A loop with Accelerate: what it refuses, its evaluations and its checkpoints."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+
+from tests.e2e.harness import Cluster
+from tests.integrations import jobs
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +41,30 @@ def test_a_sharded_model_is_not_kept_in_place() -> None:
     from elasticd.integrations.in_place import LoopProgress, Present
 
     accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=object()))
-    present = Present(cast(Any, SimpleNamespace(commit=None)), LoopProgress())
+    present = Present(lambda: None, lambda: None, LoopProgress())
     with pytest.raises(ValueError, match="leave it out with FSDP"):
         present.begin(accelerator, dict)
+
+
+@pytest.mark.parametrize("kind", ["in_place", pytest.param("elastic", marks=pytest.mark.slow)])
+def test_an_evaluation_in_which_a_worker_dies_comes_again(kind: str, cluster: Cluster) -> None:
+    cluster.limits = (2, 2)
+    arguments = (kind, str(cluster.folder / "output"), "1", "1000", "2")
+    agent = jobs.start(cluster, "accelerated.py", *arguments, accident="evaluate:0")
+    trained = jobs.ended(cluster, agent)
+    assert trained.outcome == "exact" and trained.ledger.again == 0
+    evaluated = {path.name for path in cluster.folder.glob("evaluated-*")}
+    assert evaluated == {f"evaluated-{epoch}-{rank}" for epoch in (0, 1) for rank in (0, 1)}
+    if kind == "in_place":
+        committed = int((cluster.folder / "committed").read_text())
+        assert committed == len(trained.ledger.made), "what is no step does not count as one"
+
+
+def test_the_next_save_removes_what_was_never_finished(tmp_path: Path) -> None:
+    from elasticd.integrations.checkpoint_folder import CheckpointFolder
+
+    folder = CheckpointFolder(tmp_path, last=2, suffix=".ckpt")
+    (tmp_path / "step-3.ckpt.unfinished").touch()
+    (tmp_path / "other.unfinished").touch()
+    folder.save(4, Path.touch, is_main=True, barrier=lambda: None)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-4.ckpt", "other.unfinished"}

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from noted import LENGTH, TOKENS, Numbered, after_step, note
+from noted import LENGTH, TOKENS, Numbered, after_step, evaluate, note, note_committed
 
 KIND, OUTPUT, ACCUMULATE, EVERY, EPOCHS = sys.argv[1:6]
 
@@ -45,9 +45,11 @@ def elastic_on(model, optimizer):
     loader = DataLoader(Numbered(), batch_size=2, shuffle=True)
     loader = ElasticLoader(accelerator, loader, OUTPUT, every=int(EVERY))
     step = loader.epoch * loader.steps + loader.step
-    for _ in loader.epochs(int(EPOCHS)):
+    for epoch in loader.epochs(int(EPOCHS)):
         for batch in loader:
             step = train_on(accelerator, model, optimizer, batch, step)
+        evaluate(epoch, accelerator.wait_for_everyone)
+    note_committed()
 
 
 def elastic():

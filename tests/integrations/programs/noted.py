@@ -1,9 +1,10 @@
 """What the programs share: a dataset whose samples know their numbers, notes of the samples that were trained
 on, and accidents.
 
-The environment: LEDGER is a folder for the notes. ACCIDENT is KIND:STEP. In the first round of a job, after
-so many steps, "kill" kills rank 1, and "wait" has all workers wait for a file named "go", and three steps
-later for a file named "closing".
+The environment: LEDGER is a folder for the notes. ACCIDENT is KIND:NUMBER, and happens in the first round of
+a job. "evaluate" kills rank 1 in the evaluation of the epoch of this number. After as many steps, "kill"
+kills rank 1, and "wait" has all workers wait for a file named "go", and three steps later for a file named
+"closing".
 """
 
 from __future__ import annotations
@@ -35,6 +36,23 @@ def note(step, numbers):
     round, rank, world = (os.environ[name] for name in ("ELASTICD_ROUND", "RANK", "WORLD_SIZE"))
     with (FOLDER / f"notes-{os.getpid()}").open("a") as notes:
         notes.write(f"{round} {step} {rank} {world} {','.join(map(str, numbers))}\n")
+
+
+def evaluate(epoch, meet):
+    """Note that this worker evaluates an epoch. ``meet``: returns once all workers have called it."""
+    round, rank = os.environ["ELASTICD_ROUND"], os.environ["RANK"]
+    if (KIND, rank, round, int(AFTER)) == ("evaluate", "1", "1", epoch):
+        os.kill(os.getpid(), signal.SIGKILL)
+    meet()
+    (FOLDER / f"evaluated-{epoch}-{rank}").touch()
+
+
+def note_committed():
+    """Note the step that the agent hears of as the last that was committed."""
+    from elasticd.core.page_layout import COMMITTED
+    from elasticd.worker.agent_link.agentpage import own_page
+
+    (FOLDER / "committed").write_text(str(own_page().words[COMMITTED] - 1))
 
 
 def after_step(step):
