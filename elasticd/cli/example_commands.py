@@ -22,6 +22,7 @@ _WHAT: Final = {
     "slurm": "deploy/slurm",
 }
 """The folders of the repository that can be exported, by what users call them."""
+_NO_DOCS: Final = "https://elasticd.example.org"  # stands in the rules for the address of the documentation
 _NOT_OURS: Final = shutil.ignore_patterns("__pycache__", "boards.py", "generate.py")
 
 
@@ -59,16 +60,37 @@ def demo(most: int, args: tuple[str, ...]) -> int:
 @click.command()
 @click.argument("what", type=click.Choice(list(_WHAT)))
 @click.argument("folder", type=click.Path(path_type=Path))
-def export(what: str, folder: Path) -> None:
+@click.option(
+    "--docs",
+    metavar="URL",
+    help="With prometheus: where you serve elasticd's documentation, for the runbook_url of alerts.",
+)
+def export(what: str, folder: Path, docs: str | None) -> None:
     """Write files that come with elasticd to a new FOLDER.
 
     workers: a training program for each technique. k8s: manifests for kustomize, and a Helm chart.
     grafana: dashboards. prometheus: rules and alerts. systemd, slurm: a unit, and a batch script.
     """
+    if docs is not None and what != "prometheus":
+        raise CommandError("--docs has a meaning with prometheus only.")
+    if docs is not None and not docs.startswith(("http://", "https://")):
+        raise CommandError(f"--docs {docs} is no address: give https://HOST/PATH.")
     if folder.exists():
         raise CommandError(f"{folder} exists: give a folder that does not, so that no file is replaced.")
     try:
         shutil.copytree(example(_WHAT[what]), folder, ignore=_NOT_OURS)
+        if docs is not None:
+            _lead_to(docs.rstrip("/"), folder)
     except OSError as error:
         raise CommandError(f"{folder} cannot be written: {error.strerror}.") from error
     say(f"wrote {sum(file.is_file() for file in folder.rglob('*'))} files to {folder}")
+    if what == "prometheus" and docs is None:
+        say(
+            f"The alerts' runbook_url begins with {_NO_DOCS}, which leads nowhere: give --docs URL.", err=True
+        )
+
+
+def _lead_to(docs: str, folder: Path) -> None:
+    """Have the rules lead to the pages of the documentation."""
+    for file in folder.glob("*.y*ml"):
+        file.write_text(file.read_text().replace(_NO_DOCS, docs))

@@ -30,6 +30,21 @@ def test_files_are_written_to_a_new_folder_without_what_makes_them(what: str, tm
     assert not {file.name for file in (tmp_path / "new").rglob("*.py")} & {"boards.py", "generate.py"}
 
 
+def test_alerts_lead_to_the_documentation_that_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert _exit_code(["export", "prometheus", str(tmp_path / "new"), "--docs", "https://docs.corp/e/"]) == 0
+    for name in ("rules.yml", "prometheus-rule.yaml"):
+        text = (tmp_path / "new" / name).read_text()
+        assert "runbook_url: https://docs.corp/e/docs/runbooks.html#elasticdstalled" in text
+        assert "example.org" not in text
+    assert capfd.readouterr().err == ""
+    assert _exit_code(["export", "prometheus", str(tmp_path / "unnamed")]) == 0
+    assert "leads nowhere: give --docs URL" in capfd.readouterr().err
+    for argv in (["prometheus", "a", "--docs", "docs.corp"], ["slurm", "a", "--docs", "https://docs.corp"]):
+        assert _exit_code(["export", *argv]) == 2
+
+
 def test_no_file_is_replaced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (mine := tmp_path / "train_gpt.py").write_text("mine")
     assert _exit_code(["export", "workers", str(tmp_path)]) == 2
