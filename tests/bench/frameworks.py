@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,7 +24,12 @@ ROWS = {
     "Accelerate, in place": ("accelerated.py", "in_place"),
     "Lightning, as it is": ("lightened.py", "plain"),
     "Lightning, with elasticd.integrations": ("lightened.py", "elastic"),
+    "Ignite, as it is": ("ignited.py", "plain"),
+    "DeepSpeed, with worker.rest_of_epoch": ("deepsped.py", "plain"),
+    "torchtitan's checkpoints, with worker.rest_of_epoch": ("titan.py", "plain"),
 }
+_LIBRARIES = {"ignited.py": "ignite", "deepsped.py": "deepspeed", "titan.py": "torchtitan"}
+"""What some programs need that is not in the environment of the tests."""
 ACCIDENTS: dict[str, Callable[..., Trained]] = {
     "kill": jobs.killed,
     "resize 2 to 3": partial(jobs.resized, sizes=(2, 3)),
@@ -40,7 +46,12 @@ def frameworks(only: Sequence[str]) -> Iterator[str]:
     etcd = Etcd()
     try:
         for name, program in ROWS.items():
-            if not only or name.startswith(tuple(only)):
+            if only and not name.startswith(tuple(only)):
+                continue
+            library = _LIBRARIES.get(program[0])
+            if library is not None and importlib.util.find_spec(library) is None:
+                yield f"| {name} | {' | '.join([f'{library} is not installed'] * len(ACCIDENTS))} |"
+            else:
                 cells = (_cell(etcd.url, program, met) for met in ACCIDENTS.values())
                 yield f"| {name} | {' | '.join(cells)} |"
     finally:
