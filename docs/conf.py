@@ -1,5 +1,5 @@
 """Sphinx builds the documentation with this file: ``sphinx-build -W -c docs . OUTPUT``, from the root of the
-repository. The pages of metrics and events are made from the code."""
+repository, and the manual page with ``-b man``. The pages of metrics and events are made from the code."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ include_patterns = [
     *("deploy/README.md", "deploy/prometheus/README.md", "k8s/README.md", "workers/README.md"),
 ]
 html_theme = "furo"
+man_pages = [("docs/commands", "elasticd", "keep PyTorch training running", [], 1)]
 myst_heading_anchors = 3
 myst_fence_as_directive = ["mermaid"]
 suppress_warnings = ["ref.option"]  # the help of `run` names options of torchrun that it does not list

@@ -41,6 +41,9 @@ def test_all_pages_are_built_without_a_warning_and_are_within_reach(tmp_path: Pa
     )
     assert built.returncode == 0, built.stderr
     assert "--max-restarts" in (tmp_path / "html/docs/commands.html").read_text()
+    man = [*argv[:-3], "man", ".", str(tmp_path / "man"), "-d", str(tmp_path / "trees")]
+    subprocess.run(man, cwd=ROOT, check=True)
+    assert '.TH "ELASTICD" "1"' in (tmp_path / "man/elasticd.1").read_text().replace("'", '"')
     runbooks = (tmp_path / "html/docs/runbooks.html").read_text()
     rules = (ROOT / "deploy/prometheus/rules.yml").read_text()
     anchors = re.findall(r"runbook_url: \S+/docs/runbooks\.html#(\w+)", rules)
