@@ -43,6 +43,17 @@ def test_promtool_takes_the_configuration_and_the_rules() -> None:
     assert code == 0 and f"{len(RULES)} rules found" in said, said
 
 
+def test_promtool_takes_the_configuration_that_the_documentation_gives_for_one_machine(
+    tmp_path: Path,
+) -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    assert (given := re.search(r"```yaml\n(.*?)```", page, re.DOTALL)) is not None
+    shutil.copy(HERE / "rules.yml", tmp_path)
+    (tmp_path / "here.yml").write_text(given[1])
+    code, said = run("promtool", "check", "config", tmp_path / "here.yml")
+    assert code == 0 and f"{len(RULES)} rules found" in said, said
+
+
 def test_the_rules_for_the_prometheus_operator_are_made_of_these() -> None:
     made = subprocess.run(
         [sys.executable, "-c", "import generate, sys; print(generate.text_of(sys.stdin.read()), end='')"],

@@ -52,7 +52,7 @@ def test_what_a_library_imports_is_imported_ahead_for_little_more_than_one_impor
     (tmp_path / "job.py").write_text(
         f"import gc, time\nbegan = time.monotonic()\nimport torch\n{LIBRARIES[name]}\n"
         "torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()\n"
-        "print(gc.get_freeze_count() > 0, time.monotonic() - began)\n"
+        "print(gc.get_freeze_count() > 1000, time.monotonic() - began)\n"
     )
     procs = bench.procs([sys.executable, "-u", str(tmp_path / "job.py")], zygote=True, say=news)
     bench.start(procs)

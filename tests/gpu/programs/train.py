@@ -44,7 +44,7 @@ class Work(torch.autograd.Function):
 model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16)).cuda()
 wrapped = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters())
-forked = int(gc.get_freeze_count() > 0)
+forked = int(gc.get_freeze_count() > 1000)
 (folder / f"pid-{rank}.new").write_text(f"{os.getpid()} {forked}")
 (folder / f"pid-{rank}.new").rename(folder / f"pid-{rank}")
 for step in range(1_000_000):

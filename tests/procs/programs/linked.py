@@ -57,7 +57,7 @@ def break_the_rules() -> None:
             link.send(Hello(os.getpid(), v=99))
 
 
-print("started,", "forked" if gc.get_freeze_count() else "afresh", flush=True)
+print("started,", "forked" if gc.get_freeze_count() > 1000 else "afresh", flush=True)
 try:
     if how != "another version":
         link.send(Hello(os.getpid()))

@@ -121,4 +121,4 @@ def describe():
 
 if __name__ == "__main__":
     step_once()
-    print(json.dumps([gc.get_freeze_count() > 0, describe()]))
+    print(json.dumps([gc.get_freeze_count() > 1000, describe()]))

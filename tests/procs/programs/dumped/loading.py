@@ -32,7 +32,7 @@ def main():
             multiprocessing_context=method,
         )
         print(method, list(loader))
-    print(gc.get_freeze_count() > 0, file=sys.stderr)
+    print(gc.get_freeze_count() > 1000, file=sys.stderr)
 
 
 if __name__ == "__main__":
