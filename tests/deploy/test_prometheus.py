@@ -47,7 +47,8 @@ def test_promtool_takes_the_configuration_that_the_documentation_gives_for_one_m
     tmp_path: Path,
 ) -> None:
     page = (ROOT / "docs" / "monitoring.md").read_text()
-    assert (given := re.search(r"```yaml\n(.*?)```", page, re.DOTALL)) is not None
+    given = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert given is not None
     shutil.copy(HERE / "rules.yml", tmp_path)
     (tmp_path / "here.yml").write_text(given[1])
     code, said = run("promtool", "check", "config", tmp_path / "here.yml")
