@@ -96,7 +96,8 @@ def form(
     ``nodes``: the available nodes, newcomers in order of arrival. Survivors keep their order, so rank 0 stays
     where it is while its node lives; only nodes that share a unit with another node come last. A node's ranks
     are contiguous. If there are too many slots, those with the newest state come first, then those of the
-    last round; whole units are compared by their best slots.
+    last round; whole units are compared by their best slots. A unit of ``last`` that is whole is not divided
+    to complete another.
     """
     ordered = order(nodes, last)
     holding = newest_holders(ordered)
@@ -105,7 +106,10 @@ def form(
     for node in ordered:
         usable = usable_slots(node, quarantines, now) if node.name in quarantined else node.slots
         offers.append(_by_merit(node, usable, holding, last))
-    chosen = _best_slots(offers, limits) if limits.unit == 1 else _best_units(offers, limits)
+    if limits.unit == 1:
+        chosen = _best_slots(offers, limits)
+    else:
+        chosen = _best_units(offers, [_seat(node, last) for node in ordered], limits)
     return seat((ordered[number].name, ordered[number].incarnation, slots) for number, slots in chosen)
 
 
@@ -169,13 +173,20 @@ class _Place(NamedTuple):
     slot: int
 
 
-def _best_units(offers: Sequence[_Offer], limits: Limits) -> Iterator[tuple[int, Sequence[int]]]:
+def _best_units(
+    offers: Sequence[_Offer], seats: Sequence[Member | None], limits: Limits
+) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots. A unit is a run of ranks, so nodes that
-    share a unit follow each other, behind the others."""
-    units: list[list[_Place]] = []
+    share a unit follow each other, behind the others. ``seats``: of each node in the last round."""
+    offered = [
+        [_Place(merit, number, slot) for merit, slots in enumerate(offer) for slot in slots]
+        for number, offer in enumerate(offers)
+    ]
+    units = _intact_units(offered, seats, limits)
+    taken = {(place.node, place.slot) for unit in units for place in unit}
     left: list[_Place] = []
-    for number, offer in enumerate(offers):
-        places = [_Place(merit, number, slot) for merit, slots in enumerate(offer) for slot in slots]
+    for number, of_node in enumerate(offered):
+        places = [place for place in of_node if (number, place.slot) not in taken]
         units += _whole_units(places, limits.unit)
         left += places[len(places) - len(places) % limits.unit :]
     if limits.within is UnitWithin.ANY:
@@ -189,6 +200,24 @@ def _best_units(offers: Sequence[_Offer], limits: Limits) -> Iterator[tuple[int,
         nodes = {place.node for place in unit}
         sharing |= nodes if len(nodes) > 1 else set()
     return ((number, chosen[number]) for number in sorted(chosen, key=lambda n: (n in sharing, n)))
+
+
+def _intact_units(
+    offered: Sequence[Sequence[_Place]], seats: Sequence[Member | None], limits: Limits
+) -> list[list[_Place]]:
+    """Return the units of the last round whose slots are all offered, in the order of their ranks."""
+    found: dict[int, list[_Place]] = {}
+    for places, seat in zip(offered, seats, strict=True):
+        if seat is not None:
+            for place in places:
+                if place.slot in seat.slots:
+                    found.setdefault(seat.rank_of(place.slot) // limits.unit, []).append(place)
+    on_any = limits.within is UnitWithin.ANY
+    return [
+        unit
+        for _, unit in sorted(found.items())
+        if len(unit) == limits.unit and (on_any or len({place.node for place in unit}) == 1)
+    ]
 
 
 def _whole_units(places: Sequence[_Place], unit: int) -> list[list[_Place]]:

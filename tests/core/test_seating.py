@@ -116,6 +116,18 @@ def test_a_unit_that_lost_a_worker_waits_and_the_others_go_on() -> None:
     assert units(seating.form(back, last, limits, (), NOW), 4) == [["a"] * 4, ["b"] * 4]
 
 
+def test_a_unit_that_is_whole_is_not_divided_to_complete_another() -> None:
+    last = round(4, {"a": 4}, Phase.CLOSING)
+    left = replace(node("a", [0, 2, 3], released=4), age=Age(4, 9), holders=(0, 2, 3))
+    (member,) = seating.form([left], last, Limits(2, 4, unit=2), (), NOW)
+    assert member.slots == (2, 3), "the worker of slot 0 waits for its unit"
+
+    last = round(4, {"a": 2, "b": 2, "c": 2, "d": 2}, Phase.CLOSING)
+    nodes = [node("a", 1, released=4), *(node(name, 2, released=4) for name in "bcd")]
+    formed = seating.form(nodes, last, Limits(4, 8, unit=4), (), NOW)
+    assert units(formed, 4) == [["c", "c", "d", "d"]]
+
+
 def test_the_units_that_hold_the_newest_state_come_first() -> None:
     old = replace(node("a", 2), age=Age(4, 8), holders=(0, 1))
     new = replace(node("b", 2), age=Age(4, 9), holders=(1,))
@@ -201,6 +213,8 @@ def test_whatever_the_history_a_world_is_dense_within_max_and_keeps_its_survivor
             assert m.slots and set(m.slots) <= set(by_name[m.node].slots)
             assert m.incarnation == by_name[m.node].incarnation
             assert not [q for q in quarantines if q.node == m.node and q.slot in m.slots and q.until > NOW]
+        if last is not None:
+            _require_no_divided_unit(last.members, formed, nodes, limits, quarantines)
         if last is not None and limits.unit == 1:
             seats = [(m.node, m.incarnation) for m in last.members]
             now_at = [(m.node, m.incarnation) for m in formed]
@@ -214,7 +228,7 @@ def test_whatever_the_history_a_world_is_dense_within_max_and_keeps_its_survivor
     [
         ({"a": 4}, Limits(1, 1), (RankRange(1, 4),)),
         ({"a": 2, "b": 2}, Limits(1, 3), (RankRange(3, 4),)),
-        ({"a": 3, "b": 3}, Limits(2, 4, unit=2), (RankRange(2, 3), RankRange(5, 6))),
+        ({"a": 3, "b": 3}, Limits(2, 4, unit=2), (RankRange(4, 6),)),
         ({"a": 2, "b": 2, "c": 2}, Limits(1, 6, sizes=(1, 4)), (RankRange(4, 6),)),
         ({"a": 2, "b": 2}, Limits(1, 4), ()),
     ],
@@ -233,3 +247,25 @@ def test_slots_in_quarantine_and_nodes_that_go_are_left_out_whatever_those_who_w
     quarantine = Quarantine("a", 0, NOW + 9, 1)
     out = seating.left_out([node("a"), node("c"), waits], last, Limits(1, 3), (quarantine,), NOW)
     assert out == (RankRange(0, 1), RankRange(2, 4))
+
+
+def _require_no_divided_unit(
+    before: tuple[Member, ...],
+    formed: tuple[Member, ...],
+    nodes: list[Node],
+    limits: Limits,
+    quarantines: list[Quarantine],
+) -> None:
+    """Require that of each unit which is whole all workers go on, or none."""
+
+    def places(members: tuple[Member, ...]) -> list[tuple[str, str, int]]:
+        return [(m.node, m.incarnation, slot) for m in members for slot in m.slots]
+
+    usable = {
+        (n.name, n.incarnation, slot) for n in nodes for slot in seating.usable_slots(n, quarantines, NOW)
+    }
+    seated = places(before)
+    for start in range(0, len(seated) - limits.unit + 1, limits.unit):
+        unit = set(seated[start : start + limits.unit])
+        if limits.within is UnitWithin.ANY or len({name for name, _, _ in unit}) == 1:
+            assert not unit <= usable or len(unit & {*places(formed)}) in (0, limits.unit)

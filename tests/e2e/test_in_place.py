@@ -151,9 +151,12 @@ def test_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and
 
 
 @pytest.mark.slow
-def test_a_unit_that_lost_a_worker_is_left_out_until_it_is_whole_again(residents: Residents) -> None:
+@pytest.mark.parametrize("nodes", ["ab", "a"])
+def test_a_unit_that_lost_a_worker_is_left_out_until_it_is_whole_again(
+    nodes: str, residents: Residents
+) -> None:
     residents.cluster.limits = (2, 4)
-    nodes = residents.start("a", "b", slots=2, options=("--unit", "2"))
+    agents = residents.start(*nodes, slots=4 // len(nodes), options=("--unit", "2"))
     first, before = residents.world(4)
     meshes = [w.did("meshed")[-1] for w in before]
     assert [m["unit"] for m in meshes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -161,10 +164,11 @@ def test_a_unit_that_lost_a_worker_is_left_out_until_it_is_whole_again(residents
     os.kill(before[1].pid, signal.SIGKILL)
     _, after = residents.world(4, after=first)
     assert {w.pid for w in after} > {w.pid for w in before} - {before[1].pid}
-    others = [m for w in before[2:] for m in w.did("committed") if m["round"] == first + 1]
-    assert {m["world"] for m in others} == {2}, "the other unit went on"
+    worlds = [[m["world"] for m in w.did("committed") if m["round"] == first + 1] for w in before]
+    assert not worlds[0], "the rest of the lost unit waits"
+    assert set(worlds[2]) == set(worlds[3]) == {2}, "the other unit goes on, and is not divided"
     assert {m["world"] for w in (*before, *after) for m in w.did("committed")} == {2, 4}
-    residents.finish(*nodes)
+    residents.finish(*agents)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from elasticd.core.facts import (
     Budget,
     Exit,
     Limits,
+    Node,
     NodeLedger,
     Outcome,
     Phase,
@@ -34,6 +35,7 @@ ROUNDED_S = 0.1  # of seconds of each kind, in a record
 STEP_S_MAX = 2.0  # of a step that takes longer, this much counts as training
 NAMED_BY_S = NEWS_S + (PERIODS + 8) * (STEP_S_MAX + 1.0)  # of training, in periods of a second
 FORGOTTEN_BY_S = NEWS_S + 2 * PERIODS * 1.5
+IDLE_S = NEWS_S + 2 * WRITE_PATIENCE_S + 5.0  # beyond the cooldown, and the wait for a checkpoint
 Place = tuple[str, int]  # node and slot
 CARRIED_OUT_S = WRITE_PATIENCE_S + 2 * LATE_S  # from the last look at a worker to its end
 
@@ -53,6 +55,7 @@ class Invariants:
         self.slow_at: dict[Place, float] = {}  # a slow worker's last step, in seconds of training
         self._alone_since = (0, ("", 0), 0.0)  # the one slow worker of a round, and since when it is
         self.newest_step = 0
+        self._larger_since: float | None = None  # since when a larger world could be made, all being well
         self.worlds = 0
         self.broken_by_user: set[int] = set()  # rounds in which user code failed by itself
         self.charged: set[int] = set()
@@ -192,6 +195,7 @@ class Invariants:
         self.trained_s += min(STEP_S_MAX, now - self.last_step_at)
         self.last_step_at = now
         self._check_slow(world)
+        self._check_idle(world)
         newest = max(self.live)
         if self.live[world.round].handover:
             raise Broken(f"round {world.round} makes a step, though it is to hand over")
@@ -202,6 +206,46 @@ class Invariants:
         for worker in world.workers.values():
             if not worker.procs.host.alive:
                 raise Broken(f"a worker of {worker.procs.host.name} outlives its agent")
+
+    # ---- units: no healthy worker is idle while a unit could be made of those who wait
+
+    def _check_idle(self, world: World) -> None:
+        now, mended_at = self.cluster.clock.now(), self.cluster.mended_at
+        if mended_at is None or self._could_have() <= world.size:
+            self._larger_since = None
+            return
+        since = self._larger_since = now if self._larger_since is None else self._larger_since
+        job, slowest = self.cluster.training.job, max(w.own_s for w in world.workers.values())
+        patience_s = self.cluster.setup.policy.grow_cooldown_s + job.save_every * slowest + IDLE_S
+        if now - since > patience_s:
+            raise Broken(
+                f"{self._could_have()} workers could train for {now - since:.0f} s, not {world.size}"
+            )
+
+    def _could_have(self) -> int:
+        """The workers of the largest world that could be made now; 0 if the job is about to stop."""
+        spec, budget = self.cluster.etcd.fact("spec"), self.cluster.etcd.fact("budget")
+        round = self.cluster.round
+        if not isinstance(spec, Spec) or round is None or spec.stop:
+            return 0
+        out = {
+            (q.node, q.slot)
+            for q in (budget.quarantines if isinstance(budget, Budget) else ())
+            if q.until > self.cluster.clock.now()
+        }
+        unit, whole_on_a_node = spec.limits.unit, spec.limits.within is UnitWithin.NODE
+        places = 0
+        for entry in self.cluster.etcd.keys.values():
+            node = entry.fact
+            if not isinstance(node, Node) or node.draining or node.name in {d.node for d in spec.drain}:
+                continue
+            seat = round.by_node.get(node.name)
+            seated = seat.slots if seat is not None and seat.incarnation == node.incarnation else ()
+            there = {*node.ready, *seated} if self.cluster.training.job.inplace else {*node.slots}
+            usable = sum((node.name, slot) not in out for slot in there)
+            usable = min(usable, node.most or usable)
+            places += usable - usable % unit if whole_on_a_node else usable
+        return min(places - places % unit, spec.limits.max)
 
     # ---- 5: the budget
 

@@ -13,7 +13,8 @@ from elasticd.core.agent import hearing, leaving, stepping
 from elasticd.core.agent_messages import LeaveJob
 from elasticd.core.facts import Round
 from elasticd.core.hang import judging, watching
-from elasticd.core.leader import deciding, forming
+from elasticd.core.leader import deciding, forming, supervising
+from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.roll import NOBODY, Mark, Roll
 from elasticd.core.ledger import Account, Kind
 from elasticd.core.ports import Put, StillThere, Unchanged
@@ -149,6 +150,11 @@ def _victims_condemned(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "judge", blind)
 
 
+def _never_grows(patch: pytest.MonkeyPatch) -> None:
+    """A unit that is whole again is left waiting."""
+    patch.setattr(supervising, "_grow_or_rest", lambda *asked: Plan())
+
+
 def _hangs_forgiven(patch: pytest.MonkeyPatch) -> None:
     for module in (judging, watching):
         patch.setattr(module, "judge", lambda looks, allowed: None)
@@ -181,6 +187,7 @@ LIKELY: dict[Break, frozenset[str]] = {  # the faults under which a breakage soo
     _no_fence: frozenset({"pause"}),
     _finished_too_early: frozenset({"user_failure"}),
     _victims_condemned: frozenset({"asleep", "blind"}),
+    _never_grows: frozenset({"crash"}),
     _hangs_forgiven: frozenset({"stopped"}),
     _nobody_is_slow: frozenset({"slow_slot"}),
     _crowds_are_slow: frozenset({"crowded"}),
@@ -208,6 +215,7 @@ HURRIED = {_release_unasked}
         (_numbers_go_back, "lives again"),
         (_steps_alone, "workers make a step"),
         (_victims_condemned, "is condemned, but does not hang"),
+        (_never_grows, "workers could train for"),
         (_hangs_forgiven, "hangs since"),
         (_nobody_is_slow, "is slow, but is not named"),
         (_restarts_cost_nothing, "accounts for"),
