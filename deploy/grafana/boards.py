@@ -183,6 +183,8 @@ SLOWER = Limits(1.05, 1.1)  # as `straggler_ratio` of the policy
 LAST_STEP = "elasticd_worker_last_step_timestamp_seconds"
 NEWEST_STEP = "run:elasticd_last_step_timestamp_seconds:max"
 CHECKPOINT = "elasticd_checkpoint_timestamp_seconds"
+UNIT = f"max by (run) (elasticd_world_unit{RUN})"
+NOT_IN_WORLD = f'sum by (slot_state) (elasticd_slot_state{{{OF_RUN}, slot_state=~"idle|ready"}})'
 ROUNDS = Event("Rounds", f"elasticd_rounds_total{RUN}", ("cause",), "blue")
 STEP_S = mean("elasticd_step_seconds", "node, slot")
 THIS_JOB = Link("This job", "elasticd-job?var-run=${__field.labels.run}")
@@ -201,6 +203,7 @@ FLEET = Board(
             (
                 Column("phase", States("elasticd_job_phase", "phase", "run")),
                 Column("workers", "max by (run) (run:elasticd_world_size:max)"),
+                Column("workers of a unit", "max by (run) (elasticd_world_unit)"),
                 Column("goodput", "max by (run) (run:elasticd_goodput:ratio1h)", "percentunit", GOODPUT),
                 Column("since the last step", since(NEWEST_STEP), "s", STALLED),
                 Column("restarts left", "max by (run) (elasticd_restart_budget_left)", limits=Limits(2, 1)),
@@ -332,6 +335,20 @@ JOB = Board(
             stacked=True,
         ),
         Curves("Time of a step", spread(STEP_S, "fastest worker", "slowest worker"), "s"),
+        Curves(
+            "Units of workers",
+            (
+                (f"run:elasticd_world_size:max{RUN} / on (run) {UNIT}", "now"),
+                (f"max by (run) (elasticd_world_min{RUN}) / on (run) {UNIT}", "min"),
+                (f"max by (run) (elasticd_world_max{RUN}) / on (run) {UNIT}", "max"),
+            ),
+            help="Whole units in the world, of `--unit N`. Without that option each worker is a unit.",
+        ),
+        Curves(
+            "Workers that wait",
+            ((NOT_IN_WORLD, "{{slot_state}}"), (UNIT, "of a unit")),
+            help="Slots that are not in the world. Where as many wait as a unit has, the world could be larger.",
+        ),
         Table(
             "Each worker",
             ("node", "slot"),
