@@ -28,6 +28,8 @@ from elasticd.channel.worker_messages import (
 from elasticd.worker.agent_link.link import Link, own_link
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.sharding.agreement import agree_on_shards
+from elasticd.worker.splitting.split_agreement import agree_on_parts
+from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.state import State
 from elasticd.worker.steps import StepLoop
 from elasticd.worker.world.exchange import agree
@@ -154,7 +156,11 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
 
 def _agree(state: CommittedState, world: World, *, handover: bool = False) -> Source:
     """Give all workers of the world the same state. Return where the state came from."""
-    return agree(state, world) if state.shards is None else agree_on_shards(state, world, handover=handover)
+    if isinstance(state.shards, SplitState):
+        return Source.SCRIPT if handover else agree_on_parts(state, state.shards, world)
+    if state.shards is not None:
+        return agree_on_shards(state, state.shards, world, handover=handover)
+    return agree(state, world)
 
 
 def _explain(error: BaseException) -> None:

@@ -21,6 +21,8 @@ from elasticd.worker.gradients.consistent import consistent_arithmetic
 from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_parallel, to_wrap
 from elasticd.worker.sharding.sharded_model import Shard, ShardedModel
 from elasticd.worker.sharding.sharded_state import ShardedState
+from elasticd.worker.splitting.split_model import Split, SplitModel
+from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.steps import Epoch, StepLoop
 
 if TYPE_CHECKING:
@@ -40,9 +42,15 @@ class State:
       what is refused.
     * redundancy: with ``shard``, how many other workers, on other nodes if there are any, also have each
       shard: replicas, or else copies. So many workers can be lost at once without a checkpoint.
-    * unit: with ``shard``, the number of workers that hold one model together (hybrid sharding), by default
-      that of ``elasticd run --unit``. The mesh then has two dimensions, as that of ``worker.mesh(unit)``. 1,
-      or a world that is no multiple of the unit: all workers hold one model.
+    * split: in place of ``wrap``, a function ``split(module, mesh)`` that returns this worker's part of the
+      module, such as a stage of a pipeline; None: the module, which the function has changed. The mesh has
+      the workers of this worker's unit. The function is called for each world, on a copy of the model, and
+      the script itself adds up the gradients of workers at the same place of their units. Each worker keeps
+      its part of the last two commits in the host's memory. See docs/units.md.
+    * unit: with ``split`` or ``shard``, the number of workers that hold one model together, by default that of
+      ``elasticd run --unit``. The mesh of ``shard`` then has two dimensions, as that of
+      ``worker.mesh(unit)`` (hybrid sharding); with 1, or in a world that is no multiple of the unit, all
+      workers hold one model.
     * checkpoints: a ``Checkpoints`` or a folder, by default that of ``elasticd run --checkpoints``. Commits
       are saved there when a save is due, at the first commit of a world of survivors, when all workers leave,
       and at the end. If no worker has the newest state any more, it comes from this node's memory, from
@@ -79,6 +87,7 @@ class State:
         wrap: Wrap | None = data_parallel,
         shard: Shard | None = None,
         redundancy: int = 1,
+        split: Split | None = None,
         unit: int | None = None,
         restore: Callable[[State], int | None] | None = None,
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
@@ -93,11 +102,21 @@ class State:
         named = {"model": model, "optimizer": optimizer, "data": data}
         given = {name: value for name, value in named.items() if value is not None}
         self._contents = contents = Contents({**given, **others})
-        shards = None
+        shards: ShardedState | SplitState | None = None
+        if split is not None:
+            if not callable(split):
+                raise TypeError(
+                    "split= is a function that returns a worker's part: give a value another name"
+                )
+            if shard is not None:
+                raise TypeError("State takes either shard= or split=, and not both")
+            _refuse_with_shards("split", data, restore, undo, wrap)
+            shards = SplitState(SplitModel(contents, split, unit))
+            wrap, compare = None, False
         if shard is not None:
             if not callable(shard):
                 raise TypeError("shard= is a function that calls fully_shard: give a value another name")
-            _refuse_with_shards(data, restore, undo, wrap)
+            _refuse_with_shards("shard", data, restore, undo, wrap)
             shards = ShardedState(ShardedModel(contents, shard, _unit_of(unit)), redundancy)
             wrap = None
         names = to_wrap(contents.modules, contents.trained) if wrap is not None else []
@@ -186,18 +205,21 @@ class State:
             raise AttributeError(f"state.{name} cannot be set: only plain data given as State({name}=...)")
 
 
-def _refuse_with_shards(data: Data | None, restore: object, undo: bool | None, wrap: Wrap | None) -> None:
-    """Raise TypeError for an argument of State that has no meaning yet with ``shard``."""
+def _refuse_with_shards(
+    by: str, data: Data | None, restore: object, undo: bool | None, wrap: Wrap | None
+) -> None:
+    """Raise TypeError for an argument of State that has no meaning yet with ``shard`` or ``split``. ``by``:
+    which of the two is given."""
     if data is not None:
         raise TypeError(
-            "State takes no data= with shard= yet: derive each worker's samples from the step, worker.rank() "
+            f"State takes no data= with {by}= yet: derive each worker's samples from the step, worker.rank() "
             "and worker.world_size(), and give each worker as many batches as the others"
         )
     if restore is not None:
-        raise TypeError("State takes no restore= with shard=: load the weights before State gets the model")
+        raise TypeError(f"State takes no restore= with {by}=: load the weights before State gets the model")
     if undo is not None or wrap is not data_parallel:
         given = "undo" if undo is not None else "wrap"
-        raise TypeError(f"State takes no {given}= with shard=, which copies and shards the model itself")
+        raise TypeError(f"State takes no {given}= with {by}=, which copies and {by}s the model itself")
 
 
 def _unit_of(given: int | None) -> int:

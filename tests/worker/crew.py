@@ -45,7 +45,10 @@ AgentEnd = Channel[AgentToWorker, WorkerToAgent]
 PRELOADED = [
     "pytest",
     "elasticd.worker.checkpoints",
-    *(f"tests.worker.{module}" for module in ("guarding", "many", "forking", "chaosjob", "shardjob")),
+    *(
+        f"tests.worker.{module}"
+        for module in ("guarding", "many", "forking", "chaosjob", "shardjob", "splitjob")
+    ),
 ]
 
 

@@ -134,11 +134,11 @@ def hung(cluster: Cluster, program: Program) -> str:
 
 def node_lost(cluster: Cluster, program: Program) -> str:
     """The node of a worker is lost, with its agent."""
-    a, b = agents = start(cluster, program, "wait", nodes=("a", "b"))
-    until_there(cluster, str(steps_until(program, 0)), a, b)
-    lost = next(agent for agent in agents if agent.find("workers.started", ranks=[program.rank]))
+    first, second = agents = start(cluster, program, "wait", nodes=("a", "b"))
+    until_there(cluster, str(steps_until(program, 0)), *agents)
+    lost = next(a for a in agents if any(program.rank in e["ranks"] for e in a.find("workers.started")))
     lost.kill()
-    return end(program, a if lost is b else b)
+    return end(program, first if lost is second else second)
 
 
 def resized(cluster: Cluster, program: Program) -> str:

@@ -31,6 +31,7 @@ from elasticd.worker.gradients.wrapping import WrappedModels
 from elasticd.worker.samples.auditing import Recorder, recorder
 from elasticd.worker.sharding.sharded_state import ShardedState
 from elasticd.worker.sharding.spans import CommitPoint
+from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.world.group import World, WorldChanged, gathered, rank, world_size
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class CommittedState:
     ``step``: the number of committed steps. ``agreed``: the last round in which all workers had this state; 0
     if there was none. ``world``: None outside any world, and in a world that cannot change.
     ``reduction``: how gradients are reduced in this world. ``place``: the epoch, and the position in the
-    data, of the step under way. ``shards``: keeps parameters and optimizers' state if the model is sharded.
+    data, of the step under way. ``shards``: keeps parameters and optimizers' state if the model is sharded
+    or split.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class CommittedState:
         saves: CommitCheckpoints | None,
         undo: bool | None,
         compares: bool,
-        shards: ShardedState | None = None,
+        shards: ShardedState | SplitState | None = None,
     ) -> None:
         self.step = self.agreed = 0
         self.world: World | None = None

@@ -62,6 +62,8 @@ class LastCommit:
         self._versions: list[tuple[int, int]] = []
         self._spare: list[torch.Tensor | None] = [None] * len(self._buffers)  # older copies, for reuse
         self._unversioned: set[int] = set()  # large buffers whose version does not change with their content
+        if self.kept and len(self.kept["buffers"]) != len(self._buffers):  # another part of a split model
+            self.kept = {**self.kept, "buffers": [None] * len(self._buffers)}
         self._keeps = 0
 
     def keep(self) -> None:

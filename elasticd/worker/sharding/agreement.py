@@ -57,14 +57,14 @@ class _Choice(NamedTuple):
         return Transfer(self.source, self.takers, fresh=self.point == INITIAL)
 
 
-def agree_on_shards(state: CommittedState, world: World, *, handover: bool = False) -> Source:
+def agree_on_shards(
+    state: CommittedState, shards: ShardedState, world: World, *, handover: bool = False
+) -> Source:
     """Give all workers of the world the same state, each its part. Return where the state came from.
 
     ``handover``: the workers that hold the state pass it on to the others, and nobody trains. Raises
     StateLost. Raises WorldChanged if the world ends first; nothing that was held is lost then.
     """
-    shards = state.shards
-    assert shards is not None
     state.begin()
     brought = _brought(state, shards, world)
     point = newest_whole_point(brought[0].sizes, [its.held for its in brought])

@@ -78,6 +78,13 @@ def mesh(unit: int | None = None) -> DeviceMesh:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
+    unit = unit_size(unit)
+    return init_device_mesh(device().type, (world_size() // unit, unit), mesh_dim_names=("replicate", "unit"))
+
+
+def unit_size(unit: int | None = None) -> int:
+    """Return the number of workers in a unit of the present world: ``unit``, or else that of ``elasticd run
+    --unit``, else 1. Raises ValueError if the world is no multiple of the unit."""
     size = world_size()
     if unit is None:
         unit = int(os.environ.get("ELASTICD_UNIT", "1"))
@@ -87,7 +94,7 @@ def mesh(unit: int | None = None) -> DeviceMesh:
         raise ValueError(
             f"a world of {size} workers has no whole units of {unit}; give `elasticd run --unit {unit}`"
         )
-    return init_device_mesh(device().type, (size // unit, unit), mesh_dim_names=("replicate", "unit"))
+    return unit
 
 
 class WorldChanged(BaseException):

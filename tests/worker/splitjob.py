@@ -1,0 +1,110 @@
+"""A script of which each worker has a part of the model: a stage of a pipeline, or parts of matrices.
+Each step's gradients are those of one global batch, so they are the same in a world of any number of units,
+but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from elasticd import worker
+from tests.worker.jobs import NOTHING, Accident, begin, commit
+
+STEPS = 8
+BATCH = 8
+UNIT = 2
+
+
+def whole() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+def stage(model: nn.Sequential, unit: DeviceMesh) -> nn.Module:
+    cut = {0: (0, 2), 1: (2, 3)}[unit.get_local_rank()]
+    return nn.Sequential(OrderedDict((str(n), model[n]) for n in range(*cut)))
+
+
+def rows_and_columns(model: nn.Sequential, unit: DeviceMesh) -> None:
+    parallelize_module(model, unit, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def pipelined(state: worker.State, inputs: torch.Tensor) -> None:
+    """Compute the gradients with a pipeline. ``inputs``: this unit's."""
+    unit = worker.mesh(UNIT)["unit"]
+    number = unit.get_local_rank()
+    held = PipelineStage(state.model, number, UNIT, torch.device("cpu"), group=unit.get_group())
+    schedule = ScheduleGPipe(held, 2, loss_fn=nn.functional.mse_loss)
+    if number == 0:
+        schedule.step(inputs)
+    else:
+        schedule.step(target=inputs)
+
+
+def parallel(state: worker.State, inputs: torch.Tensor) -> None:
+    nn.functional.mse_loss(state.model(inputs), inputs).backward()
+
+
+SPLITS: dict[str, Any] = {"pipeline": (stage, pipelined), "tensor": (rows_and_columns, parallel)}
+
+
+def train(
+    address: str, folder: str, name: str, accident: Accident = NOTHING, *, by: str = "pipeline"
+) -> None:
+    journal = begin(address, folder, name, "")
+    split, gradients = SPLITS[by]
+    model = whole()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+
+    @worker.run
+    def run(state: worker.State) -> None:
+        mesh = worker.mesh(UNIT)
+        replicas = mesh["replicate"]
+        journal.write(entered=state.step, world=worker.world_size())
+        for step in state.steps(STEPS):
+            accident("start", step)
+            batch = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            state.optimizer.zero_grad()
+            gradients(state, batch.chunk(replicas.size())[replicas.get_local_rank()])
+            accident("backward", step)
+            for parameter in state.model.parameters():
+                gradient = parameter.grad
+                part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                assert part is not None
+                dist.all_reduce(part, group=replicas.get_group())
+                part /= replicas.size()
+            accident("summed", step)
+            state.optimizer.step()
+            accident("stepped", step)
+            commit(state, journal)
+        journal.write(weights=weights(state.model), place=mesh["unit"].get_local_rank())
+
+    run(worker.State(model=model, optimizer=optimizer, split=split, unit=UNIT))
+
+
+def weights(model: nn.Module) -> dict[str, Any]:
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().tolist()
+        for name, p in model.named_parameters()
+    }
+
+
+def undisturbed() -> dict[str, Any]:
+    """The weights after all steps, without workers."""
+    model = whole()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for step in range(STEPS):
+        batch = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(batch), batch).backward()
+        optimizer.step()
+    return weights(model)
