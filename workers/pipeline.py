@@ -1,7 +1,7 @@
 """Train a model whose layers are spread over the workers of a unit, as a pipeline, and replicate that.
 
     elasticd run --unit 2 --min 2 --max 8 workers/pipeline.py
-    torchrun --standalone --nproc-per-node 4 --max-restarts 5 workers/pipeline.py --unit 2
+    torchrun --standalone --nproc-per-node 4 workers/pipeline.py --unit 2
     python workers/pipeline.py                     # one process, no launcher
 
 **When**: the model is too large for one device, and its layers follow each other. The workers of a unit
@@ -12,33 +12,31 @@ A batch goes through the stages in pieces: while a worker computes a piece, the 
 the next. Workers with the same stage add up their gradients over the units.
 
 **Cost**: with s stages and p pieces a worker idles for (s - 1) of every (p + s - 1) turns. A step takes as
-long as the slowest stage.
+long as the slowest stage. Each worker keeps its stage of the last two steps in the host's memory.
 
-**When a worker dies**: its stage is gone, so all workers start again, in a world of whole units, and load
-the snapshot of the last whole epoch; at most one epoch is repeated. While a worker cannot be replaced, the
-other units train on without its unit.
+**When a worker dies**: its unit leaves the world. The other units keep their processes and their committed
+steps, and go on at once. The rest of the lost unit waits, and is back with the replacement, to which a
+worker with the same stage sends it. With one unit, give --checkpoints: its stage is then nowhere else.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
-import sys
+import os
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import TensorDataset
 
-from digits import digest, network, options_parser, quality, read_digits, say
+from digits import network, options_parser, quality, read_digits, say
 from elasticd import worker
-from gpt import as_tensor, positive
-from restarting import default_folder, join_world, load_snapshot, run, save_snapshot
+from gpt import positive, share
 
 
 def stage_of(layers: nn.Sequential, number: int, stages: int) -> nn.Sequential:
@@ -47,20 +45,8 @@ def stage_of(layers: nn.Sequential, number: int, stages: int) -> nn.Sequential:
     return nn.Sequential(OrderedDict((str(n), layers[n]) for n in range(start, end)))
 
 
-def from_all_stages(part: dict[str, Any], unit: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Return the parts of all workers of the unit, in the order of their stages."""
-    buffer = io.BytesIO()
-    torch.save(part, buffer)
-    mine = as_tensor(buffer.getvalue()).to(device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(unit.size())]
-    dist.all_gather(lengths, torch.tensor([len(mine)], device=device), group=unit)
-    longest = max(int(length) for length in lengths)
-    padded = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
-    dist.all_gather(padded, F.pad(mine, (0, longest - len(mine))), group=unit)
-    return [
-        torch.load(io.BytesIO(data[: int(length)].cpu().numpy().tobytes()), weights_only=True)
-        for data, length in zip(padded, lengths, strict=True)
-    ]
+def own_stage(layers: nn.Sequential, unit: DeviceMesh) -> nn.Sequential:
+    return stage_of(layers, unit.get_local_rank(), unit.size())
 
 
 def add_up_gradients(module: nn.Module, replicas: dist.ProcessGroup) -> None:
@@ -71,79 +57,79 @@ def add_up_gradients(module: nn.Module, replicas: dist.ProcessGroup) -> None:
             parameter.grad /= replicas.size()
 
 
-def parse_options() -> argparse.Namespace:
-    parser = options_parser(__doc__)
-    parser.add_argument("--epochs", type=positive, default=30)
-    parser.add_argument("--global-batch", type=positive, default=64, help="images a step, in any world")
-    parser.add_argument("--unit", type=positive, help="workers of a pipeline (default: elasticd's --unit)")
-    parser.add_argument("--pieces", type=positive, default=4, help="of a batch, under way at once")
-    parser.add_argument("--snapshot-dir", type=Path, help="default: a folder of the run")
-    return parser.parse_args()
+def whole_model(stage: nn.Module, unit: DeviceMesh, seed: int) -> nn.Sequential:
+    """Return the model with the weights of all stages. All workers of a unit call it."""
+    whole = network(seed).to(worker.device())
+    for number in range(unit.size()):
+        for name, parameter in stage_of(whole, number, unit.size()).named_parameters():
+            if number == unit.get_local_rank():
+                parameter.data.copy_(stage.get_parameter(name))
+            dist.broadcast(parameter.data, group=unit.get_group(), group_src=number)
+    return whole
 
 
-def main() -> None:
-    options = parse_options()
-    device, local_rank = join_world()
+@worker.run
+def train(
+    state: worker.State, data: TensorDataset, held_out: TensorDataset, options: argparse.Namespace
+) -> None:
+    """Train. Called again after each change of world, with the state of the last committed step."""
     mesh = worker.mesh(options.unit)
-    stages, number = mesh["unit"].size(), mesh.get_local_rank("unit")
+    unit, number, stages = mesh["unit"], mesh.get_local_rank("unit"), mesh["unit"].size()
     units, unit_number = mesh["replicate"].size(), mesh.get_local_rank("replicate")
-    whole = network(options.seed)
-    if stages > len(whole):
-        raise ValueError(f"a pipeline of {stages} workers: the model has only {len(whole)} layers")
     images_each = options.global_batch // units // options.pieces * options.pieces
     if not images_each:
         raise ValueError(
             f"a global batch of {options.global_batch} has no {options.pieces} pieces for {units} units"
         )
-
-    train_set, held_out = read_digits()
-    stage = stage_of(whole, number, stages).to(device)
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=options.lr)
-    folder = options.snapshot_dir or default_folder("pipeline")
-    snapshot = load_snapshot(folder, local_rank, device)
-    if snapshot is not None:
-        if len(snapshot["stages"]) != stages:
-            raise ValueError(
-                f"the snapshot is of {len(snapshot['stages'])} stages: give --unit {len(snapshot['stages'])}"
-            )
-        stage.load_state_dict(snapshot["stages"][number]["model"])
-        optimizer.load_state_dict(snapshot["stages"][number]["optimizer"])
-    step, first_epoch = (snapshot["step"], snapshot["epoch"]) if snapshot else (0, 0)
-    say(f"{units} units of {stages} workers, {first_epoch} epochs done, snapshots: {folder or 'none'}")
-
-    unit = mesh.get_group("unit")
+    say(f"{units} units of {stages} workers, {state.step} of {options.steps} steps done")
     pipeline = Schedule1F1B(
-        PipelineStage(stage, number, stages, device, group=unit), options.pieces, loss_fn=F.cross_entropy
+        PipelineStage(state.model, number, stages, worker.device(), group=unit.get_group()),
+        options.pieces,
+        loss_fn=F.cross_entropy,
     )
-    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(
-        train_set, units, unit_number, shuffle=True, seed=options.seed, drop_last=True
+    images, labels = (tensor.to(worker.device()) for tensor in data.tensors)
+    batch = options.global_batch
+    for step in state.steps(options.steps):
+        # A unit sees one share of the batch. What is left over makes no piece for each unit.
+        mine = share(options.seed, step * batch, batch, len(images), unit_number, units)[:images_each]
+        inputs = (images[mine],) if number == 0 else ()
+        target = labels[mine] if number == stages - 1 else None
+        losses: list[Tensor] = []
+        state.optimizer.zero_grad()
+        pipeline.step(*inputs, target=target, losses=losses)
+        add_up_gradients(state.model, mesh.get_group("replicate"))
+        state.optimizer.step()
+        if losses:
+            worker.report(loss=torch.stack(losses).mean().detach(), samples=len(mine))
+        state.commit()
+        if state.step % options.log_every == 0:
+            say(f"step {state.step:>5}")
+    say(quality(whole_model(state.model, unit, options.seed), held_out))
+
+
+def main() -> None:
+    parser = options_parser(__doc__)
+    parser.add_argument("--steps", type=positive, default=660)
+    parser.add_argument("--global-batch", type=positive, default=64, help="images a step, in any world")
+    parser.add_argument("--unit", type=positive, help="workers of a pipeline (default: elasticd's --unit)")
+    parser.add_argument("--pieces", type=positive, default=4, help="of a batch, under way at once")
+    parser.add_argument("--checkpoints", type=Path, help="a folder (default: elasticd's --checkpoints)")
+    options = parser.parse_args()
+    layers = network(options.seed)
+    stages = options.unit or int(os.environ.get("ELASTICD_UNIT", "1"))
+    if stages > len(layers):
+        parser.error(f"a pipeline of {stages} workers: the model has only {len(layers)} layers")
+    data, held_out = read_digits()
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=options.lr)
+    state = worker.State(
+        model=layers,
+        optimizer=optimizer,
+        split=own_stage,
+        unit=options.unit,
+        checkpoints=options.checkpoints,
     )
-    loader = DataLoader(train_set, images_each, sampler=sampler, drop_last=True)
-    for epoch in range(first_epoch, options.epochs):
-        sampler.set_epoch(epoch)
-        for images, labels in loader:
-            inputs = (images.to(device),) if number == 0 else ()
-            target = labels.to(device) if number == stages - 1 else None
-            losses: list[Tensor] = []
-            optimizer.zero_grad()
-            pipeline.step(*inputs, target=target, losses=losses)
-            add_up_gradients(stage, mesh.get_group("replicate"))
-            optimizer.step()
-            step += 1
-            if losses:
-                worker.report(loss=torch.stack(losses).mean().detach(), samples=len(images))
-        parts = from_all_stages(
-            {"model": stage.state_dict(), "optimizer": optimizer.state_dict()}, unit, device
-        )
-        say(f"epoch {epoch + 1:>3}, step {step:>5}")
-        if folder is not None and local_rank == 0:  # one worker of each node: nodes may share no disk
-            save_snapshot(folder, {"step": step, "epoch": epoch + 1, "stages": parts})
-            worker.checkpointed(folder / "snapshot.pt")
-    for part in from_all_stages({"model": stage.state_dict()}, unit, device):
-        whole.load_state_dict(part["model"], strict=False)  # on the CPU: the evaluation needs all layers
-    say(quality(whole, held_out))
-    say(f"weights: {digest(whole)}")
+    train(state, data, held_out, options)
 
 
 if __name__ == "__main__":
-    sys.exit(run("pipeline", main))
+    main()

@@ -78,8 +78,8 @@ PROGRAMS = [
     Program("data_parallel", "--epochs=5", 60, accuracy=90, rank=0, workers=1, same_bits=True),
     Program("layers_on_devices", "--epochs=5", 30, accuracy=90),
     Program("train_gpt", f"{GPT} --steps=40 --snapshot-every=5 --sample=0", 10, loss=3.6),
-    Program("pipeline", "--epochs=5 --unit=2", 30, accuracy=85, workers=4, unit=2, same_bits=True),
-    Program("tensor_parallel", f"--steps=80 --unit=2 {KEPT}", 20, accuracy=85, workers=4, unit=2),
+    Program("pipeline", "--steps=110 --unit=2", 30, accuracy=85, workers=4, unit=2),
+    Program("tensor_parallel", "--steps=80 --unit=2", 20, accuracy=85, workers=4, unit=2),
     Program("train_gpt_fsdp", f"{GPT} {FSDP}", 10, loss=3.6),
     Program("train_gpt_in_place", f"{GPT} --steps=40", 10, loss=3.6, same_bits=True),
 ]
