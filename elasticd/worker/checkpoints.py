@@ -129,7 +129,7 @@ class Checkpoints:
         self._line = SaverConnection(self._take, self._lost)
         self._gpu = GpuCopier()
         self._terms = Terms("", 0, copies=False)
-        self._in_step = False
+        self._in_step = self._in_parts = False
         self._ranks: RankGroup | None = None
         self._plan: CopyPlan | None = None
         self._blobs: dict[str, bytes] = {}  # the objects, pickled, of the last save
@@ -214,6 +214,10 @@ class Checkpoints:
         """Promise that saves and loads happen only between steps, while no rank uses other collectives."""
         self._in_step = True
 
+    def keep_parts(self) -> None:
+        """Load into modules that have a part of what is saved, since other ranks have the rest."""
+        self._in_parts = True
+
     @agentpage.held_up()
     def wait(self, timeout_s: float = 600.0) -> bool:
         """Wait until this rank's saves are committed or have failed, and their copies on another node are
@@ -244,7 +248,7 @@ class Checkpoints:
         only a checkpoint newer than this age, because a worker has a state of this age.
         """
         self.tier, self.overwrote = "", False
-        resuming = Resuming(self._store, self._in_this_world(), state)
+        resuming = Resuming(self._store, self._in_this_world(), state, whole=not self._in_parts)
         try:
             return resuming.load(required=required, beyond=beyond)
         finally:

@@ -130,7 +130,7 @@ class State:
             self._models,
             data,
             restore=partial(restore, self) if restore is not None else None,
-            saves=_saves_of(checkpoints or os.environ.get(CHECKPOINTS)),
+            saves=_saves_of(checkpoints or os.environ.get(CHECKPOINTS), in_parts=split is not None),
             undo=undo,
             compares=compare,
             shards=shards,
@@ -230,10 +230,15 @@ def _unit_of(given: int | None) -> int:
     return unit if unit > 1 else 0
 
 
-def _saves_of(given: Checkpoints | str | os.PathLike[str] | None) -> CommitCheckpoints | None:
+def _saves_of(
+    given: Checkpoints | str | os.PathLike[str] | None, *, in_parts: bool
+) -> CommitCheckpoints | None:
     if not given:
         return None
     # Imported here, since it imports parts of torch that only checkpoints need.
     from elasticd.worker.checkpoints import Checkpoints
 
-    return CommitCheckpoints(given if isinstance(given, Checkpoints) else Checkpoints(given))
+    checkpoints = given if isinstance(given, Checkpoints) else Checkpoints(given)
+    if in_parts:
+        checkpoints.keep_parts()
+    return CommitCheckpoints(checkpoints)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from tests.e2e.harness import PATIENCE_S, Cluster
 from tests.workers.programs import (
     FAULTS,
+    KEPT,
     PROGRAMS,
     WORKERS,
     Program,
@@ -50,6 +53,18 @@ def test_a_program_reaches_its_quality_through_each_fault(
     if not applies(fault, program):
         pytest.skip("it has one worker")
     FAULTS[fault](clusters(shared_etcd), program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p.unit > 1], ids=str)
+def test_the_only_unit_goes_on_from_its_checkpoint(
+    program: Program, clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    alone = replace(program, workers=program.unit, arguments=f"{program.arguments} {KEPT}")
+    (agent,) = start(clusters(shared_etcd), alone, "kill")
+    end(alone, agent)
+    resumed = int(re.findall(r"1 units of 2 workers, (\d+) of", "\n".join(agent.out))[-1])
+    assert 0 < resumed <= program.after
 
 
 @pytest.mark.slow

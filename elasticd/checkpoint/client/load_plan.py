@@ -30,8 +30,9 @@ class Target:
     _blobs: dict[str, bytearray] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, state: dict[str, Any], index: Index) -> Target:
-        """Return a target for the state. Raises ValueError if the checkpoint does not fit the state."""
+    def of(cls, name: str, state: dict[str, Any], index: Index, *, whole: bool = True) -> Target:
+        """Return a target for the state. Raises ValueError if the checkpoint does not fit the state.
+        ``whole``: modules and optimizers must have all that the checkpoint has of them."""
         target = cls(name, state, index)
         shapes = {key: (_dtype(t), t.shape) for key, t in index.tensors.items()}
         prepare_optimizers(state, shapes, index.paths)
@@ -51,7 +52,7 @@ class Target:
         odd = [
             k for k in extra if isinstance(state[str(index.paths[k][0])], nn.Module | torch.optim.Optimizer)
         ]
-        if odd:
+        if odd and whole:
             raise ValueError(f"the checkpoint has {_some(odd)}, which the state to be loaded has not")
         for key in extra:
             saved = index.tensors[key]

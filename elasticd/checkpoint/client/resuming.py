@@ -59,10 +59,13 @@ class Kept(NamedTuple):
 
 class Resuming:
     """Resume one ``state``, on all ranks together. ``tier``: where the state came from: "memory", "peer" or
-    "disk". ``overwrote``: whether anything was read into the state, even if the load then failed."""
+    "disk". ``overwrote``: whether anything was read into the state, even if the load then failed. ``whole``:
+    each rank has the whole of each module, or its shards."""
 
-    def __init__(self, store: CheckpointStore, ranks: RankGroup, state: dict[str, Any]) -> None:
-        self._store, self._ranks, self._state = store, ranks, state
+    def __init__(
+        self, store: CheckpointStore, ranks: RankGroup, state: dict[str, Any], *, whole: bool = True
+    ) -> None:
+        self._store, self._ranks, self._state, self._whole = store, ranks, state, whole
         self._file = FilePointer(store, _log.warning)
         self._queries = SaverQueries(saver_name(), store.url)
         self.tier = ""
@@ -150,7 +153,7 @@ class Resuming:
         try:
             manifest = open_manifest(self._store, saved)
             self.overwrote = True
-            target = Target.of(saved.name, self._state, manifest.index)
+            target = Target.of(saved.name, self._state, manifest.index, whole=self._whole)
             readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             fill(self._store, manifest, target.ranges, readers=readers)
             return target.finish(), _Attempt()
@@ -185,7 +188,9 @@ class Resuming:
             if choice is None:
                 return None, lost
             self.overwrote = True
-            attempts = self._agree(choice.name, *_from_memory(self._queries, choice, self._state))
+            attempts = self._agree(
+                choice.name, *_from_memory(self._queries, choice, self._state, whole=self._whole)
+            )
             loss = next((attempt for attempt in attempts if attempt.fault), None)
             if loss is None:
                 self.tier = max(attempt.tier for attempt in attempts)
@@ -218,14 +223,16 @@ def _is(kept: WholeState | Saved, beyond: Age | None) -> bool:
     return beyond is None or beyond.is_behind(kept.round, kept.step)
 
 
-def _from_memory(queries: SaverQueries, choice: WholeState, state: dict[str, Any]) -> tuple[Flat, _Attempt]:
+def _from_memory(
+    queries: SaverQueries, choice: WholeState, state: dict[str, Any], *, whole: bool
+) -> tuple[Flat, _Attempt]:
     """Read a state from memory. Return its data, which are empty if the attempt has failed."""
     try:
         recalled = queries.recall(choice)
     except HolderLost as error:
         return Flat(), _Attempt(fault=str(error), node=error.node)
     try:
-        target = Target.of(choice.name, state, recalled.index)
+        target = Target.of(choice.name, state, recalled.index, whole=whole)
         recalled.fill(target.ranges)
         return target.finish(), _Attempt(tier="peer" if recalled.read - {""} else "memory")
     except HolderLost as error:
