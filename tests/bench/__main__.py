@@ -194,11 +194,12 @@ def consistent(worlds: str, models: str, virtual_ranks: str, turns: int, steps: 
 @main.command()
 @click.option("--program", "programs", multiple=True, help="Only these, such as ddp.")
 @click.option("--fault", "faults", multiple=True, help='Only these, such as "node lost".')
-def techniques(programs: tuple[str, ...], faults: tuple[str, ...]) -> None:
+@click.option("--torchrun", is_flag=True, help="Kill a worker under torchrun, too.")
+def techniques(programs: tuple[str, ...], faults: tuple[str, ...], torchrun: bool) -> None:
     """Each program of workers/ through each fault: its quality, and the time to the next step."""
     from tests.bench.techniques import techniques as measure
 
-    for line in measure(programs, faults):
+    for line in measure(programs, faults, torchrun=torchrun):
         click.echo(line)
 
 

@@ -42,7 +42,8 @@ def note(name: str, text: str) -> bool:
 
 
 def after_step(*_: Any) -> None:
-    number, round, rank = next(made), os.environ["ELASTICD_ROUND"], os.environ["RANK"]
+    number, rank = next(made), os.environ["RANK"]
+    round = os.environ.get("ELASTICD_ROUND") or os.environ["TORCHELASTIC_RESTART_COUNT"]  # of torchrun
     for kind, whose, steps in accidents:
         had = folder / steps
         if had.exists():

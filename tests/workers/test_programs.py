@@ -39,6 +39,13 @@ def test_a_program_reaches_its_quality_although_a_worker_is_killed(
     charged = [(e["code"], e["rank"]) for e in agent.find("failure.charged")]
     assert charged == [(-signal.SIGKILL, program.rank)]
     assert not program.says or program.says in agent.out
+    if program.unit > 1:
+        sizes = [event["world_size"] for event in agent.find("round.formed")]
+        assert sizes == [program.workers, program.workers - program.unit, program.workers]
+        committed = re.search(r"1 units of \d+ workers, (\d+) of", "\n".join(agent.out))
+        assert committed and int(committed[1]) >= program.after - 1, (
+            "the other unit goes on from its last commit"
+        )
     if program.audited:
         said = cluster.command("audit", cluster.job, etcd=False)
         assert said.code == 0 and said.out.endswith("proved: each draw was used once\n"), said
