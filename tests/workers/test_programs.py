@@ -113,6 +113,7 @@ def test_a_program_runs_under_plain_torchrun(
         ("data_parallel", [], "2", "give it one worker, or use ddp.py"),
         ("accumulation", ["--global-batch=2"], "3", "give at least one image for each worker"),
         ("layers_on_devices", ["--devices=7"], "1", "the model has only 6 layers"),
+        ("pipeline", ["--unit=7"], "7", "the model has only 6 layers"),
     ],
 )
 def test_bad_input_gets_a_sentence(
