@@ -347,7 +347,7 @@ JOB = Board(
         Curves(
             "Workers that wait",
             ((NOT_IN_WORLD, "{{slot_state}}"), (UNIT, "of a unit")),
-            help="Slots that are not in the world. Where as many wait as a unit has, the world could be larger.",
+            help="Slots that are not in the world. As many as a unit has could be a unit more.",
         ),
         Table(
             "Each worker",
