@@ -47,8 +47,8 @@ class State:
       the workers of this worker's unit. The function is called for each world, on a copy of the model, and
       the script itself adds up the gradients of workers at the same place of their units. Each worker keeps
       its part of the last two commits in the host's memory. See docs/units.md.
-    * unit: with ``split`` or ``shard``, the number of workers that hold one model together, by default that of
-      ``elasticd run --unit``. The mesh of ``shard`` then has two dimensions, as that of
+    * unit: with ``split`` or ``shard``, the number of workers that hold one model together, by default that
+      of ``elasticd run --unit``. The mesh of ``shard`` then has two dimensions, as that of
       ``worker.mesh(unit)`` (hybrid sharding); with 1, or in a world that is no multiple of the unit, all
       workers hold one model.
     * checkpoints: a ``Checkpoints`` or a folder, by default that of ``elasticd run --checkpoints``. Commits
