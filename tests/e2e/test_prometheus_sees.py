@@ -139,6 +139,9 @@ def _the_job_is_shown(shows: Shows, killed: Killed, began_at: float) -> None:
     charged = sum(len(agent.find("failure.charged")) for agent in killed.cluster.agents)
     assert left(run=run) == int(Policy().restarts_max) - charged == Policy().restarts_max - 1
     assert [size(run=run) for size in shows("World size")] == [3, 3, 3]
+    assert [units(run=run) for units in shows("Units of workers")] == [3, 3, 3], "each worker is a unit"
+    waiting, unit = shows("Workers that wait")
+    assert (set(waiting.by("slot_state").values()), unit(run=run)) == ({0}, 1)
     (causes,) = shows("Rounds by cause")
     # The first round may have been formed before the first scrape, whence no increase is seen.
     began = {cause: whole(n) for (cause,), n in causes.by("cause").items() if cause != "start"}
@@ -229,9 +232,10 @@ def _all_jobs_are_shown(shows: Shows, killed: Killed) -> None:
     """Of which there is one."""
     run = killed.cluster.job
     assert [shows(n)[0]() for n in ("Jobs", "Workers", "Agents scraped", "Alerts")] == [1, 3, 2, 0]
-    phase, workers, good, since, left, alerts = (column(run=run) for column in shows("Each job"))
+    phase, workers, unit, good, since, left, alerts = (column(run=run) for column in shows("Each job"))
     assert texts("Phase", "fleet")[phase] == "live" and phase == shows("Phase")[0](run=run)
-    assert (workers, left, alerts) == (3, Policy().restarts_max - 1, 0) and 0 < good < 1 and since >= 0
+    assert (workers, unit, left, alerts) == (3, 1, Policy().restarts_max - 1, 0)
+    assert 0 < good < 1 and since >= 0
     assert shows("Agents by version")[0](version=__version__) == 2
     assert shows("Failures")[0](run=run) > 0
     (faults,), (world,), (good,) = (

@@ -15,7 +15,7 @@ from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.plaindata import copied
 from elasticd.worker.world.group import device, unit_size, world_size
 
-Split = Callable[[nn.Module, DeviceMesh], nn.Module | None]
+Split = Callable[[Any, DeviceMesh], nn.Module | None]  # of any class of module
 _NAME = "model"
 
 
