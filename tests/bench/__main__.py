@@ -29,8 +29,11 @@ def start(workers: str, pairs: int, only: tuple[str, ...]) -> None:
     """A command to the first step, its CPU time, and a kill a second after the first step."""
     from tests.bench.start import start as measure
 
+    table = ""
     for table in measure([int(size) for size in workers.split(",")], pairs, only):
         click.echo(table)
+    if not table:
+        raise click.ClickException(f"no script has a name that begins with {' or '.join(only)}")
 
 
 @main.command()
