@@ -30,6 +30,11 @@ _BUILT: Final = "torch._C._distributed_c10d"
 
 REPLACED: Final = (
     Private(
+        f"{_C10D}.destroy_process_group",
+        "worker/boot/elasticd_ending.py: returns once gloo's threads have released their collectives.",
+        ("group",),
+    ),
+    Private(
         f"{_C10D}._new_process_group_helper",
         "worker/world/group.py: records the sockets that gloo opens while it makes a group, to shut them if "
         "a peer is lost. Relies on gloo's opening all connections of a group at that time.",

@@ -106,3 +106,18 @@ begun.wait()
     )
     assert run(bench, str(script)) == (0, [])
     assert bench.console.lines() == [b"done"]
+
+
+def test_a_script_that_destroys_its_groups_goes_on_once_torchs_threads_have_let_go_of_them(
+    bench: Bench, tmp_path: Path
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(PROGRAMS / 'faketorch')!r})\n"
+        "from torch import distributed\n"
+        "distributed.destroy_process_group()\n"
+        "print(distributed.destroy_process_group.__doc__, flush=True)\n"
+    )
+    assert run(bench, str(script)) == (0, [])
+    assert bench.console.lines() == [b"let go of None", b"Destroy a group."]

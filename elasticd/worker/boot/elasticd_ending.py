@@ -1,11 +1,16 @@
 """Tell the agent that the script has ended well, before Python's finalisation: a later crash is not the
-script's.
+script's. Keep torch's threads from blocking the end.
 
 Before Python 3.14 a torch thread that takes the interpreter's lock during finalisation aborts the process
 ("terminate called without an active exception", torch issue 190489). gloo's threads take the lock when they
 release the tensors of a collective, which may be after the script's end on a busy machine. So this module
 waits until no torch thread is busy, for some seconds at most. It then tells the agent that the script ran to
 its end, so that the agent does not count a later abort as a failure.
+
+A thread of gloo may also hang the process after ``destroy_process_group``. The last reference to a group may
+be that of a DistributedDataParallel, whose destructor (torch 2.13) holds the interpreter's lock while it
+waits for the thread. The thread waits for that lock to release the last collective. So
+``destroy_process_group`` returns here once no torch thread is busy.
 
 Finalisation may also hang: a thread ends while it holds a lock that a destructor takes. So the kernel kills a
 process that does not exit two minutes after its script has ended.
@@ -20,9 +25,12 @@ import os
 import sys
 import time
 
+from elasticd_afterimport import after_import
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
 _SETTLE_S = 5.0
 _EXIT_S = 120.0  # a context on a GPU takes seconds to destroy
@@ -49,6 +57,28 @@ def on_success(ended_well: Callable[[], None]) -> None:
     """Call ``ended_well`` at exit if the script of this process has ended well."""
     register_exit_function()
     _callback[0] = (os.getpid(), ended_well)
+
+
+def settle_after_groups() -> None:
+    """Have ``destroy_process_group`` return once no torch thread is busy."""
+    after_import({"torch.distributed.distributed_c10d": _wrap_destruction})
+
+
+def _wrap_destruction(c10d: Any) -> None:
+    inner = c10d.destroy_process_group
+
+    def destroy_process_group(group: Any = None) -> None:
+        inner(group)
+        if group is None:
+            _settle()
+
+    for name in ("__doc__", "__module__", "__qualname__"):
+        setattr(destroy_process_group, name, getattr(inner, name))
+    vars(destroy_process_group)["__wrapped__"] = inner
+    c10d.destroy_process_group = destroy_process_group
+    package: Any = sys.modules.get("torch.distributed")  # has copied the name, unless it is being imported
+    if getattr(package, "destroy_process_group", None) is inner:
+        package.destroy_process_group = destroy_process_group
 
 
 def _nobody() -> None:

@@ -84,6 +84,7 @@ def _note_the_end(fields: memoryview[int]) -> None:
         fields[_ENDED_WELL] = 1
 
     elasticd_ending.on_success(ended_well)
+    elasticd_ending.settle_after_groups()
 
 
 def _answer_with_stacks(fields: memoryview[int], path: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import os
 import queue
 import socket
@@ -316,7 +317,9 @@ class World:
         groups = [*c10d._world.pg_map]
         if dist.is_initialized():
             try:
-                dist.destroy_process_group()
+                inspect.unwrap(
+                    dist.destroy_process_group
+                )()  # without the boot code's wait for gloo's threads
             except RuntimeError:  # the group was broken already
                 with contextlib.suppress(RuntimeError):
                     c10d._abort_process_group()

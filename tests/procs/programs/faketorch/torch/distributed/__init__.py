@@ -1,0 +1,1 @@
+from .distributed_c10d import destroy_process_group as destroy_process_group
