@@ -24,6 +24,7 @@ from elasticd.worker.sharding.sharded_state import ShardedState
 from elasticd.worker.splitting.split_model import Split, SplitModel
 from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.steps import Epoch, StepLoop
+from elasticd.worker.world.group import asked_unit
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoints import Checkpoints
@@ -117,7 +118,7 @@ class State:
             if not callable(shard):
                 raise TypeError("shard= is a function that calls fully_shard: give a value another name")
             _refuse_with_shards("shard", data, restore, undo, wrap)
-            shards = ShardedState(ShardedModel(contents, shard, _unit_of(unit)), redundancy)
+            shards = ShardedState(ShardedModel(contents, shard, asked_unit(unit)), redundancy)
             wrap = None
         names = to_wrap(contents.modules, contents.trained) if wrap is not None else []
         if data is not None and data.consistent:
@@ -220,14 +221,6 @@ def _refuse_with_shards(
     if undo is not None or wrap is not data_parallel:
         given = "undo" if undo is not None else "wrap"
         raise TypeError(f"State takes no {given}= with {by}=, which copies and {by}s the model itself")
-
-
-def _unit_of(given: int | None) -> int:
-    """Return the number of workers that hold one model together; 0: all workers."""
-    unit = int(os.environ.get("ELASTICD_UNIT", "1")) if given is None else given
-    if unit < 1:
-        raise ValueError(f"unit is {unit}: give a number that is 1 or more")
-    return unit if unit > 1 else 0
 
 
 def _saves_of(

@@ -46,7 +46,7 @@ def start() -> None:
         fields = _claim(path)
         if fields is not None:
             _answer_with_stacks(fields, path)
-            _note_the_end(fields)
+            _prepare_the_end(fields)
 
             def hook(optimizers: Any) -> None:
                 optimizers.register_optimizer_step_post_hook(_make_hook(fields, path))
@@ -77,7 +77,7 @@ def _claim(path: str) -> memoryview[int] | None:
     return fields
 
 
-def _note_the_end(fields: memoryview[int]) -> None:
+def _prepare_the_end(fields: memoryview[int]) -> None:
     import elasticd_ending
 
     def ended_well() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from elasticd.checkpoint.client.tensors import is_plain, local_of
 from elasticd.worker.commit.contents import Contents, parameters_of
@@ -16,6 +16,7 @@ from elasticd.worker.commit.plaindata import copied, with_tensors
 from elasticd.worker.sharding.host_shards import HostShard, Kinds, TensorKind
 from elasticd.worker.sharding.spans import Span, Spans, nothing, whole
 from elasticd.worker.world.group import device, world_size
+from elasticd.worker.world.round_mesh import RoundMesh
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
 _NAME = "model"
@@ -33,14 +34,14 @@ class ShardedModel:
     earlier world, with the worker's earlier rank, in their caches. So the dimension has another name in each
     round, and the script must use the mesh that it is given.
 
-    ``unit``: the number of workers that hold one model together; 0: all workers.
+    ``unit``: the number of workers that hold one model together; 1: all workers.
     """
 
-    def __init__(self, contents: Contents, shard: Shard, unit: int = 0) -> None:
+    def __init__(self, contents: Contents, shard: Shard, unit: int = 1) -> None:
         _refuse(contents)
         self._contents, self._shard, self._unit = contents, shard, unit
         self._template = template = contents.modules[_NAME]
-        self._mesh: DeviceMesh | None = None
+        self._mesh = RoundMesh()
         self.names = [name for name, _ in template.named_parameters()]
         parameters = [*template.parameters()]
         self.sizes = [p.numel() for p in parameters]
@@ -57,11 +58,7 @@ class ShardedModel:
     def lay_out(self, trainable: list[bool], round: int) -> None:
         """Shard a copy of the template for the present world. The contents of its parameters are undefined,
         and the optimizers have no state. ``trainable``: which parameters are not frozen. Raises TypeError."""
-        self._forget_mesh()
-        shape, names = _shape_of_mesh(world_size(), self._unit)
-        self._mesh = mesh = init_device_mesh(
-            device().type, shape, mesh_dim_names=tuple(f"{name} of round {round}" for name in names)
-        )
+        mesh = self._mesh.make(round, *_shape_of_mesh(world_size(), self._unit))
         for parameter, trains in zip(self._template.parameters(), trainable, strict=True):
             parameter.requires_grad_(trains)
         model = copy.deepcopy(self._template)
@@ -83,13 +80,7 @@ class ShardedModel:
             vars(ours).update({k: now[k] for k, v in vars(ours).items() if type(v) in _SIMPLE and k in now})
         self._groups = self._numbered_groups()  # the script may have added groups
         self._use(self._template)
-        self._forget_mesh()
-
-    def _forget_mesh(self) -> None:
-        """Have the mesh let go of its process group: torch's caches keep the mesh."""
-        if self._mesh is not None:
-            vars(self._mesh).get("_pg_registry", {}).clear()
-            self._mesh = None
+        self._mesh.forget()
 
     def _numbered_groups(self) -> dict[str, list[list[int]]]:
         """Return the numbers of each optimizer's parameters, by group."""
@@ -262,7 +253,7 @@ class ShardedModel:
 def _shape_of_mesh(size: int, unit: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the shape of the mesh of a world, and the names of its dimensions. A world that is no multiple
     of the unit shards the model over all its workers."""
-    if unit and size % unit == 0:
+    if unit > 1 and size % unit == 0:
         return (size // unit, unit), ("replicate", "unit")
     return (size,), ("all",)
 

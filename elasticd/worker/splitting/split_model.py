@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from elasticd.checkpoint.client.tensors import local_of
 from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.plaindata import copied
 from elasticd.worker.world.group import device, unit_size, world_size
+from elasticd.worker.world.round_mesh import RoundMesh, dimension
 
 Split = Callable[[Any, DeviceMesh], nn.Module | None]  # of any class of module
 _NAME = "model"
@@ -33,9 +34,6 @@ class SplitModel:
 
     The script's module stays whole, on the CPU as a rule, with its initial values. For each world the
     script's function makes this worker's part of a copy, and the optimizers are given the part's parameters.
-
-    Meshes of two worlds of one size would be equal for torch, whose DTensors would then find the mesh of the
-    earlier world in their caches. So the dimensions have other names in each round.
     """
 
     def __init__(self, contents: Contents, split: Split, unit: int | None) -> None:
@@ -43,7 +41,7 @@ class SplitModel:
             raise TypeError("with split=, State keeps one module, which is given as model=")
         self._contents, self._split, self._asked = contents, split, unit
         self._whole = contents.modules[_NAME]
-        self._mesh: DeviceMesh | None = None
+        self._mesh = RoundMesh()
         names = {id(p): name for name, p in self._whole.named_parameters()}
         self._groups = {
             name: [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -59,12 +57,10 @@ class SplitModel:
 
     def lay_out(self, round: int) -> None:
         """Make this worker's part for the present world, with initial values. Raises TypeError."""
-        self._forget_mesh()
-        names = f"replicate of round {round}", f"unit of round {round}"
         shape = world_size() // self.unit, self.unit
-        self._mesh = mesh = init_device_mesh(device().type, shape, mesh_dim_names=names)
+        mesh = self._mesh.make(round, shape, ("replicate", "unit"))
         model = copy.deepcopy(self._whole)
-        part = self._split(model, mesh[names[1]])
+        part = self._split(model, mesh[dimension("unit", round)])
         part = model if part is None else part
         self._refuse(part)
         self._use(part.to(device()))
@@ -72,13 +68,7 @@ class SplitModel:
     def leave(self) -> None:
         """Drop the part, with its process groups."""
         self._use(self._whole)
-        self._forget_mesh()
-
-    def _forget_mesh(self) -> None:
-        """Have the mesh let go of its process groups: torch's caches keep the mesh."""
-        if self._mesh is not None:
-            vars(self._mesh).get("_pg_registry", {}).clear()
-            self._mesh = None
+        self._mesh.forget()
 
     def _use(self, model: nn.Module) -> None:
         self._contents.modules[_NAME] = model

@@ -83,14 +83,19 @@ def mesh(unit: int | None = None) -> DeviceMesh:
     return init_device_mesh(device().type, (world_size() // unit, unit), mesh_dim_names=("replicate", "unit"))
 
 
-def unit_size(unit: int | None = None) -> int:
-    """Return the number of workers in a unit of the present world: ``unit``, or else that of ``elasticd run
-    --unit``, else 1. Raises ValueError if the world is no multiple of the unit."""
-    size = world_size()
+def asked_unit(unit: int | None = None) -> int:
+    """Return ``unit``, or else that of ``elasticd run --unit``, else 1. Raises ValueError below 1."""
     if unit is None:
         unit = int(os.environ.get("ELASTICD_UNIT", "1"))
     if unit < 1:
         raise ValueError(f"unit is {unit}: give a number that is 1 or more")
+    return unit
+
+
+def unit_size(unit: int | None = None) -> int:
+    """Return the number of workers in a unit of the present world: ``unit``, or else that of ``elasticd run
+    --unit``, else 1. Raises ValueError if the world is no multiple of the unit."""
+    size, unit = world_size(), asked_unit(unit)
     if size % unit:
         raise ValueError(
             f"a world of {size} workers has no whole units of {unit}; give `elasticd run --unit {unit}`"
@@ -317,9 +322,8 @@ class World:
         groups = [*c10d._world.pg_map]
         if dist.is_initialized():
             try:
-                inspect.unwrap(
-                    dist.destroy_process_group
-                )()  # without the boot code's wait for gloo's threads
+                destroy = inspect.unwrap(dist.destroy_process_group)  # does not wait for gloo's threads
+                destroy()
             except RuntimeError:  # the group was broken already
                 with contextlib.suppress(RuntimeError):
                     c10d._abort_process_group()
