@@ -22,6 +22,11 @@ def mark(what: str) -> None:
     os.write(LOG, f"{time.monotonic():.6f} {what} {os.getpid()}\n".encode())
 
 
+def note(place: str, step: int) -> None:
+    """Write that a step was made. ``place``: the rank, the world size and the pid."""
+    os.write(LOG, f"{time.monotonic():.6f} {place} {step}\n".encode())
+
+
 mark("imported")
 # What a larger model would take: a worker without it has about 350 MB.
 BALLAST = torch.ones(max(0, int(os.environ.get("BENCH_MEGABYTES", "350")) - 350) << 18)
@@ -40,11 +45,12 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = torch.randn(BATCH, WIDTH)
     mark("built")
+    place = f"{rank} {world} {os.getpid()}"
     for step in range(STEPS):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
-        os.write(LOG, f"{time.monotonic():.6f} {rank} {world} {os.getpid()} {step}\n".encode())
+        note(place, step)
     dist.destroy_process_group()
 
 

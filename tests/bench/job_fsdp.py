@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.bench.job import BATCH, LOG, STEPS, WIDTH, mark
+from tests.bench.job import BATCH, STEPS, WIDTH, mark, note
 
 SAVES_EVERY = 10
 KEPT = 2
@@ -34,10 +33,6 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(block, nn.Linear):
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-def note(place: str, step: int) -> None:
-    os.write(LOG, f"{time.monotonic():.6f} {place} {step}\n".encode())
 
 
 def whole(folder: Path) -> list[Path]:

@@ -8,8 +8,8 @@ import os
 import torch
 
 from elasticd import worker
-from tests.bench.job import BATCH, STEPS, WIDTH
-from tests.bench.job_fsdp import build, note, shard
+from tests.bench.job import BATCH, STEPS, WIDTH, note
+from tests.bench.job_fsdp import build, shard
 
 REDUNDANCY = int(os.environ.get("BENCH_REDUNDANCY", "1"))
 EVERY = int(os.environ.get("BENCH_EVERY", "1"))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 
 import torch
 from torch import nn
 
 from elasticd import worker
-from tests.bench.job import BATCH, LOG, STEPS, WIDTH
+from tests.bench.job import BATCH, STEPS, WIDTH, note
 
 
 @worker.run
@@ -25,7 +24,7 @@ def train(state: worker.State, batch: torch.Tensor) -> None:
             returned = True
         finally:
             if returned or state.step > step:  # it is committed, also where the world ends with it
-                os.write(LOG, f"{time.monotonic():.6f} {place} {step}\n".encode())
+                note(place, step)
 
 
 def main() -> None:
