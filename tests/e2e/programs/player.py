@@ -7,6 +7,7 @@ all the same.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -117,6 +118,7 @@ class Player:
 
 if __name__ == "__main__":
     sys.path.insert(0, os.environ["E2E_FAKE_TORCH"])
-    from torch.optim.optimizer import Optimizer  # the stand-in of tests/procs
-
-    Player(Optimizer().step).play()
+    # The stand-in of tests/procs. An import statement would tell the agent that the program uses torch, and the
+    # server of the rounds' stores would import torch ahead.
+    torch_optimizer = importlib.import_module("torch.optim.optimizer")
+    Player(torch_optimizer.Optimizer().step).play()
