@@ -118,7 +118,7 @@ class Player:
 
 if __name__ == "__main__":
     sys.path.insert(0, os.environ["E2E_FAKE_TORCH"])
-    # The stand-in of tests/procs. An import statement would tell the agent that the program uses torch, and the
-    # server of the rounds' stores would import torch ahead.
+    # The stand-in of tests/procs. An import statement would tell the agent that the program uses torch, so
+    # that the server of the rounds' stores would import torch ahead.
     torch_optimizer = importlib.import_module("torch.optim.optimizer")
     Player(torch_optimizer.Optimizer().step).play()
