@@ -95,6 +95,7 @@ def test_the_unit_tests_fail_where_an_alert_is_wrong(tmp_path: Path) -> None:
     wrong = (HERE / "rules.yml").read_text().replace("elasticd_etcd_up) == 0", "elasticd_etcd_up) == 2")
     (tmp_path / "rules.yml").write_text(wrong)
     tests = yaml.safe_load(UNIT_TESTS.read_text()) | {"rule_files": [str(tmp_path / "rules.yml")]}
+    tests["tests"] = [test for test in tests["tests"] if "ElasticdEtcdUnreachable" in str(test)]
     (tmp_path / "alerts.yml").write_text(yaml.safe_dump(tests))
     code, said = run("promtool", "test", "rules", tmp_path / "alerts.yml")
     assert code != 0 and "ElasticdEtcdUnreachable" in said

@@ -24,6 +24,7 @@ def _steps(bench: Bench) -> int:
     return bench._made[-1].steps()[10]
 
 
+@pytest.mark.slow
 def test_the_steps_of_an_unmodified_torch_script_are_counted_and_a_compiled_step_is_compiled_once(
     bench: Bench,
 ) -> None:

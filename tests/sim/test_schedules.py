@@ -18,7 +18,7 @@ from tests.sim.procs import Job
 from tests.sim.schedule import Fault, Run, Schedule, draw, run
 
 BATCH = 10  # schedules to a test: on a busy machine, too, a test ends within its time
-OFTEN = (1, 3, 4, 8)  # the batches of every run of the tests; the others are for -m slow
+OFTEN = (1, 3, 8)  # the batches of every run of the tests; the others are for -m slow
 
 
 def _hold(result: Run, replay: str) -> None:

@@ -65,6 +65,7 @@ def test_an_agent_that_is_killed_leaves_no_worker_behind(agents: Agents) -> None
         gone(pid)
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_terminated_leaves_at_once_and_does_not_end_the_job(agents: Agents) -> None:
     pair = [agents.start("1:2"), agents.start("1:2")]
     for agent in pair:
@@ -86,6 +87,7 @@ def test_workers_killed_three_times_in_a_row_come_back_three_times(agents: Agent
     assert len(agent.hears("<joined")) == 8
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_for_good_ends_on_all_nodes(agents: Agents) -> None:
     pair = [agents.start("2:2", "crash", "9", restarts=0) for _ in range(2)]
     assert [agent.ends() != 0 for agent in pair] == [True, True]
