@@ -156,11 +156,16 @@ def resized(cluster: Cluster, program: Program) -> str:
         said = cluster.command("scale", cluster.job, f"--max={size}")
         assert said.code == 0, said.err
         cluster.until(lambda before=before: changes() > before, f"the world changes to {size}")  # type: ignore[misc]
-        (cluster.folder / f"go-{steps}").touch()
+        let_go(cluster, program, number)
     found = end(program, agent)
     sizes = [event["world_size"] for event in agent.find("round.formed")]
     assert sizes == [program.workers, program.workers - program.unit, program.workers], sizes
     return found
+
+
+def let_go(cluster: Cluster, program: Program, number: int) -> None:
+    """End the fault of that number, which is a wait."""
+    (cluster.folder / f"go-{steps_until(program, number)}").touch()
 
 
 def until_there(cluster: Cluster, name: str, *agents: Agent) -> None:
