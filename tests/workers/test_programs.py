@@ -50,9 +50,7 @@ def test_a_unit_goes_on_when_a_worker_of_the_other_is_killed_and_the_lost_unit_i
 ) -> None:
     cluster = clusters(shared_etcd)
     (agent,) = start(cluster, program, "kill", "wait")
-    cluster.until_said(
-        agent, "round.closing", times=2
-    )  # the second time because the lost unit is whole again
+    cluster.until_said(agent, "round.closing", times=2)  # because the lost unit is whole again
     let_go(cluster, program, 1)  # on a busy machine the training would have ended before
     end(program, agent)
     require_one_kill(program, agent)
