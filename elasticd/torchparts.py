@@ -51,7 +51,11 @@ REPLACED: Final = (
     Private("torch.distributed.ProcessGroup.recv", "worker/world/waits.py: as for send."),
     Private(
         "torch.distributed.ProcessGroup.recv_anysource",
-        "worker/world/waits.py: as for send, in a thread that can be abandoned.",
+        "worker/world/waits.py: as for send, also when it is asked for after the end.",
+    ),
+    Private(
+        "torch.ops._c10d_functional.wait_tensor",
+        "worker/world/waits.py: the wait of functional collectives on CPUs ends with the world.",
     ),
     Private(
         f"{_BUILT}.Work.wait",
@@ -94,6 +98,11 @@ REPLACED: Final = (
 )
 
 USED: Final = (
+    Private(
+        "torch.ops._c10d_functional.wait_tensor.default._op_dk",
+        "worker/world/waits.py: torch's own wait, below the one that replaces it.",
+    ),
+    Private("torch._C.DispatchKey.CompositeExplicitAutograd", "worker/world/waits.py: the key of that wait."),
     Private(
         f"{_C10D}._abort_process_group",
         "worker/world/group.py: aborts a broken group.",

@@ -602,11 +602,13 @@ class SlotPace:
 
 @dataclass(frozen=True, slots=True)
 class BadSlot:
-    """A slot whose GPU reports an error; ``why`` names the error."""
+    """A slot whose GPU reports an error; ``why`` names the error. ``strained``: ``why`` names no error, but
+    what strains the GPU now."""
 
     slot: int
     rank: int
     why: str
+    strained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -625,13 +627,14 @@ class Paces:
 @dataclass(frozen=True, slots=True)
 class Laggard:
     """A straggler. ``ratio``: its own time for a step over its peers'. ``why``: if set, the slot is not slow,
-    but its GPU is bad."""
+    but its GPU is bad, or ``strained``: see ``BadSlot``."""
 
     node: str
     slot: int
     rank: int
     ratio: float
     why: str = ""
+    strained: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from elasticd.core.agent.agent_state import AgentState
-from elasticd.core.facts import BadSlot, Paces, SlotPace, Stragglers
+from elasticd.core.facts import BadSlot, Member, Paces, SlotPace, Stragglers
+from elasticd.core.gpu_health import GpuHealth
 from elasticd.core.page_layout import PageContents
 from elasticd.core.straggler import PERIODS, own_times
 
@@ -19,7 +20,8 @@ class Measuring:
     """The measurement of this node's workers. ``due``: when the present period may end. ``number``: the
     number of the last report. ``first``: the workers' pages when they entered ``round``. ``before``: their
     pages when the period began; empty until each worker has made its first steps. ``throttled_s``: the delay
-    by a quota before the period. ``own``: the workers' own times in the last period, by slot."""
+    by a quota before the period. ``own``: the workers' own times in the last period, by slot. ``ill``: the
+    GPUs of the last report."""
 
     due: float = 0.0
     number: int = 0
@@ -28,6 +30,7 @@ class Measuring:
     before: Mapping[int, PageContents] = field(default_factory=dict)
     throttled_s: float = 0.0
     own: Mapping[int, float] = field(default_factory=dict)
+    ill: tuple[BadSlot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +47,14 @@ def measure(
     state: AgentState,
     pages: Mapping[int, PageContents],
     throttled_s: float,
-    bad: Mapping[int, str],
+    gpus: GpuHealth,
     now: float,
 ) -> tuple[Measuring, Paces | None]:
     """Return the measurement after the workers' pages were read, and the report for the leader, if there is
     one.
 
     A period ends once each worker has made a step in it: a step may take longer than the planned period.
-    ``throttled_s``: for how long a quota has delayed this node's processes so far. ``bad``: the slots with a
-    bad GPU, and why.
+    ``throttled_s``: for how long a quota has delayed this node's processes so far.
     """
     crew = state.crew
     window_s = state.policy.straggler_window_s
@@ -65,11 +67,22 @@ def measure(
     known, fresh = _period(known, here, throttled_s)
     own = sorted(known.own.items()) if fresh else ()
     paces = tuple(SlotPace(s, crew.member.rank_of(s), own_s) for s, own_s in own)
-    ill = tuple(BadSlot(s, crew.member.rank_of(s), why) for s, why in bad.items() if s in crew.member.slots)
-    if not paces and not ill:
+    ill = _ill(gpus, crew.member)
+    if not paces and not ill and not known.ill:
         return known, None
-    known = replace(known, number=known.number + 1)
+    known = replace(known, number=known.number + 1, ill=ill)
     return known, Paces(state.me.node, state.me.incarnation, known.round, known.number, paces, ill)
+
+
+def _ill(gpus: GpuHealth, member: Member) -> tuple[BadSlot, ...]:
+    """Return the slots of the round whose GPU is bad, or strained."""
+    strained = {slot: why for slot, why in gpus.strained.items() if slot not in gpus.bad}
+    return tuple(
+        BadSlot(slot, member.rank_of(slot), why, is_strained)
+        for whys, is_strained in ((gpus.bad, False), (strained, True))
+        for slot, why in whys.items()
+        if slot in member.slots
+    )
 
 
 def lags(known: Measuring, found: Stragglers | None, node: str) -> dict[int, SlotLag]:

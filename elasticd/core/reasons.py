@@ -145,6 +145,25 @@ class SlotBad:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuStrained:
+    """The slot's GPU is short of memory, or something holds its clock down."""
+
+    node: str
+    slot: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRelieved:
+    """The slot's GPU is not strained any more, or by something else."""
+
+    node: str
+    slot: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobEnded:
     outcome: Outcome
     why: str
@@ -373,6 +392,8 @@ Reason = (
     | WorkerStraggling
     | WorkerKeepsUp
     | SlotBad
+    | GpuStrained
+    | GpuRelieved
     | JobEnded
     | WorkersStarted
     | WorkersStopping

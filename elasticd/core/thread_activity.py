@@ -53,6 +53,10 @@ _AWAITED = re.compile(r"\.(wait)\(")
 # elasticd's wrappers around torch's functions.
 _OURS = ("elasticd_waits.py", "elasticd_heartbeat.py")
 _AROUND_WAIT = ("elasticd_waits.py", "measured")
+# elasticd's waits that end with the world, and what is between such a wait and the collective.
+_ENDING = re.compile(
+    r"elasticd[/\\]worker[/\\]world[/\\]waits\.py$|[/\\]torch[/\\](_ops|futures[/\\]__init__)\.py$"
+)
 # In World.wait_for_value, a worker without a part of the batch waits for another rank to call a model.
 _WORLD = re.compile(r"elasticd[/\\]worker[/\\]world[/\\]group\.py$")
 _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
@@ -62,6 +66,9 @@ def activity_of(stack: Stack) -> ThreadActivity | None:
     """Return the activity of a thread; None if the thread has no Python frames."""
     waits = bool(stack) and (_name(stack[0].file), stack[0].function) == _AROUND_WAIT
     stack = tuple(f for f in stack if _name(f.file) not in _OURS)
+    within = next((n for n, f in enumerate(stack) if not _ENDING.search(f.file)), 0)
+    waits = waits or any(f.file.endswith("waits.py") for f in stack[:within])
+    stack = stack[within:]
     if not stack:
         return None
     own = next((f for f in stack if not _LIBRARY.search(f.file)), stack[0])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from elasticd.core.advice import Advice, advise
 from elasticd.core.agent import AgentState
 from elasticd.core.facts import Stragglers
-from elasticd.core.gpu_health import GpuErrors, GpuHealth, note_errors
+from elasticd.core.gpu_health import GpuErrors, GpuHealth, GpuLoad, note_errors, note_load
 from elasticd.core.measuring import Measuring, SlotLag, lags, measure
 from elasticd.core.page_layout import PageContents, Use
 from elasticd.core.ports import Put, Seen, Store
@@ -23,7 +23,7 @@ class Observer:
 
     ``page_contents`` returns the contents of a round's workers' pages, by slot. ``throttled_s`` returns how
     long a CPU quota has delayed this node's processes so far. ``asked``: see ``Advice``. ``gpus``: the slots
-    with a bad GPU, and why. ``found``: the leader's last record of stragglers.
+    with a bad or a strained GPU, and why. ``found``: the leader's last record of stragglers.
     """
 
     def __init__(
@@ -47,10 +47,14 @@ class Observer:
         """Return the comparison of this node's workers with their peers, by slot."""
         return lags(self._measuring, self.found, node)
 
-    def look_at_gpu(self, slot: int, reading: GpuReading) -> None:
+    def look_at_gpu(self, slot: int, reading: GpuReading, now: float) -> None:
         """Note what the GPU of a slot reports."""
         errors = GpuErrors(reading.xids, reading.ecc.get("uncorrected"), reading.lost)
-        self.gpus = note_errors(self.gpus, slot, errors)
+        held_down = reading.throttled
+        used, size = reading.memory_used, reading.memory_size
+        memory = used / size if used is not None and size else None
+        load = GpuLoad(held_down.get("thermal", False), held_down.get("hardware", False), memory)
+        self.gpus = note_load(note_errors(self.gpus, slot, errors), slot, load, now)
 
     def attend(self, state: AgentState, now: float, say: Callable[[Reason], None]) -> Put | None:
         """Return this node's paces for the leader, if a period has ended."""
@@ -65,7 +69,7 @@ class Observer:
         paces = None
         if now >= self._measuring.due:
             throttled_s = self._throttled_s()
-            self._measuring, paces = measure(self._measuring, state, pages, throttled_s, self.gpus.bad, now)
+            self._measuring, paces = measure(self._measuring, state, pages, throttled_s, self.gpus, now)
         self.wake_at = min(now + LOOK_S, self._measuring.due)
         return Put(f"paces/{paces.node}", paces, leased=True) if paces is not None else None
 

@@ -163,7 +163,7 @@ class Publisher:
                 self._meter.used(slot, pid, used)
             for slot, reading in samples.gpus.items():
                 self._meter.gpu(slot, reading)
-                self._observer.look_at_gpu(slot, reading)
+                self._observer.look_at_gpu(slot, reading, now)
         self._meter.compare(self._observer.lags(self._config.node), self._observer.gpus.bad)
         self._pages.publish(Published(status, self._meter.metrics.copy()))
 

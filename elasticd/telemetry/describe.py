@@ -11,6 +11,7 @@ from typing import Literal, assert_never
 from elasticd.core import reasons as r
 from elasticd.core.facts import Cause, Exit, Failure, Laggard, Limits, Outcome
 from elasticd.core.hang.judging import Look, Verdict, Why
+from elasticd.core.leader.lagging import named
 from elasticd.core.ledger import Kind
 from elasticd.core.page_layout import Use
 from elasticd.telemetry.goodput import goodput, wanted
@@ -248,6 +249,10 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"rank {rank} (slot {slot} on {node}) keeps up with its peers again"
         case r.SlotBad(node, slot, rank, why):
             return f"the GPU of rank {rank} (slot {slot} on {node}) is unreliable: {why}"
+        case r.GpuStrained(node, slot, rank, why):
+            return f"the GPU of rank {rank} (slot {slot} on {node}) is strained: {why}"
+        case r.GpuRelieved(node, slot, rank):
+            return f"the GPU of rank {rank} (slot {slot} on {node}) is relieved of what strained it"
         case r.JobEnded(outcome, why):
             return f"the job {ended(outcome)}" + (f": {why}" if why else "")
         case r.WorkersStarted(number, ranks, world_size):
@@ -364,13 +369,8 @@ def worker_line(event: str, fields: Mapping[str, object]) -> str:
 
 
 def laggard(one: Laggard) -> str:
-    """Return the worker that lags behind or has a bad GPU, in a clause without a full stop."""
-    found = (
-        r.SlotBad(one.node, one.slot, one.rank, one.why)
-        if one.why
-        else r.WorkerStraggling(one.node, one.slot, one.rank, one.ratio)
-    )
-    return sentence(found, 0.0)
+    """Return the worker that lags behind, or has a bad or a strained GPU, in a clause without a full stop."""
+    return sentence(named(one), 0.0)
 
 
 def _asker(signal_number: int) -> str:
@@ -490,6 +490,8 @@ EVENTS: dict[type, tuple[str, Level]] = {
     r.WorkerStraggling: ("worker.straggling", "warning"),
     r.WorkerKeepsUp: ("worker.keeps_up", "info"),
     r.SlotBad: ("slot.bad", "warning"),
+    r.GpuStrained: ("gpu.strained", "warning"),
+    r.GpuRelieved: ("gpu.relieved", "info"),
     r.JobEnded: ("job.ended", "info"),
     r.WorkersStarted: ("workers.started", "info"),
     r.WorkersStopping: ("workers.stopping", "info"),

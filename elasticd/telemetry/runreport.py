@@ -19,7 +19,7 @@ from elasticd.telemetry.goodput import goodput
 
 Line = Mapping[str, Any]
 BINS_MAX = 80  # the most points of a plot
-_STRAGGLERS = ("worker.straggling", "slot.bad")
+_STRAGGLERS = ("worker.straggling", "slot.bad", "gpu.strained")
 # Warnings with a section of their own.
 _OTHER_SECTIONS = ("worker.ended", "failure.charged", "workers.hung", *_STRAGGLERS)
 _UNCHARGED = (Cause.NODE_LOST, Cause.WORLD_BROKEN)  # causes for which no worker failed

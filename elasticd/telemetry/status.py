@@ -165,7 +165,7 @@ class JobStatus:
     round.
     ``steps_per_s``: the pace of the slowest worker, since all wait for it. ``waiting``: what the job waits
     for, in a sentence, or empty. ``time``: seconds of all slots by kind; ``goodput``: the productive share.
-    ``stragglers``: workers that are slow in this round, or whose GPU is faulty, as the leader judges.
+    ``stragglers``: workers that are slow, or whose GPU is bad or strained, as the leader judges this round.
     ``etcd_full``: etcd has no space, so the job cannot change.
 
     ``agent``: the reporting agent; None if the status was read from etcd. ``complete``: whether all nodes are

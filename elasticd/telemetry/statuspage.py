@@ -60,7 +60,8 @@ def render(s: JobStatus) -> str:
         ("restarts" if s.budget_left is None else f"restarts ({s.budget_left:,} left)", f"{s.restarts:,}"),
     ]
     failed = f"Last failure, at {_clock(s.last_failure.at)}: {s.last_failure.text}" if s.last_failure else ""
-    notes = [f"<p class=note>{escape(text)}</p>" for text in (agent.unready, s.waiting, failed) if text]
+    lags = "; ".join(map(describe.laggard, s.stragglers))
+    notes = [f"<p class=note>{escape(text)}</p>" for text in (agent.unready, s.waiting, lags, failed) if text]
     spent = describe.spent(own.time) if own is not None and own.time else ""
     names = short_names({node.node for node in s.nodes})
     told = ((_clock(event.at), escape(event.text)) for event in reversed(agent.events))

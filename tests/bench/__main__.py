@@ -198,11 +198,16 @@ def consistent(worlds: str, models: str, virtual_ranks: str, turns: int, steps: 
 @click.option("--program", "programs", multiple=True, help="Only these, such as ddp.")
 @click.option("--fault", "faults", multiple=True, help='Only these, such as "node lost".')
 @click.option("--torchrun", is_flag=True, help="Kill a worker under torchrun, too.")
-def techniques(programs: tuple[str, ...], faults: tuple[str, ...], torchrun: bool) -> None:
+@click.option("--costs", is_flag=True, help="The throughput against DDP, and the time to recover, instead.")
+@click.option("--turns", default=3, help="With --costs: the cells are medians of so many.")
+def techniques(
+    programs: tuple[str, ...], faults: tuple[str, ...], torchrun: bool, costs: bool, turns: int
+) -> None:
     """Each program of workers/ through each fault: its quality, and the time to the next step."""
-    from tests.bench.techniques import techniques as measure
+    from tests.bench import techniques as bench
 
-    for line in measure(programs, faults, torchrun=torchrun):
+    lines = bench.costs(programs, turns) if costs else bench.techniques(programs, faults, torchrun=torchrun)
+    for line in lines:
         click.echo(line)
 
 

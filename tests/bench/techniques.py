@@ -1,17 +1,32 @@
-"""What becomes of each program of ``workers/`` when it meets each fault."""
+"""What becomes of each program of ``workers/`` when it meets each fault, and what its technique costs."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from typing import TypeVar
 
 from tests.e2e.conftest import Etcd
 from tests.e2e.harness import Cluster
-from tests.workers.programs import ACCIDENT, FAULTS, PROGRAMS, Program, applies
+from tests.workers.programs import (
+    ACCIDENT,
+    FAULTS,
+    PROGRAMS,
+    Program,
+    applies,
+    end,
+    killed,
+    start,
+    steps_until,
+)
 
+T = TypeVar("T")
+WORKERS = 2  # of the comparison with DistributedDataParallel; the programs in units have one unit then
 TORCHRUN_S = 600.0  # for a program under torchrun
 
 
@@ -39,14 +54,69 @@ def techniques(names: Sequence[str], faults: Sequence[str], *, torchrun: bool = 
 def _met(etcd: str, program: Program, fault: str) -> str:
     if not applies(fault, program):
         return "has one worker"
+
+    def meet(cluster: Cluster) -> str:
+        quality = FAULTS[fault](cluster, program)
+        took = [_seconds(cluster.folder, steps) for steps in (program.after, 2 * program.after)]
+        return _cell(quality, took)
+
+    return _in_cluster(etcd, meet)
+
+
+def costs(names: Sequence[str], turns: int) -> Iterator[str]:
+    """Yield the rows of a table in Markdown: of each program the samples that two workers handle in a second,
+    their ratio to those of the same model with DistributedDataParallel, and the time from a worker's death to
+    the next step of a later world. Each is the median of so many turns; a turn runs each program once."""
+    programs = [program for program in PROGRAMS if not names or program.name in names]
+    beside = {program.beside for program in programs}
+    paced = [program for program in PROGRAMS if program in programs or program.name in beside]
+    paces: dict[str, list[float]] = {program.name: [] for program in paced}
+    recoveries: dict[str, list[float]] = {program.name: [] for program in programs}
+    etcd = Etcd()
+    try:
+        for _ in range(turns):
+            for program in paced:
+                paces[program.name].append(_samples_per_s(etcd.url, program))
+            for program in programs:
+                recoveries[program.name].append(_recovery_s(etcd.url, program))
+    finally:
+        etcd.close()
+    yield "| program | samples/s | against DDP | worker killed, until the next step |"
+    yield "|---|---|---|---|"
+    for program in programs:
+        pace = median(paces[program.name])
+        ratio = pace / median(paces[program.beside])
+        recovery = median(recoveries[program.name])
+        yield f"| {program.name}.py | {pace:,.0f} | {ratio:.2f} | {recovery:.2f} s |"
+
+
+def _samples_per_s(etcd: str, program: Program) -> float:
+    program = replace(program, workers=min(program.workers, WORKERS))
+
+    def train(cluster: Cluster) -> float:
+        end(program, *start(cluster, program, "mark", "mark"))
+        began, ended = (_noted_at(cluster.folder / str(steps_until(program, n))) for n in (0, 1))
+        return program.samples * (steps_until(program, 1) - steps_until(program, 0)) / (ended - began)
+
+    return _in_cluster(etcd, train)
+
+
+def _recovery_s(etcd: str, program: Program) -> float:
+    def lose_a_worker(cluster: Cluster) -> float:
+        killed(cluster, program)
+        died, over = (cluster.folder / f"{program.after}{which}" for which in ("", "-over"))
+        return _noted_at(over) - _noted_at(died)
+
+    return _in_cluster(etcd, lose_a_worker)
+
+
+def _in_cluster(etcd: str, act: Callable[[Cluster], T]) -> T:
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(Path(folder), etcd)
         try:
-            quality = FAULTS[fault](cluster, program)
-            took = [_seconds(cluster.folder, steps) for steps in (program.after, 2 * program.after)]
+            return act(cluster)
         finally:
             cluster.close(check=False)
-    return _cell(quality, took)
 
 
 def _killed_under_torchrun(etcd: str, program: Program) -> str:
@@ -88,4 +158,9 @@ def _seconds(folder: Path, steps: int) -> str:
     begun, over = folder / str(steps), folder / f"{steps}-over"
     if not (begun.exists() and over.exists()):
         return ""
-    return f"{float(over.read_text()) - float(begun.read_text().split()[0]):.2f} s"
+    return f"{_noted_at(over) - _noted_at(begun):.2f} s"
+
+
+def _noted_at(file: Path) -> float:
+    """Return the time that an accident noted."""
+    return float(file.read_text().split()[0])

@@ -218,9 +218,10 @@ SLOW = Laggard("a", 1, 1, 1.2)
         lagging(4, SLOW),
         lagging(5, SLOW, low=4),
         lagging(5, Laggard("z", 0, 9, 2.0)),
+        lagging(5, Laggard("a", 1, 1, 0.0, "its memory is nearly full", strained=True)),
         lagging(5),
     ],
-    ids=["only to be reported", "of another round", "too few without it", "no member", "none"],
+    ids=["only to be reported", "of another round", "too few without it", "no member", "strained", "none"],
 )
 def test_a_slot_that_lags_behind_stays(seen: View) -> None:
     assert not decide(seen, NOW).writes

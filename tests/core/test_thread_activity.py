@@ -143,6 +143,20 @@ def test_who_waits_for_what_a_work_brings_waits_for_others_in_the_script_and_in_
 
 
 @pytest.mark.parametrize("where", [SITE, "/home/me/elasticd"])
+def test_a_wait_that_ends_with_the_world_is_a_wait_for_others(where: str) -> None:
+    ours = (f"{where}/elasticd/worker/world/waits.py", 180, "_in_another_thread")
+    future = (f"{SITE}/torch/futures/__init__.py", 83, "wait")
+    assert at(future, ours, (C10D, 3000, "all_reduce")) == ("collective", "job.py:40", "all_reduce")
+    functional = (f"{SITE}/torch/distributed/_functional_collectives.py", 142, "wait_tensor")
+    operator = (f"{SITE}/torch/_ops.py", 1200, "__call__")
+    assert at(future, ours, operator, functional) == ("collective", "job.py:40", "wait_tensor")
+    assert at(operator, functional) == ("collective", "job.py:40", "wait_tensor")
+    pipeline = (f"{SITE}/torch/distributed/pipelining/schedules.py", 90, "_wait_batch_p2p")
+    assert at(future, ours, pipeline) == ("collective", "job.py:40", "wait")
+    assert at(operator) == ("own", "job.py:40", "")
+
+
+@pytest.mark.parametrize("where", [SITE, "/home/me/elasticd"])
 def test_a_worker_without_a_part_waits_for_the_calls_of_another_rank_and_is_not_asleep(where: str) -> None:
     group = f"{where}/elasticd/worker/world/group.py"
     hears = [

@@ -12,6 +12,7 @@ from elasticd.core import leader
 from elasticd.core.agent import AgentState
 from elasticd.core.facts import (
     Cause,
+    Laggard,
     Member,
     Paces,
     Phase,
@@ -19,10 +20,11 @@ from elasticd.core.facts import (
     Round,
     Stragglers,
 )
+from elasticd.core.gpu_health import STRAIN_S
 from elasticd.core.measuring import FIRST_STEPS, SlotLag
 from elasticd.core.page_layout import PageContents
 from elasticd.core.ports import Changes, Entry, Put, Seen, StillThere
-from elasticd.core.reasons import Reason, SlotBad, WorkerStraggling
+from elasticd.core.reasons import GpuRelieved, GpuStrained, Reason, SlotBad, WorkerStraggling
 from elasticd.core.straggler import PERIODS
 from elasticd.daemon.observer import Observer
 from elasticd.telemetry.gpus import GpuReading
@@ -189,9 +191,9 @@ def test_nobody_is_named_while_one_of_them_makes_no_steps() -> None:
 
 def test_a_gpu_with_an_error_of_its_own_is_told_once_and_one_of_the_programs_is_not() -> None:
     (a, b), store = two_nodes()
-    b.of.look_at_gpu(0, GpuReading(xids=(31, 13), ecc={"corrected": 5}))
-    b.of.look_at_gpu(1, GpuReading(xids=(79,)))
-    b.of.look_at_gpu(1, GpuReading())
+    b.of.look_at_gpu(0, GpuReading(xids=(31, 13), ecc={"corrected": 5}), 0.0)
+    b.of.look_at_gpu(1, GpuReading(xids=(79,)), 0.0)
+    b.of.look_at_gpu(1, GpuReading(), 0.0)
     live([a, b], 5)
     assert store.said == [SlotBad("b", 1, 3, "its driver reports XID 79")]
     assert b.of.gpus.bad == {1: "its driver reports XID 79"}
@@ -201,7 +203,43 @@ def test_a_gpu_with_an_error_of_its_own_is_told_once_and_one_of_the_programs_is_
 def test_memory_errors_of_a_gpu_count_from_when_the_job_came_to_it() -> None:
     (_, b), _ = two_nodes()
     for spoilt in (None, 7, 7):
-        b.of.look_at_gpu(0, GpuReading(ecc={"uncorrected": spoilt} if spoilt is not None else {}))
+        b.of.look_at_gpu(0, GpuReading(ecc={"uncorrected": spoilt} if spoilt is not None else {}), 0.0)
     assert b.of.gpus.bad == {}, "they are of another job, or of last year"
-    b.of.look_at_gpu(0, GpuReading(ecc={"uncorrected": 9}))
+    b.of.look_at_gpu(0, GpuReading(ecc={"uncorrected": 9}), 0.0)
     assert b.of.gpus.bad == {0: "2 of its memory errors could not be corrected"}
+
+
+HOT = "it is hot, which holds its clock down"
+
+
+def test_a_gpu_that_is_strained_for_a_while_is_told_until_it_is_relieved() -> None:
+    (a, b), store = two_nodes()
+    for at, hot in ((0.0, True), (10.0, False), (20.0, True), (20.0 + STRAIN_S, True)):
+        b.of.look_at_gpu(1, GpuReading(throttled={"thermal": hot, "power": True}), at)
+        assert b.of.gpus.strained == ({1: HOT} if at == 20.0 + STRAIN_S else {})
+    live([a, b], 5)
+    assert store.said == [GpuStrained("b", 1, 3, HOT)] and b.of.gpus.bad == {}
+    assert store.written(Stragglers)[-1].slow == (Laggard("b", 1, 3, 0.0, HOT, strained=True),)
+    for at in (60.0, 60.0 + STRAIN_S):
+        b.of.look_at_gpu(1, GpuReading(throttled={"thermal": False}), at)
+    live([a, b], 5, since=5)
+    assert store.said[1:] == [GpuRelieved("b", 1, 3)]
+    assert store.written(Stragglers)[-1].slow == ()
+
+
+@pytest.mark.parametrize(
+    ("reading", "strain"),
+    [
+        (GpuReading(throttled={"hardware": True, "power": True}), "its hardware holds its clock down"),
+        (GpuReading(memory_used=79, memory_size=80), "its memory is nearly full"),
+        (GpuReading(throttled={"power": True}, memory_used=70, memory_size=80), ""),
+        (GpuReading(), ""),
+    ],
+)
+def test_a_gpu_at_its_power_limit_is_not_strained_and_one_without_memory_is(
+    reading: GpuReading, strain: str
+) -> None:
+    (_, b), _ = two_nodes()
+    for at in (0.0, STRAIN_S):
+        b.of.look_at_gpu(0, reading, at)
+    assert b.of.gpus.strained == ({0: strain} if strain else {})

@@ -49,6 +49,8 @@ EXAMPLES: dict[type, r.Reason] = {
         r.WorkerStraggling("a", 2, 6, 1.25),
         r.WorkerKeepsUp("a", 2, 6),
         r.SlotBad("a", 2, 6, "its driver reports XID 79"),
+        r.GpuStrained("a", 2, 6, "its memory is nearly full"),
+        r.GpuRelieved("a", 2, 6),
         r.JobEnded(Outcome.FAILED, "the restart budget is spent"),
         r.WorkersStarted(7, (0, 1, 2), 12),
         r.WorkersStopping(7, Cause.SCALED, 30.0),

@@ -151,7 +151,7 @@ def test_who_lags_behind_in_this_round_is_named() -> None:
     found = Stragglers(3, 0.5, (Laggard("b", 1, 1, 1.31),))
     r = job_status("j", {**FACTS, "stragglers": found}, NOW)
     assert json.loads(json.dumps(r.as_json()))["stragglers"] == [
-        {"node": "b", "slot": 1, "rank": 1, "ratio": 1.31, "why": ""}
+        {"node": "b", "slot": 1, "rank": 1, "ratio": 1.31, "why": "", "strained": False}
     ]
     assert not job_status("j", {**FACTS, "stragglers": replace(found, round=2)}, NOW).stragglers
 

@@ -70,6 +70,7 @@ VIEWS: dict[str, Callable[[JobStatus], str]] = {
 FAILURE = FailureStatus("b", 1, AT - 100, 3, -9, "it broke\nbadly", "Traceback", "/logs/3")
 SAVED = CheckpointStatus("s", 1200, AT + 55, 45.0, 1_000)
 SLOW = (Laggard("a", 1, 1, 1.31), Laggard("a", 0, 0, 0.0, "its driver reports XID 79"))
+STRAINED = (Laggard("a", 1, 1, 0.0, "its memory is nearly full", strained=True),)
 STATES = node("a", *(SlotStatus(n, state) for n, state in enumerate(SlotState)))
 
 
@@ -124,6 +125,8 @@ UNSTEPPED = {"step": None, "steps_per_s": None}
         ("page", "This node: 50.0 % productive of 2 s of worker time; lost: 1 s hung.", {"nodes": (IDLE,)}),
         ("top", "takes 31 % longer for a step than its peers; the GPU of rank 0", {"stragglers": SLOW}),
         ("status", "lags      rank 1 (slot 1 on a) takes 31 % longer", {"stragglers": SLOW}),
+        ("top page", "the GPU of rank 1 (slot 1 on a) is strained: its memory", {"stragglers": STRAINED}),
+        ("status", "lags      the GPU of rank 1 (slot 1 on a) is strained", {"stragglers": STRAINED}),
         ("top", "etcd is full: nothing is replaced", {"etcd_full": True}),
         ("status", "etcd      is full: nothing is replaced", {"etcd_full": True}),
         ("page", "this node is leaving the job", {"agent": LEAVES}),

@@ -62,8 +62,11 @@ def in_a_group_of_two(
     other.join()
     groups[0]._set_default_timeout(timedelta(seconds=timeout_s))
     if answers:
-        groups[1].allreduce([torch.zeros(1)])
-    act(groups[0])
+        groups[1].allreduce([torch.ones(1)])
+    try:
+        act(groups[0])
+    finally:
+        del groups[1]  # ends what still waits in vain
 
 
 def lose_a_sum_of_gradients() -> None:
@@ -183,38 +186,76 @@ def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_w
 @pytest.fixture
 def waits_end() -> Iterator[None]:
     """In this process, waits end with the world."""
-    wait = dist.Work.wait
+    wait, before = dist.Work.wait, {*threading.enumerate()}
     waits.use_group_timeouts()
     yield
     dist.Work.wait = wait  # type: ignore[method-assign]
     waits._Ends.patched = False
+    waits._Ends.functional = None
+    while waits._Substitute.idle:
+        waits._Substitute.idle.pop().calls.put(None)
+    for thread in {*threading.enumerate()} - before:
+        thread.join()
     for name, method in waits._METHODS.items():
         setattr(dist.ProcessGroup, name, method)
 
 
-def test_whoever_waits_for_others_is_told_of_the_end_though_gloo_is_not(waits_end: None) -> None:
-    """Gloo is not if the connection is lost when a part of a message has come."""
+def wait_for_a_sum(group: dist.ProcessGroupGloo) -> None:
+    group.allreduce([torch.zeros(1)]).wait()
 
-    def wait(group: dist.ProcessGroupGloo) -> None:
+
+def wait_for_a_message(group: dist.ProcessGroupGloo) -> None:
+    group.recv([torch.zeros(1)], 1, 0).wait()
+
+
+def wait_for_a_message_with_a_timeout(group: dist.ProcessGroupGloo) -> None:
+    group.recv([torch.zeros(1)], 1, 0).wait(timedelta(seconds=3))
+
+
+def wait_for_a_functional_collective(group: dist.ProcessGroupGloo) -> None:
+    """As a DTensor does."""
+    total = torch.ones(1)
+    torch._C._distributed_c10d._register_work(total, group.allreduce([total]))
+    assert torch.ops._c10d_functional.wait_tensor(total) is total
+    assert total == 2
+
+
+WAITS = [
+    wait_for_a_sum,
+    wait_for_a_message,
+    wait_for_a_message_with_a_timeout,
+    wait_for_a_functional_collective,
+]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_whoever_waits_for_others_is_told_of_the_end_though_gloo_is_not(
+    waits_end: None, wait: Callable[[dist.ProcessGroupGloo], None]
+) -> None:
+    """Gloo is not if the connection is lost when a part of a message has come, or waits to be sent."""
+
+    def wait_until_the_end(group: dist.ProcessGroupGloo) -> None:
         def end() -> None:
             while not waits._Ends.open:
                 pass
             waits.end()
 
-        work = group.allreduce([torch.zeros(1)])
         threading.Thread(target=end).start()
         with pytest.raises(dist.DistNetworkError, match="the world ended before"):
-            work.wait()
+            wait(group)
         with pytest.raises(dist.DistNetworkError, match="the world ended before"):
-            group.allreduce([torch.zeros(1)]).wait()
+            wait(group)
 
-    in_a_group_of_two(wait, timeout_s=2.0)
+    in_a_group_of_two(wait_until_the_end, timeout_s=2.0)
 
 
-def test_a_wait_that_others_answer_returns_and_one_that_fails_says_why(waits_end: None) -> None:
-    in_a_group_of_two(lambda group: group.allreduce([torch.zeros(1)]).wait(), 60.0, answers=True)
+@pytest.mark.parametrize("wait", [wait_for_a_sum, wait_for_a_functional_collective])
+def test_a_wait_that_others_answer_returns_and_one_that_fails_says_why(
+    waits_end: None, wait: Callable[[dist.ProcessGroupGloo], None]
+) -> None:
+    in_a_group_of_two(wait, 60.0, answers=True)
     with pytest.raises(RuntimeError, match="gloo"):
-        in_a_group_of_two(lambda group: group.allreduce([torch.zeros(1)]).wait())
+        in_a_group_of_two(wait)
     assert not waits._Ends.open
 
 

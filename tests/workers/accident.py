@@ -2,7 +2,7 @@
 
 argv: accidents, with commas; a folder, in which they are noted; the program and its arguments. An accident is
 KIND:RANK:STEPS: the worker of that rank has it after so many steps of its optimizers. The kinds are "kill",
-"stop", and "wait", which lasts until the folder has a file named "go-STEPS".
+"stop", "wait", which lasts until the folder has a file named "go-STEPS", and "mark", which only is noted.
 
 The files: "STEPS" holds the time of the accident, and the round that it came in; "STEPS-over" the time of the
 first step in a later round. Times are of the monotonic clock, which all processes share.
@@ -55,7 +55,7 @@ def after_step(*_: Any) -> None:
             if kind == "wait":
                 while not (folder / f"go-{steps}").exists():
                     time.sleep(SLICE_S)
-            else:
+            elif kind != "mark":
                 os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 
 

@@ -12,6 +12,7 @@ import select
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 
@@ -28,7 +29,9 @@ class Program:
     ``rank``: of that worker. ``accuracy``: the least balanced accuracy on held-out images, in percent.
     ``loss``: the largest held-out loss. ``unit``: of ``elasticd run --unit``. ``same_bits``: the weights are
     the same, to the last bit, whether or not a worker is killed. ``audited``: the audit proves that each draw
-    was used once. ``says``: a line that it prints if a worker is killed.
+    was used once. ``says``: a line that it prints if a worker is killed. ``samples``: how many all workers
+    together handle from one step of that worker's optimizers to the next. ``beside``: the program that trains
+    the same model with DistributedDataParallel.
     """
 
     name: str
@@ -42,6 +45,8 @@ class Program:
     same_bits: bool = False
     audited: bool = False
     says: str = ""
+    samples: int = 64
+    beside: str = "ddp"
 
     def __str__(self) -> str:
         return self.name
@@ -62,6 +67,7 @@ TEXT = Path(os.__file__).parent / "asyncio"
 GPT = f"--data={TEXT} --layers=2 --heads=2 --width=32 --context=32 --log-every=10"
 KEPT = "--checkpoints={folder}/kept"
 FSDP = f"--steps=40 --bf16 --recompute {KEPT}"
+OF_GPT: dict[str, Any] = {"samples": 24, "beside": "train_gpt"}
 PROGRAMS = [
     Program("ddp", "--epochs=6", 35, accuracy=90, same_bits=True),
     Program("imbalanced", "--epochs=16", 30, accuracy=80, same_bits=True, audited=True),
@@ -72,16 +78,16 @@ PROGRAMS = [
         accuracy=90,
         says="goes on after 50 of 50 steps of its own",
     ),
-    Program("parameter_server", "--gradients=400 --snapshot-every=50", 120, accuracy=85, rank=0),
-    Program("accumulation", "--steps=80", 20, accuracy=90),
+    Program("parameter_server", "--gradients=400 --snapshot-every=50", 120, accuracy=85, rank=0, samples=32),
+    Program("accumulation", "--steps=80", 20, accuracy=90, samples=256),
     Program("growing_batch", "--epochs=5", 30, accuracy=85),
     Program("data_parallel", "--epochs=5", 60, accuracy=90, rank=0, workers=1, same_bits=True),
     Program("layers_on_devices", "--epochs=5", 30, accuracy=90),
-    Program("train_gpt", f"{GPT} --steps=40 --snapshot-every=5 --sample=0", 10, loss=3.6),
+    Program("train_gpt", f"{GPT} --steps=40 --snapshot-every=5 --sample=0", 10, loss=3.6, **OF_GPT),
     Program("pipeline", "--steps=110 --unit=2", 30, accuracy=85, workers=4, unit=2),
     Program("tensor_parallel", "--steps=80 --unit=2", 20, accuracy=85, workers=4, unit=2),
-    Program("train_gpt_fsdp", f"{GPT} {FSDP}", 10, loss=3.6),
-    Program("train_gpt_in_place", f"{GPT} --steps=40", 10, loss=3.6, same_bits=True),
+    Program("train_gpt_fsdp", f"{GPT} {FSDP}", 10, loss=3.6, **OF_GPT),
+    Program("train_gpt_in_place", f"{GPT} --steps=40", 10, loss=3.6, same_bits=True, **OF_GPT),
 ]
 
 
@@ -156,11 +162,16 @@ def resized(cluster: Cluster, program: Program) -> str:
         said = cluster.command("scale", cluster.job, f"--max={size}")
         assert said.code == 0, said.err
         cluster.until(lambda before=before: changes() > before, f"the world changes to {size}")  # type: ignore[misc]
-        (cluster.folder / f"go-{steps}").touch()
+        let_go(cluster, program, number)
     found = end(program, agent)
     sizes = [event["world_size"] for event in agent.find("round.formed")]
     assert sizes == [program.workers, program.workers - program.unit, program.workers], sizes
     return found
+
+
+def let_go(cluster: Cluster, program: Program, number: int) -> None:
+    """End the fault of that number, which is a wait."""
+    (cluster.folder / f"go-{steps_until(program, number)}").touch()
 
 
 def until_there(cluster: Cluster, name: str, *agents: Agent) -> None:

@@ -88,10 +88,10 @@ def _compare(known: PaceComparison, round: Round) -> PaceComparison:
 
 def _found(watch: Watch, round: Round, heard: Mapping[str, Paces]) -> Stragglers | None:
     slow = [_laggard(round, rank, watch.ratio(rank)) for rank in watch.named]
-    slow += [Laggard(n, b.slot, b.rank, 0.0, b.why) for n, p in heard.items() for b in p.bad]
+    slow += [Laggard(n, b.slot, b.rank, 0.0, b.why, b.strained) for n, p in heard.items() for b in p.bad]
     if not slow and not watch.usual_s:
         return None
-    slow.sort(key=lambda one: (not one.why, one.rank))
+    slow.sort(key=lambda one: (not one.why, one.strained, one.rank))
     named = sorted(slow[:LAGGARDS_MAX], key=lambda one: one.rank)
     return Stragglers(round.number, watch.usual_s, tuple(named), len(slow[LAGGARDS_MAX:]))
 

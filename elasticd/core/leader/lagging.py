@@ -8,7 +8,7 @@ from elasticd.core.facts import Laggard, Phase, Stragglers
 from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Put
-from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
+from elasticd.core.reasons import GpuRelieved, GpuStrained, Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
 
 CHANGED = 0.02  # the least relative change of the usual time that is written
 
@@ -24,7 +24,8 @@ def name_stragglers(view: View) -> Plan:
     if before is not None and not view.comparison.whole:
         # An earlier leader wrote the record. This leader has not seen a full window yet.
         named = {_key(one) for one in found.slow}
-        found = replace(found, slow=(*found.slow, *(o for o in before.slow if _key(o) not in named)))
+        kept = (o for o in before.slow if _key(o) not in named and not o.strained)
+        found = replace(found, slow=(*found.slow, *kept))
     if before is not None and not _differs(before, found):
         return Plan()
     return Plan(writes=(Put("stragglers", found, leased=True),), reasons=_said(before, found))
@@ -37,15 +38,24 @@ def _key(one: Laggard) -> tuple[str, int, str]:
 def _said(before: Stragglers | None, found: Stragglers) -> tuple[Reason, ...]:
     then = {_key(one): one for one in before.slow} if before is not None else {}
     now = {_key(one): one for one in found.slow}
-    fresh = [
-        SlotBad(one.node, one.slot, one.rank, one.why)
-        if one.why
-        else WorkerStraggling(one.node, one.slot, one.rank, one.ratio)
-        for key, one in now.items()
-        if key not in then
-    ]
-    over = [WorkerKeepsUp(one.node, one.slot, one.rank) for key, one in then.items() if key not in now]
+    fresh = [named(one) for key, one in now.items() if key not in then]
+    over = [_cleared(one) for key, one in then.items() if key not in now]
     return (*fresh, *over)
+
+
+def named(one: Laggard) -> GpuStrained | SlotBad | WorkerStraggling:
+    """Return why the straggler is named."""
+    if one.strained:
+        return GpuStrained(one.node, one.slot, one.rank, one.why)
+    if one.why:
+        return SlotBad(one.node, one.slot, one.rank, one.why)
+    return WorkerStraggling(one.node, one.slot, one.rank, one.ratio)
+
+
+def _cleared(one: Laggard) -> Reason:
+    if one.strained:
+        return GpuRelieved(one.node, one.slot, one.rank)
+    return WorkerKeepsUp(one.node, one.slot, one.rank)
 
 
 def _differs(one: Stragglers, other: Stragglers) -> bool:

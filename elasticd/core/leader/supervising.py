@@ -96,7 +96,8 @@ def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | N
     found = view.stragglers
     if not spec.policy.straggler_drain or found is None or found.round != round.number:
         return None
-    for laggard in sorted(found.slow, key=lambda one: (not one.why, -one.ratio)):
+    slow = [one for one in found.slow if not one.strained]  # a strain that matters also makes its slot slow
+    for laggard in sorted(slow, key=lambda one: (not one.why, -one.ratio)):
         place = (laggard.node, laggard.slot)
         member = round.by_node.get(laggard.node)
         if member is None or laggard.slot not in member.slots:

@@ -1,9 +1,11 @@
 """Waits for other workers, which end when the world ends.
 
-Gloo does not end a wait if the connection is lost when a part of the message has come: the wait lasts until
-its timeout, which is half an hour. So the training thread does not wait for Gloo: it waits for a future that
-completes when Gloo's does, and fails when the world ends. For messages from any sender, which have no future,
-a thread waits, and is abandoned.
+Gloo does not end a wait if the connection is lost when a part of the message has come, or when the message is
+still to be sent: the wait lasts until its timeout, which is half an hour. Even a small message is still to be
+sent if the connection was shut down and Gloo has not noticed that yet. So the training thread does not wait
+for Gloo: it waits for a future that completes when Gloo's does, and fails when the world ends. Two kinds of
+waits have no future: those for a message between two workers, and those of functional collectives, which
+DTensor uses. For these another thread waits, and is abandoned when the world ends.
 
 Gloo also has one timeout for messages and for connections. It must be short, since Gloo waits in vain for
 workers that die while they connect. So this module waits for each message with the timeout of the group's
@@ -13,6 +15,7 @@ collectives.
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,6 +30,7 @@ T = TypeVar("T")
 _NO_TIMEOUT = timedelta(0)  # torch's default: no timeout is given
 _METHODS = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
 _wait_for_work = dist.Work.wait
+_FUNCTIONAL = "_c10d_functional"  # torch's library of functional collectives
 ENDED = "the world ended before"  # the messages of all errors of this module begin so
 _OVER = f"{ENDED} all workers had answered"
 
@@ -55,37 +59,63 @@ class FromAnyone(Message):
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the message. Raises RuntimeError also when the world has ended, even before this call."""
-        came: list[bool | RuntimeError] = []
-
-        def take() -> None:
-            try:
-                outcome: bool | RuntimeError = super(FromAnyone, self).wait(timeout)
-            except RuntimeError as error:
-                outcome = error
-            with _Ends.news:
-                came.append(outcome)
-                _Ends.news.notify_all()
-
-        if self._ends == _Ends.so_far:
-            threading.Thread(target=take, name="elasticd-message", daemon=True).start()
-        with _Ends.news:
-            _Ends.news.wait_for(lambda: came or _Ends.so_far != self._ends)
-        if not came:
+        if self._ends != _Ends.so_far:
             raise dist.DistNetworkError(f"{ENDED} anyone had sent a message")
-        if isinstance(came[0], RuntimeError):
-            raise came[0]
-        return came[0]
+        return super().wait(timeout)
 
 
 class _Ends:
     """The ends of worlds in this process. ``so_far``: their number. ``before``: their number at the start of
-    the present world. ``patched``: whether ``Work.wait`` ends with the world. ``open``: the futures that fail
-    at the next end."""
+    the present world. ``patched``: whether ``Work.wait`` ends with the world. ``functional``: the same of
+    functional collectives. ``open``: the futures that fail at the next end."""
 
-    news = threading.Condition()
+    news = threading.Lock()
     so_far = before = 0
     patched = False
+    functional: torch.library.Library | None = None
     open: ClassVar[set[Future[Any]]] = set()
+
+
+class _Substitute:
+    """A thread that waits in place of others, one at a time. ``idle``: the threads that nobody needs.
+    ``calls``: what to call, and the future for its value and its error; None ends the thread."""
+
+    idle: ClassVar[list[_Substitute]] = []
+
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="elasticd-wait", daemon=True).start()
+
+    def _run(self) -> None:
+        while (asked := self.calls.get()) is not None:
+            call, answer = asked
+            try:
+                answer.set_result((call(), None))
+            except Exception as error:  # noqa: BLE001  # the caller raises the error
+                answer.set_result((None, error))
+            del asked, call, answer  # which refer to the group
+
+
+def _in_another_thread(call: Callable[[], T]) -> T:
+    """Return what the call returns in another thread, or raise what it raises there. Raises RuntimeError also
+    when the world ends; the other thread then ends with the call."""
+    answer: Future[tuple[T, Exception | None]] = Future()
+    answered = until_end(answer)
+    try:
+        substitute = _Substitute.idle.pop()
+    except IndexError:
+        substitute = _Substitute()
+    if not answered.done():  # else the world is over already
+        substitute.calls.put((call, answer))
+    try:
+        value, error = answered.wait()
+    except BaseException:
+        substitute.calls.put(None)
+        raise
+    _Substitute.idle.append(substitute)
+    if error is not None:
+        raise error
+    return value
 
 
 def end() -> None:
@@ -93,7 +123,6 @@ def end() -> None:
     with _Ends.news:
         _Ends.so_far += 1
         futures, _Ends.open = _Ends.open, set()
-        _Ends.news.notify_all()
     for future in futures:
         _fail(future, dist.DistNetworkError(_OVER))
 
@@ -136,21 +165,36 @@ def use_group_timeouts() -> None:
     if not _Ends.patched:  # elasticd_waits wraps it in turn
         _Ends.patched = True
         dist.Work.wait = _wait_until_end  # type: ignore[assignment, method-assign]
+    if _Ends.functional is None and not torch.cuda.is_available():
+        library = torch.library.Library(_FUNCTIONAL, "IMPL")  # type: ignore[no-untyped-call]
+        library.impl("wait_tensor", _wait_for_tensor_until_end, "CPU")  # type: ignore[no-untyped-call]
+        _Ends.functional = library
 
 
 def _wait_until_end(work: dist.Work, timeout: timedelta = _NO_TIMEOUT) -> bool:
     """Wait as ``Work.wait`` does, until the world ends. Raises RuntimeError then."""
-    if not timeout and not torch.cuda.is_available() and not work.is_completed():
-        try:
-            future = until_end(work.get_future())
-        except RuntimeError:  # a message between two workers has no future
-            return _wait_for_work(work, timeout)
-        try:
-            future.wait()
-        except RuntimeError:
-            if not work.is_completed():
-                raise
+    if torch.cuda.is_available() or work.is_completed():
+        return _wait_for_work(work, timeout)
+    try:
+        future = None if timeout else work.get_future()
+    except RuntimeError:  # a message between two workers has no future
+        future = None
+    if future is None:
+        return _in_another_thread(lambda: _wait_for_work(work, timeout))
+    try:
+        until_end(future).wait()
+    except RuntimeError:
+        if not work.is_completed():
+            raise
     return _wait_for_work(work, timeout)
+
+
+def _wait_for_tensor_until_end(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for the functional collectives of a tensor, until the world ends. Raises RuntimeError then."""
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    torchs_own = torch._C.DispatchKey.CompositeExplicitAutograd
+    _in_another_thread(lambda: wait._op_dk(torchs_own, tensor))
+    return tensor
 
 
 def add_up_until_end(model: DistributedDataParallel, size: int) -> None:
