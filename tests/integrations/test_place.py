@@ -105,3 +105,14 @@ class TestInPlace:
         assert trained.ledger.again == 0
         assert trained.processes == 3
         assert "copied at each commit" not in trained.agent.said(), "only an optimizer changes the weights"
+
+
+@pytest.mark.parametrize("framework", ["lightning"], indirect=True)
+def test_in_place_the_survivors_of_a_kill_go_on_in_a_smaller_world(
+    framework: Framework, cluster: Cluster, output: str
+) -> None:
+    trained = jobs.killed(cluster, framework.program, "in_place", output, "1", "1000", "2", limits=(1, 3))
+    assert trained.outcome == "exact"
+    assert trained.ledger.again <= 1, "the step that was not committed"
+    assert {2, 3} <= {*trained.ledger.worlds.values()}
+    assert trained.processes <= 4, "no process is started but a replacement"
