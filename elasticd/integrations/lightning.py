@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -231,7 +232,7 @@ class ElasticFit(Callback):  # type: ignore[misc]
         def save() -> None:
             self._checkpoints.save(
                 trainer.global_step,
-                trainer.save_checkpoint,
+                partial(trainer.save_checkpoint, weights_only=False),
                 is_main=trainer.is_global_zero,
                 barrier=trainer.strategy.barrier,
             )
