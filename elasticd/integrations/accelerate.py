@@ -14,24 +14,58 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import extract_model_from_parallel, send_to_device
+from torch import nn
 from torch.utils.data import DataLoader
 
 from elasticd.core.page_layout import Use
-from elasticd.integrations.batches import cut, largest_world, order_of_loader
+from elasticd.integrations.batches import begun, cut, largest_world, order_of_loader
 from elasticd.integrations.checkpoint_folder import CheckpointFolder
 from elasticd.integrations.draining import Drain
-from elasticd.integrations.in_place import in_place, present
+from elasticd.integrations.in_place import keep_process, present
 from elasticd.worker.agent_link import agentpage
 
-__all__ = ["ElasticLoader", "in_place"]
+__all__ = ["ElasticLoader", "in_place", "refuse_sharded"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_SHARDING: Final = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin")
+
+
+def in_place(*, undo: bool | None = None, **kept: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate the function that trains. Workers keep their process when others die, join or leave: the
+    function is called again in each world, and continues after the last step that was made.
+
+    ``kept``: what the training continues from, made before: ``in_place(model=model)``; with a loop of your
+    own also the optimizer and the scheduler. See ``worker.State``. Make everything else in the function:
+    TrainingArguments, Trainer, Accelerator, the result of ``prepare``.
+
+    ``undo``: see ``worker.State``. Without an optimizer in ``kept``, parameters are copied after each step.
+    """
+    return keep_process(_forget_the_world, undo=undo, kept=kept)
+
+
+def _forget_the_world(modules: Iterable[nn.Module]) -> None:
+    # Accelerate has no public function for this; its own tests use these.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for module in modules:  # else `prepare` would wrap its forward once more
+        extract_model_from_parallel(module, keep_fp32_wrapper=False)
+
+
+def refuse_sharded(accelerator: Accelerator) -> None:
+    """Raise ValueError for a model that cannot be kept in place, since each worker holds a part of it."""
+    if any(getattr(accelerator.state, plugin, None) is not None for plugin in _SHARDING):
+        raise ValueError(
+            "in_place keeps models that each worker holds as a whole: leave it out with FSDP and DeepSpeed"
+        )
 
 
 class ElasticLoader:
@@ -75,7 +109,11 @@ class ElasticLoader:
         largest = largest_world(accelerator.num_processes)
         self._global_batch = loader.batch_size * accelerator.gradient_accumulation_steps * largest
         accelerator.register_for_checkpointing(self)
-        committed = self._kept.begin(accelerator, self.state_dict) if self._kept is not None else {}
+        committed = {}
+        if self._kept is not None:
+            refuse_sharded(accelerator)
+            trained = (parameter for model in accelerator._models for parameter in model.parameters())
+            committed = self._kept.begin(self.state_dict, trained)
         if committed:
             self.load_state_dict(committed)
         elif (newest := self._checkpoints.newest_on_all_ranks(self._gather)) is not None:
@@ -125,8 +163,8 @@ class ElasticLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch, on the accelerator's device."""
-        self._batches.epoch, self._batches.first = self.epoch, self.step
-        for number, batch in enumerate(self._loader, start=1):
+        batches = begun(self._loader, self._batches, self.epoch, self.step)
+        for number, batch in enumerate(batches, start=1):
             yield send_to_device(batch, self._accelerator.device)
             if number % self._batches.pieces == 0:
                 self.step += 1

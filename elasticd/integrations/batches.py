@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from elasticd.data.order import Order, Sequential, Shuffled
+from elasticd.data.order import Order, Sequential, Shuffled, transform_seed
 from elasticd.worker.data import WORLD_MAX
 from elasticd.worker.samples.loading import loader_options
 
@@ -67,6 +68,11 @@ class GlobalBatches(Sampler[list[int]]):
         """The number of this worker's batches in an epoch."""
         return self.steps * self.pieces
 
+    @property
+    def seed(self) -> int:
+        """A seed for random numbers of this worker, from the place where the epoch is begun."""
+        return transform_seed(torch.initial_seed(), self.epoch, self.first * self._world + self._rank)
+
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.first, self.steps):
             mine = _part(_part(range(self._used), step, self.steps), self._rank, self._world)
@@ -114,7 +120,17 @@ def cut(
         world=world,
         drop_last=loader.drop_last,
     )
-    return batches, DataLoader(loader.dataset, batch_sampler=batches, **loader_options(loader))
+    options = loader_options(loader) | {"generator": torch.Generator()}
+    return batches, DataLoader(loader.dataset, batch_sampler=batches, **options)
+
+
+def begun(loader: DataLoader[Any], batches: GlobalBatches, epoch: int, first: int) -> Iterator[Any]:
+    """Return an iterator over the loader of these batches, from a step of an epoch. It draws no random number
+    of the training."""
+    batches.epoch, batches.first = epoch, first
+    assert loader.generator is not None
+    loader.generator.manual_seed(batches.seed)
+    return iter(loader)
 
 
 def _part(whole: range, number: int, of: int) -> range:

@@ -1,23 +1,20 @@
-"""Keep the processes of a training with Accelerate, or a library on top of it, when the world changes."""
+"""Keep the processes of a training with another library's loop when the world changes."""
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from elasticd import worker
+from elasticd.worker.commit import randomness
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_SHARDING: Final = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin")
 
 
 class LoopProgress:
@@ -41,25 +38,48 @@ class LoopProgress:
 
 
 class Present:
-    """The training that this process keeps, in its present world. ``commit``: commits a step.
-    ``commit_epoch``: commits work that is no step, and counts as the end of an epoch. All ranks call it."""
+    """The training that this process keeps, in its present world.
+
+    ``commit``: commits a step. ``commit_epoch``: commits work that is no step, and counts as the end of an
+    epoch. All ranks call it. ``modules``: what the training continues from.
+    """
 
     def __init__(
-        self, commit: Callable[[], None], commit_epoch: Callable[[], None], progress: LoopProgress
+        self,
+        commit: Callable[[], None],
+        commit_epoch: Callable[[], None],
+        progress: LoopProgress,
+        modules: Iterable[nn.Module],
     ) -> None:
         self.commit, self.commit_epoch = commit, commit_epoch
         self._progress = progress
+        self._parameters = {id(parameter) for module in modules for parameter in module.parameters()}
+        self._random = randomness.note()
 
-    def begin(self, accelerator: Accelerator, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    @property
+    def committed(self) -> dict[str, Any]:
+        """The progress as of the last commit; empty before the first."""
+        return self._progress.committed
+
+    def begin(self, read: Callable[[], dict[str, Any]], trained: Iterable[nn.Parameter]) -> dict[str, Any]:
         """Have each commit keep the progress that ``read`` returns. Return the progress as of the last
-        commit; empty before the first. Raises ValueError for a sharded model."""
-        if any(getattr(accelerator.state, plugin, None) is not None for plugin in _SHARDING):
+        commit; empty before the first. Random numbers go on from that commit: the libraries seed them anew.
+
+        ``trained``: the parameters that the loop trains. Raises ValueError if some of them are not kept.
+        """
+        if any(id(parameter) not in self._parameters for parameter in trained if parameter.requires_grad):
             raise ValueError(
-                "in_place keeps models that each worker holds as a whole: leave it out with FSDP and "
-                "DeepSpeed"
+                "the training changes parameters that in_place does not keep: make the whole model before "
+                "the decorated function, give it as in_place(model=model), and train that model"
             )
         self._progress.read = read
-        return self._progress.committed
+        self.resume_random()
+        return self.committed
+
+    def resume_random(self) -> None:
+        """Go on with the random numbers as of the last commit, if this world did not begin the training."""
+        if self.committed:
+            randomness.resume(self._random)
 
 
 _present: list[Present] = []
@@ -71,16 +91,16 @@ def present() -> Present | None:
     return _present[-1] if _present else None
 
 
-def in_place(*, undo: bool | None = None, **kept: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate the function that trains. Workers keep their process when others die, join or leave: the
-    function is called again in each world, and continues after the last step that was made.
+def keep_process(
+    prepare: Callable[[Iterable[nn.Module]], None], *, undo: bool | None, kept: dict[str, Any]
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator for the function that trains, which is called again in each world.
 
-    ``kept``: what the training continues from, made before: ``in_place(model=model)``; with a loop of your
-    own also the optimizer and the scheduler. See ``worker.State``. Make everything else in the function:
-    TrainingArguments, Trainer, Accelerator, the result of ``prepare``.
-
-    ``undo``: see ``worker.State``. Without an optimizer in ``kept``, parameters are copied after each step.
+    ``prepare``: has the library forget the last world; called with the kept modules before the function.
+    ``undo``, ``kept``: see ``worker.State``. Without an optimizer in ``kept``, parameters are copied after
+    each step.
     """
+    modules = [module for module in kept.values() if isinstance(module, nn.Module)]
 
     def decorate(train: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(train)
@@ -92,14 +112,9 @@ def in_place(*, undo: bool | None = None, **kept: Any) -> Callable[[Callable[P, 
             @worker.run
             def train_in_world(state: worker.State) -> T:
                 gc.collect()  # else the last world's DistributedDataParallel would add up gradients, too
-                # Accelerate has no public function for this; its own tests use these.
-                AcceleratorState._reset_state(reset_partial_state=True)
-                GradientState._reset_state()
-                for module in kept.values():
-                    if isinstance(module, nn.Module):  # else `prepare` would wrap its forward once more
-                        extract_model_from_parallel(module, keep_fp32_wrapper=False)
+                prepare(modules)
                 commit_epoch = partial(state._loop.committed.commit_epoch, over=True, stops=False)
-                _present.append(Present(state.commit, commit_epoch, progress))
+                _present.append(Present(state.commit, commit_epoch, progress, modules))
                 try:
                     return train(*args, **kwargs)
                 finally:

@@ -38,9 +38,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from elasticd import worker
 from elasticd.core.page_layout import Use
 from elasticd.data.order import Order
+from elasticd.integrations.accelerate import in_place, refuse_sharded
 from elasticd.integrations.batches import GlobalBatches, largest_world, order_of
 from elasticd.integrations.draining import Drain
-from elasticd.integrations.in_place import in_place, present
+from elasticd.integrations.in_place import present
 from elasticd.worker.agent_link import agentpage
 from elasticd.worker.samples.loading import loader_options
 
@@ -146,7 +147,8 @@ class Elastic(_Base):  # type: ignore[misc]
         """Train as Trainer does, but from the newest whole checkpoint in ``output_dir`` if there is one,
         unless ``resume_from_checkpoint`` is False."""
         if self._elastic is not None and (kept := present()) is not None:
-            committed = kept.begin(self.accelerator, self._progress)
+            refuse_sharded(self.accelerator)
+            committed = kept.begin(self._progress, self.model.parameters())
             if committed:
                 return self._train_on(committed, *args, **kwargs)
         if self._elastic is not None and resume_from_checkpoint is not False:
@@ -244,6 +246,12 @@ class Elastic(_Base):  # type: ignore[misc]
         else:
             self.optimizer.load_state_dict(self._kept["optimizer"])
             self.lr_scheduler.load_state_dict(self._kept["scheduler"])
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._kept is None:
+            super()._load_rng_state(checkpoint)
+        elif (kept := present()) is not None:
+            kept.resume_random()
 
     # ------------------------------------------------------------ from a checkpoint
 

@@ -24,6 +24,7 @@ ROWS = {
     "Accelerate, in place": ("accelerated.py", "in_place"),
     "Lightning, as it is": ("lightened.py", "plain"),
     "Lightning, with elasticd.integrations": ("lightened.py", "elastic"),
+    "Lightning, in place": ("lightened.py", "in_place"),
     "Ignite, as it is": ("ignited.py", "plain"),
     "DeepSpeed, with worker.rest_of_epoch": ("deepsped.py", "plain"),
     "torchtitan's checkpoints, with worker.rest_of_epoch": ("titan.py", "plain"),

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import ssl
 import subprocess
 import time
 import urllib.error
@@ -227,7 +226,7 @@ def test_prometheus_scrapes_over_tls_with_the_token(cluster: Cluster, tmp_path: 
         "a", options=[f"--http-cert={cert}", f"--http-key={key}", f"--http-token-file={token}"]
     )
     cluster.world(1)
-    url, trusting = url_of(a), ssl.create_default_context(cafile=authority.cert)
+    url, trusting = url_of(a), authority.trusting()
 
     def status_of(path: str) -> int:
         try:

@@ -29,10 +29,10 @@ class Trained:
         return self.ledger.judge(SAMPLES, EPOCHS)
 
 
-def killed(cluster: Cluster, program: str, *arguments: str) -> Trained:
-    """Train with two workers, of which one is killed after step 6."""
-    cluster.limits = (2, 2)
-    agent = start(cluster, program, *arguments, accident="kill:6")
+def killed(cluster: Cluster, program: str, *arguments: str, limits: tuple[int, int] = (2, 2)) -> Trained:
+    """Train with as many workers as the larger limit, of which one is killed after step 6."""
+    cluster.limits = limits
+    agent = start(cluster, program, *arguments, accident="kill:6", slots=max(limits))
     return ended(cluster, agent)
 
 

@@ -38,12 +38,11 @@ def test_a_loader_whose_order_is_not_known_is_refused(kind: str) -> None:
 
 
 def test_a_sharded_model_is_not_kept_in_place() -> None:
-    from elasticd.integrations.in_place import LoopProgress, Present
+    from elasticd.integrations.accelerate import refuse_sharded
 
     accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=object()))
-    present = Present(lambda: None, lambda: None, LoopProgress())
     with pytest.raises(ValueError, match="leave it out with FSDP"):
-        present.begin(accelerator, dict)
+        refuse_sharded(accelerator)
 
 
 @pytest.mark.parametrize("kind", ["in_place", pytest.param("elastic", marks=pytest.mark.slow)])

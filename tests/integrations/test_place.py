@@ -88,6 +88,25 @@ def test_a_job_that_is_stopped_saves_a_checkpoint_and_continues_from_it(
     assert trained.ledger.again == 0
 
 
+@each(slow=tuple(FRAMEWORKS))
+def test_a_script_as_it_is_does_not_lose_its_place_silently(
+    framework: Framework, cluster: Cluster, output: str
+) -> None:
+    trained = jobs.resized(cluster, framework.program, "plain", output, "1", "4", "2", sizes=framework.sizes)
+    assert trained.outcome != "exact", "otherwise nothing need be said"
+    assert trained.agent.find("data.batches_changed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["lightning"], indirect=True)
+def test_lightning_itself_says_where_a_kill_loses_samples(
+    framework: Framework, cluster: Cluster, output: str
+) -> None:
+    trained = jobs.killed(cluster, framework.program, "plain", output, "1", "4", "2")
+    assert trained.outcome != "exact"
+    assert "your dataloader is not resumable" in " ".join(trained.agent.said().split())
+
+
 @pytest.mark.parametrize("framework", ["transformers", "accelerate"], indirect=True)
 class TestInPlace:
     def test_a_worker_that_is_not_killed_keeps_its_process_and_every_committed_step(
@@ -105,3 +124,14 @@ class TestInPlace:
         assert trained.ledger.again == 0
         assert trained.processes == 3
         assert "copied at each commit" not in trained.agent.said(), "only an optimizer changes the weights"
+
+
+@pytest.mark.parametrize("framework", ["lightning"], indirect=True)
+def test_in_place_the_survivors_of_a_kill_go_on_in_a_smaller_world(
+    framework: Framework, cluster: Cluster, output: str
+) -> None:
+    trained = jobs.killed(cluster, framework.program, "in_place", output, "1", "1000", "2", limits=(1, 3))
+    assert trained.outcome == "exact"
+    assert trained.ledger.again <= 1, "the step that was not committed"
+    assert {2, 3} <= {*trained.ledger.worlds.values()}
+    assert trained.processes <= 4, "no process is started but a replacement"

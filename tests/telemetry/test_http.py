@@ -2,7 +2,6 @@ import base64
 import contextlib
 import http.client
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -202,7 +201,7 @@ def tls(authority: Authority) -> Tls:
 
 
 def test_over_tls_who_asks_can_tell_whom(authority: Authority, tls: Tls) -> None:
-    trusting = ssl.create_default_context(cafile=authority.cert)
+    trusting = authority.trusting()
     with HttpServer("127.0.0.1", 0, Site({"/": lambda _: Answer(b"home\n")}), tls) as server:
         assert server.url == f"https://127.0.0.1:{server.port}/"
         with urllib.request.urlopen(server.url, context=trusting, timeout=30) as answer:
@@ -214,7 +213,7 @@ def test_over_tls_who_asks_can_tell_whom(authority: Authority, tls: Tls) -> None
 
 
 def test_over_tls_idle_connections_keep_nobody_out(authority: Authority, tls: Tls) -> None:
-    trusting = ssl.create_default_context(cafile=authority.cert)
+    trusting = authority.trusting()
     with HttpServer("127.0.0.1", 0, Site({"/": lambda _: Answer(b"home\n")}), tls) as server:
         idle = [
             socket.create_connection(("127.0.0.1", server.port), timeout=30)

@@ -1,5 +1,5 @@
-"""Trains a tiny model with Lightning's Trainer. argv: "plain" or "elastic"; a folder for checkpoints; batches
-that a worker accumulates; the steps between checkpoints; the epochs."""
+"""Trains a tiny model with Lightning's Trainer. argv: "plain", "elastic" or "in_place"; a folder for
+checkpoints; batches that a worker accumulates; the steps between checkpoints; the epochs."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ class Accident(Callback):
         after_step(trainer.global_step)
 
 
-def fit(loader, ckpt_path, callback, **world):
+def fit(model, loader, ckpt_path, callback, **world):
     Trainer(
         max_epochs=int(EPOCHS),
         accelerator="cpu",
@@ -46,21 +46,33 @@ def fit(loader, ckpt_path, callback, **world):
         enable_progress_bar=False,
         enable_model_summary=False,
         **world,
-    ).fit(Model(), loader, ckpt_path=ckpt_path)
+    ).fit(model, loader, ckpt_path=ckpt_path)
 
 
-def elastic(loader):
+def elastic_on(model, loader):
     from elasticd.integrations.lightning import ElasticFit
 
     elastic = ElasticFit(OUTPUT, every=int(EVERY))
-    fit(elastic.loader(loader), elastic.newest, elastic, **elastic.world)
+    fit(model, elastic.loader(loader), elastic.newest, elastic, **elastic.world)
+
+
+def elastic(loader):
+    elastic_on(Model(), loader)
+
+
+def in_place(loader):
+    from elasticd.integrations.lightning import in_place
+
+    model = Model()
+    in_place(model=model)(elastic_on)(model, loader)
 
 
 def plain(loader):
     """As Lightning's documentation says."""
     saves = ModelCheckpoint(OUTPUT, every_n_train_steps=int(EVERY), save_last=True)
-    fit(loader, "last", saves, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
+    fit(Model(), loader, "last", saves, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 if __name__ == "__main__":
-    {"plain": plain, "elastic": elastic}[KIND](DataLoader(Numbered(), batch_size=2, shuffle=True))
+    kinds = {"plain": plain, "elastic": elastic, "in_place": in_place}
+    kinds[KIND](DataLoader(Numbered(), batch_size=2, shuffle=True))
