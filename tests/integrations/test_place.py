@@ -107,6 +107,7 @@ def test_lightning_itself_says_where_a_kill_loses_samples(
     assert "your dataloader is not resumable" in " ".join(trained.agent.said().split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["transformers", "accelerate"], indirect=True)
 class TestInPlace:
     def test_a_worker_that_is_not_killed_keeps_its_process_and_every_committed_step(
@@ -126,7 +127,7 @@ class TestInPlace:
         assert "copied at each commit" not in trained.agent.said(), "only an optimizer changes the weights"
 
 
-@pytest.mark.parametrize("framework", ["lightning"], indirect=True)
+@each(slow=())
 def test_in_place_the_survivors_of_a_kill_go_on_in_a_smaller_world(
     framework: Framework, cluster: Cluster, output: str
 ) -> None:
@@ -135,3 +136,4 @@ def test_in_place_the_survivors_of_a_kill_go_on_in_a_smaller_world(
     assert trained.ledger.again <= 1, "the step that was not committed"
     assert {2, 3} <= {*trained.ledger.worlds.values()}
     assert trained.processes <= 4, "no process is started but a replacement"
+    assert "copied at each commit" not in trained.agent.said(), "only an optimizer changes the weights"
