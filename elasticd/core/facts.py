@@ -731,6 +731,16 @@ class SaverAddress:
     secret: str = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class DebugTails:
+    """The ends of what a node's workers recorded in ``elasticd run --debug``. Key ``debug/<node>``, on the
+    agent's lease. ``ranks``: of each worker the ends of its files, the notes first."""
+
+    node: str
+    round: int
+    ranks: tuple[tuple[str, ...], ...]
+
+
 Fact = (
     Spec
     | Node
@@ -747,4 +757,5 @@ Fact = (
     | Checkpoint
     | NodeLedger
     | SaverAddress
+    | DebugTails
 )

@@ -1,4 +1,4 @@
-"""``elasticd run --debug``: compares what this node's workers record, and says where they disagree."""
+"""``elasticd run --debug``: compares what workers record, and says where they disagree."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from elasticd.core.ports import Store
+from elasticd.daemon.debug_exchange import DebugExchange, Tails
 from elasticd.daemon.driver import Driver
 from elasticd.data.debugrecords import FOLDER
 from elasticd.data.disagreement import Disagreement, NoCall, OtherCall, OtherSeeds, disagreements
@@ -22,20 +24,24 @@ SHOWN_AT_END: Final = 5
 
 
 class Debugging:
-    """Compares the records of the present round now and then, and once more when the round is over.
+    """Compares the records of the present round now and then, and once more when the round is over: those of
+    this node's workers, and on the node of rank 0 also what other nodes' workers recorded last.
 
     Call ``routine`` at the time that it last returned. ``close`` returns the lines for the closing screen.
     Reading the records may take a while, so a thread reads them. ``run_folder`` returns the run's folder.
     """
 
-    def __init__(self, driver: Driver, procs: LocalProcs, run_folder: Callable[[], Path | None]) -> None:
+    def __init__(
+        self, driver: Driver, procs: LocalProcs, store: Store, run_folder: Callable[[], Path | None]
+    ) -> None:
         self._driver = driver
+        self._exchange = DebugExchange(store)
         self._round = 0
         self._due = 0.0
         self._todo: queue.SimpleQueue[tuple[int, bool, bool] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        self._findings = Findings(procs, run_folder)
+        self._findings = Findings(procs, run_folder, self._exchange)
         self._thread = threading.Thread(target=self._compare, name="elasticd-debug", daemon=True)
         self._thread.start()
 
@@ -43,6 +49,7 @@ class Debugging:
         if now < self._due:
             return self._due
         self._due = now + LOOK_S
+        self._exchange.follow(self._driver.state, now)
         crew = self._driver.state.crew
         number = crew.round.number if crew is not None else 0
         if number != self._round:
@@ -75,12 +82,15 @@ class Debugging:
 
 
 class Findings:
-    """What the comparisons of this node's rounds found, and what of it was said."""
+    """What the comparisons found, and what of it was said."""
 
-    def __init__(self, procs: LocalProcs, run_folder: Callable[[], Path | None]) -> None:
+    def __init__(
+        self, procs: LocalProcs, run_folder: Callable[[], Path | None], exchange: DebugExchange
+    ) -> None:
         self._procs = procs
+        self._exchange = exchange
         self._run_folder = run_folder
-        self._changed: tuple[int, ...] = ()
+        self._changed: tuple[tuple[int, ...], Tails] = ((), ())
         self._sentences: dict[tuple[int, str], str] = {}  # by round and kind: the last comparison knows most
         self._agreed = ""
 
@@ -90,11 +100,12 @@ class Findings:
         if base is None:
             return
         folder = debugfiles.round_folder(base / FOLDER, number)
-        changed = debugfiles.changed_at(folder)
-        if not changed or (changed == self._changed and not over):
+        changed = debugfiles.changed_at(folder), self._exchange.others(number)
+        if not changed[0] or (changed == self._changed and not over):
             return
         self._changed = changed
-        records = debugfiles.read(folder)
+        self._exchange.offer(number, debugfiles.tails(folder))
+        records = [*debugfiles.read(folder), *debugfiles.read_tails(changed[1])]
         found = disagreements(records, hung=hung)
         fresh = [one for one in found if self._is_new(number, one)]
         if fresh or over:

@@ -183,7 +183,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         )
         service = Service(manager, lambda: driver.state)
         routines = [reserve.routine, publisher.routine, service.routine]
-        debugging = Debugging(driver, procs, destinations.run_folder) if config.debug else None
+        debugging = Debugging(driver, procs, store, destinations.run_folder) if config.debug else None
         if debugging is not None:
             routines.append(debugging.routine)
         if replica_listener is not None:

@@ -153,6 +153,12 @@ def rank_records(notes: bytes, groups: Sequence[bytes]) -> RankRecords | None:
     return RankRecords(rank, world, unit, kept, tuple(_notes(lines)))
 
 
+def tail(data: bytes, most: int) -> str:
+    """Return the first line of a file and the newest lines, at most ``most``."""
+    head, lines = _lines(data)
+    return "\n".join(json.dumps(line) for line in (head, *lines[-most:]))
+
+
 def _lines(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the first line and the numbered lines in order."""
     read = []

@@ -14,6 +14,7 @@ import msgspec
 from elasticd.core.facts import (
     Budget,
     Checkpoint,
+    DebugTails,
     Fact,
     Hang,
     Leadership,
@@ -55,6 +56,7 @@ _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "paces": Paces,
     "ledger": NodeLedger,
     "savers": SaverAddress,
+    "debug": DebugTails,
 }
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from elasticd.data.debugrecords import GROUP, NOTES, RankRecords, rank_records
+from elasticd.data.debugrecords import GROUP, NOTES, RankRecords, rank_records, tail
+
+NOTES_MAX, CALLS_MAX, GROUPS_MAX = 40, 16, 8  # of a rank, in ``tails``: 40 kB
 
 
 def round_folder(folder: Path, number: int) -> Path:
@@ -26,14 +29,29 @@ def read(folder: Path) -> list[RankRecords]:
     All notes are read before the collectives: a note may say that the script has ended, and no collective
     that was called before may be missed.
     """
+    found = (rank_records(notes, groups) for notes, *groups in _files(folder))
+    return sorted((one for one in found if one is not None), key=lambda one: one.rank)
+
+
+def tails(folder: Path) -> tuple[tuple[str, ...], ...]:
+    """Return the ends of the files of a round, of each rank: of its notes first, then of its groups."""
+    return tuple(
+        (tail(notes, NOTES_MAX), *(tail(group, CALLS_MAX) for group in groups[-GROUPS_MAX:]))
+        for notes, *groups in _files(folder)
+    )
+
+
+def read_tails(ranks: Sequence[Sequence[str]]) -> list[RankRecords]:
+    """Return the records in what ``tails`` returned."""
+    found = (rank_records(of[0].encode(), [group.encode() for group in of[1:]]) for of in ranks if of)
+    return [one for one in found if one is not None]
+
+
+def _files(folder: Path) -> Iterator[list[bytes]]:
+    """Yield the contents of the files of each rank: its notes first, then its groups."""
     notes = {path.stem: _content(path) for path in folder.glob(f"rank-*{NOTES}")}
-    found = []
     for rank, content in notes.items():
-        groups = [_content(path) for path in sorted(folder.glob(f"{rank}{GROUP}*"))]
-        records = rank_records(content, groups)
-        if records is not None:
-            found.append(records)
-    return sorted(found, key=lambda one: one.rank)
+        yield [content, *(_content(path) for path in sorted(folder.glob(f"{rank}{GROUP}*")))]
 
 
 def _content(path: Path) -> bytes:

@@ -212,9 +212,12 @@ def _refuse_with_shards(
     """Raise TypeError for an argument of State that has no meaning yet with ``shard`` or ``split``. ``by``:
     which of the two is given."""
     if data is not None:
+        whose = "worker's samples from the step, worker.rank() and worker.world_size()"
+        if by == "split":
+            whose = "unit's samples from the step and its number, worker.mesh().get_local_rank('replicate')"
         raise TypeError(
-            f"State takes no data= with {by}= yet: derive each worker's samples from the step, worker.rank() "
-            "and worker.world_size(), and give each worker as many batches as the others"
+            f"State takes no data= with {by}= yet: derive each {whose}, and give each worker as many batches "
+            "as the others"
         )
     if restore is not None:
         raise TypeError(f"State takes no restore= with {by}=: load the weights before State gets the model")

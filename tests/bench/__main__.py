@@ -1,5 +1,6 @@
 """``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | scale | overhead |
-scrape | hang | checkpoint | consistent | techniques | frameworks | redundancy``: each prints its ratios."""
+scrape | hang | checkpoint | consistent | techniques | slow-links | frameworks | redundancy``: each
+prints its ratios."""
 
 from __future__ import annotations
 
@@ -208,6 +209,16 @@ def techniques(
 
     lines = bench.costs(programs, turns) if costs else bench.techniques(programs, faults, torchrun=torchrun)
     for line in lines:
+        click.echo(line)
+
+
+@main.command()
+@click.option("--rates", default="0,20", help="Mbit/s, with commas; 0: no limit.")
+def slow_links(rates: str) -> None:
+    """DDP and local SGD over links of limited bandwidth (as root): images per second and quality."""
+    from tests.bench.slow_links import slow_links as measure
+
+    for line in measure([int(rate) for rate in rates.split(",")]):
         click.echo(line)
 
 

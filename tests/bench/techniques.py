@@ -76,7 +76,7 @@ def costs(names: Sequence[str], turns: int) -> Iterator[str]:
     try:
         for _ in range(turns):
             for program in paced:
-                paces[program.name].append(_samples_per_s(etcd.url, program))
+                paces[program.name].append(samples_per_s(etcd.url, program)[0])
             for program in programs:
                 recoveries[program.name].append(_recovery_s(etcd.url, program))
     finally:
@@ -90,13 +90,16 @@ def costs(names: Sequence[str], turns: int) -> Iterator[str]:
         yield f"| {program.name}.py | {pace:,.0f} | {ratio:.2f} | {recovery:.2f} s |"
 
 
-def _samples_per_s(etcd: str, program: Program) -> float:
+def samples_per_s(etcd: str | None, program: Program) -> tuple[float, list[str]]:
+    """Return how many samples two workers handle in a second, and the lines that the program printed."""
     program = replace(program, workers=min(program.workers, WORKERS))
 
-    def train(cluster: Cluster) -> float:
-        end(program, *start(cluster, program, "mark", "mark"))
+    def train(cluster: Cluster) -> tuple[float, list[str]]:
+        (agent,) = start(cluster, program, "mark", "mark")
+        end(program, agent)
         began, ended = (_noted_at(cluster.folder / str(steps_until(program, n))) for n in (0, 1))
-        return program.samples * (steps_until(program, 1) - steps_until(program, 0)) / (ended - began)
+        samples = program.samples * (steps_until(program, 1) - steps_until(program, 0))
+        return samples / (ended - began), agent.out
 
     return _in_cluster(etcd, train)
 
@@ -110,7 +113,7 @@ def _recovery_s(etcd: str, program: Program) -> float:
     return _in_cluster(etcd, lose_a_worker)
 
 
-def _in_cluster(etcd: str, act: Callable[[Cluster], T]) -> T:
+def _in_cluster(etcd: str | None, act: Callable[[Cluster], T]) -> T:
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(Path(folder), etcd)
         try:

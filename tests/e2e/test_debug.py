@@ -99,3 +99,18 @@ def test_workers_that_keep_their_process_agree_through_a_kill(alone: Cluster) ->
     assert [text for text in found if "seeds" not in text] == []
     rounds = sorted(folder.name for folder in records(alone).iterdir())
     assert len(rounds) >= 2
+
+
+def test_ranks_of_two_nodes_are_compared_while_the_job_runs(
+    clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    cluster = clusters(shared_etcd)
+    cluster.limits = (2, 2)
+    nodes = cluster.start("a", "b", options=("--debug",), program=(str(PROGRAM), "weights", "sleeps"))
+    said = cluster.until(
+        lambda: [event for node in nodes for event in node.find("debug.disagreement")],
+        "one agent says where the ranks of both nodes disagree",
+    )
+    assert [event["text"].partition(" (")[0] for event in said] == [
+        "The weights of rank 0 and of rank 1 differ after step 1, first in bias"
+    ]

@@ -74,6 +74,7 @@ KEYS: dict[type, str] = {
     facts.Stragglers: "stragglers",
     facts.NodeLedger: "ledger/a",
     facts.SaverAddress: "savers/a",
+    facts.DebugTails: "debug/a",
 }
 
 

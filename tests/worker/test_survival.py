@@ -107,7 +107,8 @@ def test_a_function_that_swallows_exceptions_commits_no_broken_step(crew, tmp_pa
     crew.begin(tmp_path, NOTHING, Accident("forward", 6), exact=False, body=train_whatever_happens)
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
-    assert "gloo" in reads(tmp_path, "0", "skipped")[0]
+    skipped = reads(tmp_path, "0", "skipped")[0]
+    assert "gloo" in skipped or "the world ended before" in skipped, "whichever is noticed first"
 
 
 @pytest.mark.parametrize(

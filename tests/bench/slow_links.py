@@ -1,0 +1,46 @@
+"""What a slow link costs DistributedDataParallel, and what it costs local SGD."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+
+from tests.bench.techniques import samples_per_s
+from tests.workers.programs import Program
+
+NEW_NETWORK = 0x40000000  # of unshare(2)
+PROGRAMS = (
+    Program("ddp", "--epochs=90", 500, accuracy=90),
+    Program("local_sgd", "--method=average", 500, accuracy=90),
+)
+
+
+def slow_links(rates: Sequence[int]) -> Iterator[str]:
+    """Yield the rows of a table in Markdown: the images that two workers handle in a second over a link of
+    each rate in Mbit/s (0: without a limit), and the quality on held-out data. Then yield what local SGD says
+    it sent.
+
+    The link is the loopback interface in a network of this process's own, with a token bucket filter. The
+    caller must be root. Raises OSError or CalledProcessError if there can be no such network.
+    """
+    if ctypes.CDLL(None, use_errno=True).unshare(NEW_NETWORK):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    _run("ip link set lo up")
+    said: list[str] = []
+    yield "| link | program | images/s | held-out |"
+    yield "|---|---|---|---|"
+    for rate in rates:
+        if rate:
+            _run(f"tc qdisc replace dev lo root tbf rate {rate}mbit burst 64kb latency 1s")
+        for program in PROGRAMS:
+            pace, said = samples_per_s(None, program)
+            quality = program.require_quality(said).removeprefix("held-out: ")
+            link = f"{rate} Mbit/s" if rate else "no limit"
+            yield f"| {link} | {program.name}.py | {pace:,.0f} | {quality} |"
+    yield from (line for line in said if line.startswith("sent "))
+
+
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True)
