@@ -68,7 +68,7 @@ class ElasticFit(Callback):  # type: ignore[misc]
 
     A checkpoint is saved in ``folder``, which all nodes share, every so many steps, after an epoch, and when
     the workers are asked to end; the process then ends. The newest ``last`` are kept. In a function that is
-    decorated with ``in_place`` each step is committed, and the process goes on.
+    decorated with ``in_place`` each step is committed, and the process goes on while the job does.
 
     A step is over when the trainer asks for the next batch: what follows an optimizer's step, such as a
     validation, belongs to the step, and comes again with the step.
@@ -209,7 +209,7 @@ class ElasticFit(Callback):  # type: ignore[misc]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self._kept is not None and self._loader is not None and self._loader.has_begun:
-            self._kept.commit()  # the last step
+            self._kept.commit(lambda: None)  # the last step, which was saved at the end of the training
         self._drain.end()
 
     # ------------------------------------------------------------ steps
@@ -224,7 +224,7 @@ class ElasticFit(Callback):  # type: ignore[misc]
             return
         self._is_between_steps = True
         if kept is not None:
-            kept.commit()
+            kept.commit(partial(self._save_if_due, trainer, is_due=True))
         self._save_if_due(trainer, is_due=begins_epoch or trainer.global_step % self._every == 0)
         self._is_between_steps = False
 
