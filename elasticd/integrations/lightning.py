@@ -44,7 +44,8 @@ _IN_MEMORY: Final = "memory of this process"  # a path, for Trainer.fit(ckpt_pat
 _LOOP: Final = "epoch_loop.batch_progress"  # counts batches, in the state of a fit loop
 _LOGGED: Final = "epoch_loop.state_dict"  # counts the steps that loggers are told
 _NO_LOADER: Final = "ElasticFit knows the place in one loader alone: fit with elastic.loader(loader)"
-_OF_THE_MODEL: Final = ("state_dict", "hparams", "hyper_parameters")  # what the process keeps anyway
+# Of a checkpoint, what the process keeps anyway, beside the module's state.
+_KEPT_ANYWAY: Final = ("hparams_name", "hparams_type", "hyper_parameters")
 
 
 def in_place(*, undo: bool | None = None, **kept: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -248,7 +249,8 @@ class ElasticFit(Callback):  # type: ignore[misc]
         assert trainer is not None
         # Lightning has no public function that returns a checkpoint and writes none.
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        progress = {name: value for name, value in checkpoint.items() if not name.endswith(_OF_THE_MODEL)}
+        del checkpoint["state_dict"]
+        progress = {name: value for name, value in checkpoint.items() if not name.endswith(_KEPT_ANYWAY)}
         return {**progress, "should_stop": trainer.should_stop}
 
     def _checkpoint(self) -> dict[str, Any]:

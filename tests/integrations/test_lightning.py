@@ -93,6 +93,12 @@ def _module(log: list[Any], ends: Callable[[str], None]) -> Any:
                 torch.nn.Linear(1, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1)
             )
 
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["own_state_dict"] = {"step": self.global_step}
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert checkpoint["own_state_dict"] == {"step": checkpoint["global_step"]}
+
         def training_step(self, batch: Any, number: int) -> Any:
             log.append((self.current_epoch, self.global_step, number, batch.tolist()))
             ends("batch")
