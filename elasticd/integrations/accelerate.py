@@ -75,7 +75,8 @@ class ElasticLoader:
     ``accelerator.register_for_checkpointing``: it loads the newest checkpoint in ``folder`` by
     ``accelerator.load_state``. It saves one by ``accelerator.save_state`` every so many steps, at the end of
     an epoch, and when the workers are asked to end; the process then ends. The newest ``last`` are kept.
-    In a function that is decorated with ``in_place`` each step is committed, and the process goes on.
+    In a function that is decorated with ``in_place`` each step is committed, and the process goes on while
+    the job does.
 
     A step uses the loader's ``batch_size`` times ``accelerator.gradient_accumulation_steps`` times the
     largest world (``--max``) samples, in any world: in a smaller world each worker accumulates more batches.
@@ -180,7 +181,7 @@ class ElasticLoader:
         if self._kept is None:
             self._drain.after_step(self._save, is_due=is_due)
             return
-        self._kept.commit()
+        self._kept.commit(self._save)
         if is_due:
             self._save()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
 from elasticd import worker
 from elasticd.worker.commit import randomness
+from elasticd.worker.world.group import WorldChanged
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,21 +40,30 @@ class LoopProgress:
 class Present:
     """The training that this process keeps, in its present world.
 
-    ``commit``: commits a step. ``commit_epoch``: commits work that is no step, and counts as the end of an
-    epoch. All ranks call it. ``modules``: what the training continues from.
+    ``state``: keeps the training. ``modules``: what the training continues from.
     """
 
-    def __init__(
-        self,
-        commit: Callable[[], None],
-        commit_epoch: Callable[[], None],
-        progress: LoopProgress,
-        modules: Iterable[nn.Module],
-    ) -> None:
-        self.commit, self.commit_epoch = commit, commit_epoch
-        self._progress = progress
+    def __init__(self, state: worker.State, progress: LoopProgress, modules: Iterable[nn.Module]) -> None:
+        self._state, self._progress = state, progress
         self._parameters = {id(parameter) for module in modules for parameter in module.parameters()}
         self._random = randomness.note()
+
+    def commit(self, save: Callable[[], object]) -> None:
+        """Commit a step. All ranks call it. Raises WorldChanged if the world ends with this step.
+
+        ``save``: saves a checkpoint; called if the job ends with this step, so that no worker stays.
+        """
+        try:
+            self._state.commit()
+        except WorldChanged:
+            world = self._state._loop.committed.world
+            if world is not None and world.nobody_stays():
+                save()
+            raise
+
+    def commit_epoch(self) -> None:
+        """Commit work that is no step, and counts as the end of an epoch. All ranks call it."""
+        self._state._loop.committed.commit_epoch(over=True, stops=False)
 
     @property
     def committed(self) -> dict[str, Any]:
@@ -113,8 +122,7 @@ def keep_process(
             def train_in_world(state: worker.State) -> T:
                 gc.collect()  # else the last world's DistributedDataParallel would add up gradients, too
                 prepare(modules)
-                commit_epoch = partial(state._loop.committed.commit_epoch, over=True, stops=False)
-                _present.append(Present(state.commit, commit_epoch, progress, modules))
+                _present.append(Present(state, progress, modules))
                 try:
                     return train(*args, **kwargs)
                 finally:

@@ -44,7 +44,8 @@ _IN_MEMORY: Final = "memory of this process"  # a path, for Trainer.fit(ckpt_pat
 _LOOP: Final = "epoch_loop.batch_progress"  # counts batches, in the state of a fit loop
 _LOGGED: Final = "epoch_loop.state_dict"  # counts the steps that loggers are told
 _NO_LOADER: Final = "ElasticFit knows the place in one loader alone: fit with elastic.loader(loader)"
-_OF_THE_MODEL: Final = ("state_dict", "hparams", "hyper_parameters")  # what the process keeps anyway
+# Of a checkpoint, what the process keeps anyway, beside the module's state.
+_KEPT_ANYWAY: Final = ("hparams_name", "hparams_type", "hyper_parameters")
 
 
 def in_place(*, undo: bool | None = None, **kept: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -68,7 +69,7 @@ class ElasticFit(Callback):  # type: ignore[misc]
 
     A checkpoint is saved in ``folder``, which all nodes share, every so many steps, after an epoch, and when
     the workers are asked to end; the process then ends. The newest ``last`` are kept. In a function that is
-    decorated with ``in_place`` each step is committed, and the process goes on.
+    decorated with ``in_place`` each step is committed, and the process goes on while the job does.
 
     A step is over when the trainer asks for the next batch: what follows an optimizer's step, such as a
     validation, belongs to the step, and comes again with the step.
@@ -209,7 +210,7 @@ class ElasticFit(Callback):  # type: ignore[misc]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self._kept is not None and self._loader is not None and self._loader.has_begun:
-            self._kept.commit()  # the last step
+            self._kept.commit(lambda: None)  # the last step, which was saved at the end of the training
         self._drain.end()
 
     # ------------------------------------------------------------ steps
@@ -224,7 +225,7 @@ class ElasticFit(Callback):  # type: ignore[misc]
             return
         self._is_between_steps = True
         if kept is not None:
-            kept.commit()
+            kept.commit(partial(self._save_if_due, trainer, is_due=True))
         self._save_if_due(trainer, is_due=begins_epoch or trainer.global_step % self._every == 0)
         self._is_between_steps = False
 
@@ -248,7 +249,8 @@ class ElasticFit(Callback):  # type: ignore[misc]
         assert trainer is not None
         # Lightning has no public function that returns a checkpoint and writes none.
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        progress = {name: value for name, value in checkpoint.items() if not name.endswith(_OF_THE_MODEL)}
+        del checkpoint["state_dict"]
+        progress = {name: value for name, value in checkpoint.items() if not name.endswith(_KEPT_ANYWAY)}
         return {**progress, "should_stop": trainer.should_stop}
 
     def _checkpoint(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from elasticd.integrations.draining import Drain
 from elasticd.integrations.in_place import present
 from elasticd.worker.agent_link import agentpage
 from elasticd.worker.samples.loading import loader_options
+from elasticd.worker.world.group import WorldChanged
 
 __all__ = ["Elastic", "ElasticCallback", "Trainer", "in_place", "newest_whole_checkpoint"]
 
@@ -91,10 +92,19 @@ class ElasticCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if (kept := present()) is not None:
-            kept.commit()
-        elif self._drain.is_asked():
-            self._is_leaving = control.should_save = True
+        if (kept := present()) is None:
+            self._is_leaving = self._drain.is_asked()
+        else:
+            try:
+                kept.commit(self._leave_once_saved)
+            except WorldChanged:
+                if not self._is_leaving:
+                    raise
+        if self._is_leaving:
+            control.should_save = True
+
+    def _leave_once_saved(self) -> None:
+        self._is_leaving = True
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -102,7 +112,10 @@ class ElasticCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._drain.is_asked()  # once this returns, all ranks have written their files
         if state.is_world_process_zero:
             worker.checkpointed(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
-        if self._drain.is_asked() or self._is_leaving:
+        if present() is not None:
+            if self._is_leaving:
+                raise WorldChanged
+        elif self._drain.is_asked() or self._is_leaving:
             self._drain.leave()
 
     def on_log(

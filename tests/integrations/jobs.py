@@ -60,7 +60,10 @@ def stopped(cluster: Cluster, program: str, *arguments: str) -> int:
     agent = start(cluster, program, *arguments, accident="wait:6")
     until(cluster, agent, lambda: len([*cluster.folder.glob("waits-*")]) == 2)
     agent.signal(signal.SIGTERM)
-    cluster.until(lambda: agent.find("workers.stopping"), "the workers are asked to end")
+    cluster.until(
+        lambda: agent.find("workers.stopping") + agent.find("workers.leaving"),
+        "the workers are asked to end",
+    )
     for file in ("go", "closing"):
         (cluster.folder / file).touch()
     return agent.end(4 * PATIENCE_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ class Training:
         self.commits = self._kept = 0
         self.model = _module(self.log, ends)
         self._folder, self._ends, self._progress = folder, ends, LoopProgress()
+        self._state = _state(self._commit)
         contents = Contents({"model": self.model, "progress": self._progress})
         self._last, self._undo = LastCommit(contents), Undo(contents.parameters(), {})
         self._undo.want(range(len(contents.parameters())), ())
@@ -64,7 +66,7 @@ class Training:
         from elasticd.worker.world.group import WorldChanged
 
         loader = torch.utils.data.DataLoader(range(SAMPLES), batch_size=2, shuffle=True)
-        with _present(Present(self._commit, lambda: None, self._progress, [self.model])):
+        with _present(Present(self._state, self._progress, [self.model])):
             try:
                 elastic = ElasticFit(self._folder, every=1000)
                 plugins = elastic.world["plugins"][1:]  # of a single process, without torchelastic's
@@ -91,6 +93,12 @@ def _module(log: list[Any], ends: Callable[[str], None]) -> Any:
                 torch.nn.Linear(1, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1)
             )
 
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["own_state_dict"] = {"step": self.global_step}
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert checkpoint["own_state_dict"] == {"step": checkpoint["global_step"]}
+
         def training_step(self, batch: Any, number: int) -> Any:
             log.append((self.current_epoch, self.global_step, number, batch.tolist()))
             ends("batch")
@@ -116,6 +124,12 @@ def _module(log: list[Any], ends: Callable[[str], None]) -> Any:
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
     return Model()
+
+
+def _state(commit: Callable[[], None], *, nobody_stays: bool = False) -> Any:
+    """What in_place uses of a State."""
+    world = SimpleNamespace(nobody_stays=lambda: nobody_stays)
+    return SimpleNamespace(commit=commit, _loop=SimpleNamespace(committed=SimpleNamespace(world=world)))
 
 
 @contextmanager
@@ -253,11 +267,26 @@ def test_without_a_loader_it_says_what_to_do(tmp_path: Path) -> None:
         trainer.fit(BoringModel())
 
 
+@pytest.mark.parametrize("nobody_stays", [True, False])
+def test_in_place_a_checkpoint_is_saved_where_no_worker_stays(nobody_stays: bool) -> None:
+    from elasticd.integrations.in_place import LoopProgress, Present
+    from elasticd.worker.world.group import WorldChanged
+
+    def commit() -> None:
+        raise WorldChanged
+
+    saved: list[int] = []
+    present = Present(_state(commit, nobody_stays=nobody_stays), LoopProgress(), [])
+    with pytest.raises(WorldChanged):
+        present.commit(lambda: saved.append(1))
+    assert saved == [1] * nobody_stays
+
+
 def test_in_place_refuses_a_model_that_it_does_not_keep() -> None:
     from elasticd.integrations.in_place import LoopProgress, Present
 
     kept, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    present = Present(lambda: None, lambda: None, LoopProgress(), [kept])
+    present = Present(_state(lambda: None), LoopProgress(), [kept])
     present.begin(dict, kept.parameters())
     with pytest.raises(ValueError, match="changes parameters that in_place does not keep"):
         present.begin(dict, other.parameters())

@@ -77,11 +77,12 @@ def test_after_a_resize_no_sample_is_lost_or_repeated(
     assert not trained.agent.find("data.batches_changed")
 
 
+@pytest.mark.parametrize("kind", ["elastic", "in_place"])
 @each(slow=("transformers", "accelerate", "lightning"))
 def test_a_job_that_is_stopped_saves_a_checkpoint_and_continues_from_it(
-    framework: Framework, cluster: Cluster, output: str
+    framework: Framework, kind: str, cluster: Cluster, output: str
 ) -> None:
-    arguments = (framework.program, "elastic", output, "1", "1000", "2")
+    arguments = (framework.program, kind, output, "1", "1000", "2")
     assert jobs.stopped(cluster, *arguments) == 128 + signal.SIGTERM
     trained = jobs.ended(cluster, jobs.start(cluster, *arguments))
     assert trained.outcome == "exact"
