@@ -208,8 +208,8 @@ class AgentState:
     ``takedown``: what the kernel takes down, and which starts wait for that.
 
     ``linked``: slots whose worker keeps its process from round to round. ``inplace``: some worker of this job
-    keeps its process. ``checkpointed``: a worker reported a checkpoint of its own. ``exiting``: how the agent
-    exits, once no worker is left.
+    keeps its process. ``sharded``: some worker here has a part of the training state only. ``checkpointed``:
+    a worker reported a checkpoint of its own. ``exiting``: how the agent exits, once no worker is left.
     """
 
     me: Identity
@@ -227,6 +227,7 @@ class AgentState:
     takedown: Takedown = Takedown()
     linked: frozenset[int] = frozenset()
     inplace: bool = False
+    sharded: bool = False
     checkpointed: bool = False
     released: Released = Released()
     report: Report | None = None
@@ -300,6 +301,22 @@ class AgentState:
         half_s = self.policy.shutdown_s / 2
         checkpoint_by = min(round.resizes_by, departure.patient_until + half_s)
         return max(departure.patient_until, checkpoint_by, round.leave_by if needed else 0.0)
+
+    @property
+    def parts_to_give(self) -> frozenset[int]:
+        """The slots whose worker waits with a part of a sharded state that the worker has not given away at
+        the end of its round."""
+        round = self.round
+        if not self.sharded or round is None or round.phase is Phase.ENDED:
+            return frozenset()
+        member = round.member(self.me.node, self.me.incarnation)
+        have = self.waiting & self.ages.keys()
+        if member is None or not have:
+            return frozenset()
+        over = round.planned and self.released.round == round.number
+        given = {slot for slot in member.slots if over and round.leaves_out(member.rank_of(slot))}
+        took_part = {slot for slot in have if round.handover or self.ages[slot].agreed == round.number}
+        return have.intersection(member.slots) - (given & took_part)
 
     @property
     def waiting(self) -> frozenset[int]:

@@ -243,6 +243,7 @@ def _waits(do: Decisions, event: WorkerWaiting) -> None:
         do.reasons.append(StandbyReady(slot))
     do.set(
         inplace=True,
+        sharded=state.sharded or event.sharded,
         standbys={**state.standbys, slot: Life.WAITING},
         ages={s: a for s, a in state.ages.items() if s != slot} | ({slot: event.age} if event.age else {}),
         setbacks={s: b for s, b in state.setbacks.items() if s != slot},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elasticd.core.age import Age
 from elasticd.core.agent.agent_state import AgentState, Decisions
 from elasticd.core.agent.crew import unreported
 from elasticd.core.agent_messages import CheckProcess, CountOtherNodes, Fence, LeaveJob, Tag
@@ -204,8 +205,16 @@ def _record(state: AgentState) -> Node:
         ready=ready,
         most=max(1, len(me.slots) - state.config.spares) if state.config.spares else 0,
         age=newest,
-        holders=tuple(slot for slot, age in ages.items() if age == newest),
+        holders=tuple(slot for slot, age in ages.items() if _belongs(state, age, newest)),
+        sharded=state.sharded and bool(ages),
     )
+
+
+def _belongs(state: AgentState, age: Age, newest: Age | None) -> bool:
+    """Whether a state of this age is needed for the newest. Workers with parts of one state may be a commit
+    apart."""
+    assert newest is not None
+    return age.agreed == newest.agreed if state.sharded else age == newest
 
 
 def _ready(state: AgentState) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ class SmallState:
 @dataclass(slots=True)
 class Generation:
     """What a worker keeps of one commit. ``own``: its own shard; ``guarded``: shards of other ranks, by
-    rank."""
+    rank. Below 0 are shards of ranks of an earlier world."""
 
     point: CommitPoint
     small: SmallState
@@ -78,6 +78,11 @@ class Generation:
     @property
     def shards(self) -> list[HostShard]:
         return [self.own, *(shard for _, shard in sorted(self.guarded.items()))]
+
+    def take_over(self, shards: Iterable[HostShard]) -> None:
+        """Keep shards of workers that leave the job."""
+        first = min([0, *self.guarded])
+        self.guarded |= {first - number: shard for number, shard in enumerate(shards, 1)}
 
 
 def held_shards(generations: Sequence[Generation]) -> list[tuple[HeldShard, HostShard]]:

@@ -51,11 +51,6 @@ def nothing(sizes: Sequence[int]) -> Spans:
     return tuple(Span(0, 0) for _ in sizes)
 
 
-def cut(sizes: Sequence[int], part: int, parts: int) -> Spans:
-    """Return the spans of one of several equal parts."""
-    return tuple(Span(size * part // parts, size * (part + 1) // parts) for size in sizes)
-
-
 def missing(size: int, spans: Iterable[Span]) -> int:
     """Return the number of elements, of ``size``, that are in none of the spans."""
     absent = reached = 0
