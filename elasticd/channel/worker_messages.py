@@ -43,6 +43,8 @@ class Source(StrEnum):
     """Where a worker that enters a round got the training state."""
 
     SURVIVOR = "survivor"  # the worker itself, or another worker of an earlier round
+    REPLICA = "replica"  # the same, and a lost worker's part of a sharded model from a replica of that part
+    COPY = "copy"  # the same, and a lost worker's part of a sharded model from a redundant copy
     MEMORY = "memory"  # this node's memory, where the saver keeps replicas
     PEER = "peer"  # this node's memory and other nodes' memory
     DISK = "disk"  # the newest whole checkpoint

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticd.channel.worker_messages import Source
 from elasticd.worker.sharding.moves import Passing, guardians, heirs, plan_moves, plan_passing, replicas
 from elasticd.worker.sharding.spans import (
     INITIAL,
@@ -20,6 +21,7 @@ from elasticd.worker.sharding.spans import (
     missing,
     newest_whole_point,
     nothing,
+    source_of,
     whole,
 )
 
@@ -270,3 +272,24 @@ def test_who_is_not_in_a_later_round_gives_each_shard_once_to_one_that_stays_and
     shards = [[HeldShard(LATER, A), *(HeldShard(AT, spans) for spans in its)] for its in held]
     behind = [Passing(sender, shard + 1, receiver) for sender, shard, receiver in passed]
     assert plan_passing(shards, AT, going) == behind
+
+
+@pytest.mark.parametrize(
+    ("held", "source"),
+    [
+        ([[(A, False)], [(B, False)], [(C, False)]], Source.SURVIVOR),
+        ([[(A, False), (C, False)], [(B, False)]], Source.SURVIVOR),
+        ([[(A, False), (C, True)], [(B, False), (A, True)]], Source.COPY),
+    ],
+    ids=["its own workers", "handed over", "a lost worker's copy"],
+)
+def test_whether_parts_come_from_their_workers_or_from_copies_is_told(
+    held: list[list[tuple[Spans, bool]]], source: Source
+) -> None:
+    shards = [[HeldShard(AT, spans, guarded, 3) for spans, guarded in its] for its in held]
+    assert source_of([12], shards, AT) is source
+
+
+def test_a_lost_workers_part_that_another_has_as_its_own_comes_from_a_replica() -> None:
+    halves = [cut(12, part, 2) for part in (0, 1, 0)]
+    assert source_of([12], [[HeldShard(AT, half, ranks=4)] for half in halves], AT) is Source.REPLICA

@@ -63,7 +63,7 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
     survivors = {0, 1, 2} - {victim}
     assert_like(crew, tmp_path, survivors, undisturbed)
     assert crew.settled == [(1, 3), (2, 2)]
-    assert all(crew.hands[i].entered[-1].source == Source.SURVIVOR for i in survivors)
+    assert all(crew.hands[i].entered[-1].source == Source.COPY for i in survivors)
 
 
 def test_a_newcomer_is_given_its_shard_at_a_commit(crew, tmp_path, undisturbed):
@@ -173,7 +173,7 @@ def test_replicas_of_a_shard_stand_in_for_it_and_the_mesh_of_a_world_has_replica
     assert_like(crew, tmp_path, (0, 2, 3, 4), undisturbed)
     assert crew.settled == [(1, 4), (2, 3), (3, 4)]
     assert all(reads(tmp_path, str(i), "mesh") == [[2, 2], [3], [2, 2]] for i in (0, 2, 3))
-    assert all(crew.hands[i].entered[1].source == Source.SURVIVOR for i in (0, 2, 3))
+    assert all(crew.hands[i].entered[1].source == Source.REPLICA for i in (0, 2, 3))
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from elasticd.worker.sharding.spans import (
     all_missing,
     newest_whole_point,
     nothing,
+    source_of,
 )
 from elasticd.worker.sharding.transport import carry_out, carry_shards
 from elasticd.worker.world.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
@@ -95,7 +96,7 @@ def pass_on(state: CommittedState, shards: ShardedState, world: World, *, gives:
     mine = shards.generation(point)
     if mine is None:
         own = HostShard(small.kinds, nothing(shards.model.sizes))
-        mine = Generation(point, small.state, own)
+        mine = Generation(point, small.state, own, ranks=world.size)
         shards.generations = [mine]
         state.last.take(small.state.kept)
         state.step = point.step
@@ -155,7 +156,7 @@ def _continue(
         state.last.take(latest.small.kept)
     state.agree(world.number)
     state.survived()
-    return Source.SURVIVOR
+    return source_of(shards.model.sizes, choice.held, point)
 
 
 def _take(
