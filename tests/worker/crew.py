@@ -49,7 +49,7 @@ PRELOADED = [
     "elasticd.worker.checkpoints",
     *(
         f"tests.worker.{module}"
-        for module in ("guarding", "many", "forking", "chaosjob", "shardjob", "splitjob")
+        for module in ("guarding", "many", "forking", "chaosjob", "shardjob", "shardgpt", "splitjob")
     ),
 ]
 
