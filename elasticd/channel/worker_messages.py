@@ -33,15 +33,18 @@ from enum import StrEnum
 from elasticd.channel.codec import Codec
 from elasticd.core.age import Age
 
-VERSION = 2
+VERSION = 3
 ADDRESS = "ELASTICD_LINK"
 HANDOVER = "ELASTICD_HANDOVER"  # set in the environment of a handover round, which only passes the state on
+GIVES, TAKES = "gives", "takes"  # the values of HANDOVER: whether the worker is in a later round
 
 
 class Source(StrEnum):
     """Where a worker that enters a round got the training state."""
 
     SURVIVOR = "survivor"  # the worker itself, or another worker of an earlier round
+    REPLICA = "replica"  # the same, and a lost worker's part of a sharded model from a replica of that part
+    COPY = "copy"  # the same, and a lost worker's part of a sharded model from a redundant copy
     MEMORY = "memory"  # this node's memory, where the saver keeps replicas
     PEER = "peer"  # this node's memory and other nodes' memory
     DISK = "disk"  # the newest whole checkpoint
@@ -53,6 +56,7 @@ class Holds(StrEnum):
 
     NONE = "none"  # only the script's initial state
     WHOLE = "whole"  # the whole state of its last commit
+    SHARD = "shard"  # a part of the state of its last commit: the model is sharded
     TORN = "torn"  # an optimizer step that can be neither finished nor undone
 
 
@@ -76,8 +80,8 @@ class Waiting:
 
     @property
     def age(self) -> Age | None:
-        """The age of the worker's state; None unless the state is whole."""
-        return Age(self.agreed, self.step) if self.state is Holds.WHOLE else None
+        """The age of the worker's state; None unless the worker has a state that others may go on with."""
+        return Age(self.agreed, self.step) if self.state in (Holds.WHOLE, Holds.SHARD) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,8 +180,8 @@ class Node:
 
     ``ready``: slots with a process that waits for a round. In a job that recovers in place, only these slots
     can get work. ``most``: how many of the slots may be in a world at once; the others are spares (0: all).
-    ``age``: the age of the newest whole state of the ready slots, None if there is none. ``holders``: the
-    ready slots that have this state.
+    ``age``: the age of the newest state of the ready slots, None if there is none. ``holders``: the ready
+    slots that have this state. ``sharded``: each of them has only a part of the state.
     """
 
     name: str
@@ -198,6 +198,7 @@ class Node:
     most: int = 0
     age: Age | None = None
     holders: tuple[int, ...] = ()
+    sharded: bool = False
     told: int = 0
 
 
@@ -358,8 +359,8 @@ class Round:
     state on, make no step, and leave by themselves. ``outlived``: a closing round has members that do not
     leave, while workers that left it, on any node, hold all the state that the round agreed on. ``anew``: a
     value was not finite, so the job goes back to a checkpoint. No worker keeps its process or its state.
-    ``left_out``: the workers of a round that closes as planned whom the next round will probably leave out.
-    They give the others what they alone hold.
+    ``left_out``: the workers of a round that closes as planned whom the next round will probably leave out,
+    and the workers of a handover round that give the state. They give the others what they alone hold.
 
     ``resizes_by``: the round is to be resized at its script's next checkpoint, or at this time at the latest;
     0 otherwise. ``began``: the time of this run's first round. ``failures``: the number of rounds since then
@@ -415,6 +416,10 @@ class Round:
     def next_cause(self) -> Cause:
         """Why the next round begins, or why the job waits for it."""
         return self.closing or self.cause
+
+    def leaves_out(self, rank: int) -> bool:
+        """Whether the next round will probably be without this rank."""
+        return any(ranks.first <= rank < ranks.end for ranks in self.left_out)
 
     def member(self, node: str, incarnation: str) -> Member | None:
         member = self.by_node.get(node)

@@ -1,17 +1,24 @@
-"""The handover of the state when all nodes or slots that hold it leave at once.
+"""The handover of the state by workers that hold it and are not in the next round.
 
 Workers that keep their process hold the state in memory. While one of them stays in the job, new workers get
 the state from it. If all of them leave, their round lives on until other nodes are ready. Then a round
 without steps passes the state on. Its members are the heirs, which are the workers of the next round, and the
-leaving workers: of a sharded model, each of them holds a part only.
+leaving workers.
+
+Of a sharded model, each worker holds a part only. Workers that leave with a planned end of their round give
+their parts to the others at their last commit. Who else leaves, since the limits have changed again before
+the next round, gives its part in a round without steps too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from elasticd.core import seating
 from elasticd.core.facts import Member, Node, Round
+
+_Place = tuple[str, int]  # a node and a slot
 
 
 def may_come(round: Round, nodes: Iterable[Node]) -> bool:
@@ -19,17 +26,21 @@ def may_come(round: Round, nodes: Iterable[Node]) -> bool:
     return any(n.slots and not n.draining and not round.member(n.name, n.incarnation) for n in nodes)
 
 
-def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) -> tuple[Member, ...]:
+def members(
+    round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member], unit: int = 1
+) -> tuple[Member, ...]:
     """Return the members of the handover round, which comes before the heirs train; empty if there is nothing
     to hand over.
 
     The leaving nodes come last, since the first member hosts the store. A leaving node may not know yet that
-    it must leave. ``round``: the last round, which is over.
+    it must leave. ``round``: the last round, which is over. ``unit``: the workers that hold one model
+    together, if there are such units.
     """
     holding = seating.newest_holders(nodes.values())
-    if any(set(heir.slots) & set(holding.get(heir.node, ())) for heir in heirs):
-        return ()
-    giving = {name: slots for name, slots in holding.items() if _can_give(round, nodes[name])}
+    if not any(set(heir.slots) & set(holding.get(heir.node, ())) for heir in heirs):
+        giving = {name: slots for name, slots in holding.items() if _can_give(round, nodes[name])}
+    else:
+        giving = _parts_left_out(round, nodes, heirs, unit)
     if not giving:
         return ()
     # Other workers of a leaving node may be heirs, if the next round leaves out only the slots with the
@@ -40,6 +51,45 @@ def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) ->
         (name, nodes[name].incarnation, (*beside.get(name, ()), *slots)) for name, slots in giving.items()
     ]
     return seating.seat([*others, *leaving])
+
+
+def _parts_left_out(
+    round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member], unit: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the slots with a part of a sharded state that are not among the heirs, and have not given the
+    part away. Who was not in the last round had given its part away before, or had none."""
+    there = {
+        (name, slot)
+        for name, member in round.by_node.items()
+        if (node := nodes.get(name)) is not None and node.sharded and node.incarnation == member.incarnation
+        if _can_give(round, node)
+        for slot in node.holders
+        if slot in member.slots
+    }
+    if not there:
+        return {}
+    taking = {(heir.node, slot) for heir in heirs for slot in heir.slots}
+    kept = {place for rank, place in _places(round) if not round.leaves_out(rank)}
+    if round.planned and kept and kept <= there:
+        there -= {place for rank, place in _places(round) if round.leaves_out(rank)}
+    elif unit > 1 and _is_whole_unit_among(taking & there, round, unit):
+        return {}
+    giving: dict[str, tuple[int, ...]] = {}
+    for name, slot in sorted(there - taking):
+        giving[name] = (*giving.get(name, ()), slot)
+    return giving
+
+
+def _places(round: Round) -> Iterator[tuple[int, _Place]]:
+    """Yield the ranks and places of the round's workers."""
+    for member in round.members:
+        for rank, slot in enumerate(member.slots, member.base_rank):
+            yield rank, (member.node, slot)
+
+
+def _is_whole_unit_among(places: set[_Place], round: Round, unit: int) -> bool:
+    there = Counter(rank // unit for rank, place in _places(round) if place in places)
+    return unit in there.values()
 
 
 def _can_give(round: Round, node: Node) -> bool:

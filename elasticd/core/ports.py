@@ -193,12 +193,14 @@ class WorkerLinked:
 @dataclass(frozen=True, slots=True)
 class WorkerWaiting:
     """A worker has left ``round`` (0: it was in none), after ``steps`` commits, and waits for ``start`` to
-    give it the next one. ``age``: the age of its state; None if the state is not whole."""
+    give it the next one. ``age``: the age of its state; None if nobody can go on with the state. ``sharded``:
+    the worker has only a part of the state."""
 
     slot: int
     round: int
     steps: int = 0
     age: Age | None = None
+    sharded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

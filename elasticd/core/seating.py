@@ -122,11 +122,15 @@ def left_out(
     workers of ``round`` will hold a newer state.
     """
     bare = [replace(node, age=None, holders=()) if node.age is not None else node for node in nodes]
-    next_members = form(bare, round, limits, quarantines, now)
-    seats = {(member.node, member.incarnation): member.slots for member in next_members}
+    return ranks_without(round.members, form(bare, round, limits, quarantines, now))
+
+
+def ranks_without(members: Iterable[Member], others: Iterable[Member]) -> tuple[RankRange, ...]:
+    """Return the ranks of the members whose slots are not among the others'."""
+    seats = {(other.node, other.incarnation): other.slots for other in others}
     out = [
         rank
-        for member in round.members
+        for member in members
         for rank, slot in enumerate(member.slots, member.base_rank)
         if slot not in seats.get((member.node, member.incarnation), ())
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elasticd.channel.worker_messages import HANDOVER
+from elasticd.channel.worker_messages import GIVES, HANDOVER, TAKES
 from elasticd.core.facts import Cause, Member, Phase, Round
 from elasticd.core.ports import Assignment
 
@@ -59,7 +59,7 @@ def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignm
             "ELASTICD_BEGAN": f"{round.began:.0f}",
             "ELASTICD_FAILURES": str(round.failures),
             "ELASTICD_SLOT": str(slot),
-            **({HANDOVER: "1"} if round.handover else {}),
+            **({HANDOVER: GIVES if round.leaves_out(rank) else TAKES} if round.handover else {}),
             **_devices(member, local_rank, setting),
             **setting.extra,
         }

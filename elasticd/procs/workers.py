@@ -383,8 +383,8 @@ class LocalProcs:
         match message:
             case wire.Hello():
                 self._news(WorkerLinked(slot))
-            case wire.Waiting(age=age) if has_left:
-                self._news(WorkerWaiting(slot, number, steps, age))
+            case wire.Waiting(age=age, state=holds) if has_left:
+                self._news(WorkerWaiting(slot, number, steps, age, holds is wire.Holds.SHARD))
             case wire.Entered(number, step, group_s, state_s, batch, rates, source):
                 took = {"group_s": round(group_s, 6), "state_s": round(state_s, 6)}
                 grown = {"batch": batch, "rates_times": round(rates, 6)} if batch else {}

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from elasticd.channel.worker_messages import (
     ADDRESS,
+    GIVES,
     HANDOVER,
     Broken,
     Done,
@@ -27,7 +28,7 @@ from elasticd.channel.worker_messages import (
 )
 from elasticd.worker.agent_link.link import Link, own_link
 from elasticd.worker.commit.committed import CommittedState
-from elasticd.worker.sharding.agreement import agree_on_shards
+from elasticd.worker.sharding.agreement import agree_on_shards, pass_on
 from elasticd.worker.splitting.split_agreement import agree_on_parts
 from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.state import State
@@ -121,7 +122,7 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
             started = time.monotonic()
             world.form(state.commit_number, timeout)
             formed = time.monotonic()
-            source = _agree(state, world, handover=bool(handover))
+            source = _agree(state, world, handover)
             if handover:
                 world.end()  # no worker leaves while another still receives
                 raise WorldChanged
@@ -154,12 +155,15 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
         world.forget()
 
 
-def _agree(state: CommittedState, world: World, *, handover: bool = False) -> Source:
-    """Give all workers of the world the same state. Return where the state came from."""
+def _agree(state: CommittedState, world: World, handover: str = "") -> Source:
+    """Give all workers of the world the same state. Return where the state came from. ``handover``: of a
+    handover round, ``GIVES`` or ``TAKES``."""
     if isinstance(state.shards, SplitState):
         return Source.SCRIPT if handover else agree_on_parts(state, state.shards, world)
     if state.shards is not None:
-        return agree_on_shards(state, state.shards, world, handover=handover)
+        if handover:
+            return pass_on(state, state.shards, world, gives=handover == GIVES)
+        return agree_on_shards(state, state.shards, world)
     return agree(state, world)
 
 

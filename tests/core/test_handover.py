@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.core import handover
 from elasticd.core.age import Age
-from elasticd.core.facts import Member, Node, Phase
+from elasticd.core.facts import Member, Node, Phase, RankRange
 from tests.core.build import life, members, node, round
 
 LAST = round(4, {"a": 2}, Phase.CLOSING)
@@ -65,3 +65,54 @@ def test_a_slot_that_is_left_out_gives_the_state_to_the_heirs_beside_it_on_its_n
     nodes = {n.name: n for n in (node("b"), holding("a", 1, draining=False))}
     passing = handover.members(LAST, nodes, heirs)
     assert passing == (Member("b", life("b"), (0, 1), 0), Member("a", life("a"), (0, 1), 2, 1))
+
+
+# ---------------------------------------------------------------- parts of a sharded model
+
+
+def parts(name: str, *slots: int, agreed: int = 4, released: int = 4) -> Node:
+    """A node of which each slot holds a part."""
+    age = Age(agreed, 9)
+    return replace(node(name, 2, released=released), ready=slots, age=age, holders=slots, sharded=True)
+
+
+def giving(
+    heirs: dict[str, int], *nodes: Node, out: int | None = None, unit: int = 1
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Who gives, of a round of three nodes with two slots each. ``out``: ranks from there on were
+    to leave."""
+    left_out = (RankRange(out, 6),) if out is not None else ()
+    last = round(4, {"a": 2, "b": 2, "c": 2}, Phase.CLOSING, planned=out is not None)
+    chosen = members(heirs)
+    found = handover.members(replace(last, left_out=left_out), {n.name: n for n in nodes}, chosen, unit)
+    out_of = {(r, m.node) for m in found for r in m.slots} - {(r, m.node) for m in chosen for r in m.slots}
+    return sorted((name, slot) for slot, name in out_of)
+
+
+ALL = parts("a", 0, 1), parts("b", 0, 1), parts("c", 0, 1)
+
+
+def test_who_has_handed_its_part_over_at_the_last_commit_gives_nothing_more() -> None:
+    assert giving({"a": 2}, *ALL, out=2) == []
+
+
+def test_who_was_to_stay_and_is_left_out_all_the_same_gives_its_part() -> None:
+    assert giving({"a": 1}, *ALL, out=2) == [("a", 1)]
+
+
+def test_what_was_given_to_one_that_has_ended_is_given_again_by_who_has_it() -> None:
+    assert giving({"a": 1}, parts("a", 0), *ALL[1:], out=2) == [("b", 0), ("b", 1), ("c", 0), ("c", 1)]
+
+
+def test_after_an_unplanned_end_all_parts_count() -> None:
+    assert giving({"a": 2, "b": 1}, *ALL[:2]) == [("b", 1)]
+
+
+def test_a_unit_that_is_whole_has_all_parts() -> None:
+    assert giving({"a": 2, "b": 2}, *ALL[:2], parts("c", 0), unit=2) == []
+    assert giving({"a": 1, "b": 1}, parts("a", 0), *ALL[1:2], unit=2) == [("b", 1)]
+
+
+def test_a_worker_of_an_earlier_round_gives_nothing_and_neither_does_one_that_still_trains() -> None:
+    assert giving({"a": 2, "b": 2}, *ALL[:2], parts("d", 0, 1)) == []
+    assert giving({"a": 2, "b": 2}, *ALL[:2], parts("c", 0, 1, released=3)) == []

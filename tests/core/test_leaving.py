@@ -9,7 +9,18 @@ import pytest
 from elasticd.core.age import Age
 from elasticd.core.agent.agent_state import SIGKILL, SIGTERM
 from elasticd.core.agent_messages import LeaveRound, Signalled, StopWorkers, Tag
-from elasticd.core.facts import BrokenWorldCount, Budget, Cause, Failure, Node, Outcome, Phase, Policy, Report
+from elasticd.core.facts import (
+    BrokenWorldCount,
+    Budget,
+    Cause,
+    Failure,
+    Node,
+    Outcome,
+    Phase,
+    Policy,
+    RankRange,
+    Report,
+)
 from elasticd.core.leader import Plan, View, decide
 from elasticd.core.leader.settling import REPORT_S
 from elasticd.core.persistent_map import PersistentMap
@@ -77,6 +88,41 @@ def test_the_leader_says_after_a_while_that_some_have_left_with_the_state() -> N
     assert (still_planned.planned, still_planned.outlived) == (True, True), (
         "who sleeps may be told from who works"
     )
+
+
+# ---------------------------------------------------------------- parts of a sharded model
+
+
+def left(*, sharded: bool, out: tuple[RankRange, ...] = ()) -> Agent:
+    """A node whose workers have left a round that is scaled down."""
+    one = working()
+    one.sees("round", replace(closing(ROUND, Cause.SCALED, planned=True), left_out=out))
+    for slot in (0, 1):
+        one.told(WorkerWaiting(slot, 1, age=Age(1, 5), sharded=sharded))
+    return one
+
+
+def test_a_node_that_is_to_leave_after_its_workers_have_waits_to_give_their_parts() -> None:
+    one = left(sharded=True)
+    one.told(Signalled(SIGTERM))
+    assert one.state.exiting is None
+
+
+@pytest.mark.parametrize(("sharded", "out"), [(False, ()), (True, (RankRange(0, 2),))])
+def test_a_node_whose_workers_alone_have_nothing_leaves_at_once(
+    sharded: bool, out: tuple[RankRange, ...]
+) -> None:
+    one = left(sharded=sharded, out=out)
+    one.told(Signalled(SIGTERM))
+    assert one.state.exiting is not None
+
+
+def test_workers_wait_for_no_member_that_has_declined_the_round() -> None:
+    """It left the round with a state from before."""
+    ending = round(5, {"a": 2, "b": 2}, Phase.CLOSING, closing=Cause.GREW, planned=True)
+    declined = replace(node("a", released=5), age=Age(4, 9), holders=(0, 1))
+    plan = decide(view(replace(spec(), inplace=True), ending, [declined, node("b", released=4)]), NOW)
+    assert next_round(plan) == replace(ending, planned=False)
 
 
 # ---------------------------------------------------------------- who has lost the others

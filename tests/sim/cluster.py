@@ -239,6 +239,7 @@ class Cluster:
         self.joined: list[Callable[[SimAgent], None]] = []  # told of each agent that starts
         self.mended_at: float | None = None
         self.troubled = True  # until then: by more than slow workers
+        self.only_planned = False  # nothing is to happen but planned changes
         self.restarting = False  # whoever leaves a running job is started again
         self._ports = 1024
         self._pids = 100

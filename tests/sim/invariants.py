@@ -27,6 +27,7 @@ from elasticd.core.straggler import PERIODS
 from tests.sim.cluster import PATIENCE, Broken, Cluster, SimAgent
 from tests.sim.inspector import Illness
 from tests.sim.procs import SimWorker, World
+from tests.sim.shards import newest_whole
 
 EXIT_CODES = {Outcome.SUCCEEDED: 0, Outcome.FAILED: 1, Outcome.SHORT: 3, Outcome.STOPPED: 143}
 NEWS_S = 15.0  # a watch lags by at most this, and then a transaction
@@ -63,6 +64,7 @@ class Invariants:
         self._limits: list[tuple[float, Limits]] = []  # since when in force
         cluster.etcd.written.append(self._written)
         cluster.training.formed.append(self._formed)
+        cluster.training.laid_out.append(self._laid_out)
         cluster.training.stepped.append(self._stepped)
         cluster.training.failed.append(self._failed)
         cluster.training.fell_ill.append(self._fell_ill)
@@ -170,7 +172,9 @@ class Invariants:
     # ---- 3: a step is not lost while anybody has it, and could have brought it
 
     def _nothing_lost(self, world: World) -> None:
-        if world.step < self.newest_step:
+        if self.cluster.training.job.sharded:
+            self._no_part_lost(world)
+        elif world.step < self.newest_step:
             holders = [
                 (agent.name, worker.slot)
                 for agent in self.cluster.running()
@@ -181,6 +185,36 @@ class Invariants:
             if holders:
                 raise Broken(f"round {world.round} goes on from step {world.step}, but {holders} know more")
             self.newest_step = world.step
+
+    # ---- sharded models: what could be put together is; and never of two steps
+
+    def _no_part_lost(self, world: World) -> None:
+        if world.step >= self.newest_step:
+            return
+        newest = {step for worker in world.workers.values() for _, step in worker.held}
+        if self.cluster.only_planned and self.newest_step in newest:
+            raise Broken(f"round {world.round} goes on from step {world.step}: a planned change needs copies")
+        known = newest_whole(
+            worker.held
+            for agent in self.cluster.running()
+            if not (agent.host.paused or agent.store.cut)
+            for worker in agent.procs.workers.values()
+            if worker.world in (None, world)
+        )
+        if known is not None and known[1] > world.step:
+            raise Broken(f"round {world.round} goes on from step {world.step}: together workers know {known}")
+        self.newest_step = world.step
+
+    def _laid_out(self, world: World) -> None:
+        """All parts of the world are of the one step that it goes on from."""
+        if world.handover:
+            return
+        point = world.round, world.step
+        if newest_whole(worker.held for worker in world.workers.values()) != point:
+            raise Broken(f"the parts of round {world.round} do not make up step {world.step}")
+        older = {p for worker in world.workers.values() for p in worker.held if p != point}
+        if older - {world.point}:
+            raise Broken(f"round {world.round} goes on from {world.point}, with parts of {older}")
 
     def _incarnation(self, worker: SimWorker) -> str:
         for agent in reversed(self.cluster.all):

@@ -10,9 +10,10 @@ import signal as signals
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
-from elasticd.channel.worker_messages import HANDOVER
+from elasticd.channel.worker_messages import GIVES, HANDOVER
 from elasticd.core.age import Age
 from elasticd.core.agent.lingering import PATIENCE_S
 from elasticd.core.facts import Exit, SlotProgress
@@ -31,6 +32,7 @@ from elasticd.core.ports import (
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
 from tests.sim.inspector import Ill, Illness
+from tests.sim.shards import Point, given, newest_whole, with_copies
 
 NEWS_S = 5.0  # as long a worker that has lost the others waits before it says so
 HANG_S = 12.0  # after which one that does nothing is taken for hung, and killed
@@ -48,14 +50,15 @@ class OnSigterm(StrEnum):
 class Job:
     """The user's code. ``saved`` is the step that a new world resumes from.
 
-    ``bug_at``: the step at which rank 0 fails each time; ``fails_at_end``: how many workers fail
-    after the last step, where the others finish. ``tells``: rank 0 tells of what is saved, and is held there
-    until it is let go on. ``inplace``: it uses elasticd.worker, and keeps its
-    processes and their state, with ``spares`` more of them per node; ``stuck``: how likely one is not to
-    leave a round when told to; ``tears``: how likely a survivor's state is torn when its world breaks;
-    ``dwells``: how likely it is in code of its own then, for ``dwell_s``; ``lingers``: how likely a worker
-    that fails takes as long to end. ``taken_down_s``: how long the kernel takes a process down that has
-    failed or was killed. Times in seconds.
+    ``bug_at``: the step at which rank 0 fails each time; ``fails_at_end``: how many workers fail after the
+    last step, where the others finish. ``tells``: rank 0 tells of what is saved, and is held there until it
+    is let go on. ``inplace``: it uses elasticd.worker, and keeps its processes and their state, with
+    ``spares`` more of them per node; ``stuck``: how likely one is not to leave a round when told to;
+    ``tears``: how likely a survivor's state is torn when its world breaks; ``dwells``: how likely it is in
+    code of its own then, for ``dwell_s``; ``lingers``: how likely a worker that fails takes as long to end.
+    ``sharded``: each worker holds parts of the state, with copies of ``redundancy`` others' parts; they are
+    moved when a world forms. ``taken_down_s``: how long the kernel takes a process down that has failed or
+    was killed. Times in seconds.
     """
 
     total_steps: int = 100
@@ -73,6 +76,9 @@ class Job:
     tears: float = 0.0
     dwells: float = 0.0
     lingers: float = 0.0
+    sharded: bool = False
+    redundancy: int = 0
+    unit: int = 1
     dwell_s: tuple[float, float] = (4.0, 20.0)
     taken_down_s: tuple[float, float] = (0.0, 0.0)
     saved: int = 0
@@ -99,6 +105,7 @@ class World:
         self.broken = False
         self.leaving = False  # with the next step, all of them
         self.held = False  # at what was saved
+        self.point: Point | None = None  # the commit that a sharded model goes on from, or has come to
         self._waits = False  # for one that is ill
         self._began_at: float | None = None  # the step under way
         self._next: Timer | None = None
@@ -113,6 +120,9 @@ class World:
             self.training.clock.note("world", f"round {self.round}: {self.size} train from step {self.step}")
             for formed in self.training.formed:
                 formed(self)
+            if self.training.job.sharded:
+                self._lay_out()
+                return
             if self.training.job.inplace:
                 for other in list(self.workers.values()):
                     other.has_entered()
@@ -121,13 +131,53 @@ class World:
             else:
                 self._go_on()
 
+    def _lay_out(self) -> None:
+        """Move the parts. A worker that has its own does not know whether the others have theirs."""
+        random, clock = self.training.random, self.training.clock
+        left = set(self.workers)
+
+        def enter(worker: SimWorker) -> None:
+            if self.broken:
+                return
+            if not self.handover and worker.world is self:
+                worker.has_entered()
+            left.discard(worker.rank)
+            if left:
+                return
+            for laid_out in self.training.laid_out:
+                laid_out(self)
+            if self.handover:
+                self._handed_over()
+            else:
+                self._go_on()
+
+        for worker in list(self.workers.values()):
+            clock.after(random.uniform(0.001, 0.05), partial(enter, worker))
+
+    def _pass_parts(self) -> None:
+        """Those who go give what nobody else has."""
+        if self.point is None:
+            return
+        workers = [worker for _, worker in sorted(self.workers.items())]
+        going, staying = [w for w in workers if w.going], [w for w in workers if not w.going]
+        parts = given(self.point, [w.held for w in going], [w.held for w in staying])
+        for worker, its in zip(staying, parts, strict=True):
+            if self.point not in worker.held:
+                worker.committed, worker.whole, worker.agreed = self.point[1], True, self.point[0]
+            worker.held[self.point] = worker.held.get(self.point, frozenset()) | its
+
     def _handed_over(self) -> None:
+        if self.training.job.sharded:
+            self._pass_parts()
         self.running = False
         for worker in list(self.workers.values()):
             worker.come_out()
 
     def _first_step(self) -> int:
         """The most advanced survivor's, or what was saved."""
+        if self.training.job.sharded:
+            self.point = newest_whole(w.held for w in self.workers.values())
+            return self.point[1] if self.point is not None else self.training.job.saved
         return max(
             (w.committed for w in self.workers.values() if w.whole and w.committed is not None),
             default=self.training.job.saved,
@@ -213,10 +263,14 @@ class World:
             job.saved = max(job.saved, self.step)
         for worker in self.workers.values():
             worker.committed = self.step
+            worker.keep_parts(self)
             worker.times.append(self.training.clock.now())
+        self.point = self.round, self.step
         for stepped in self.training.stepped:
             stepped(self)
         if self.leaving and self.step < job.total_steps:
+            if job.sharded:
+                self._pass_parts()
             self.running = False
             for worker in list(self.workers.values()):
                 worker.come_out()
@@ -235,8 +289,8 @@ class World:
 class Training:
     """The user's job, over all its worlds and nodes.
 
-    ``formed`` and ``stepped`` are told of worlds, ``failed`` of workers that failed by themselves,
-    ``fell_ill`` of those that hang.
+    ``formed``, ``laid_out`` and ``stepped`` are told of worlds, ``failed`` of workers that failed by
+    themselves, ``fell_ill`` of those that hang.
     """
 
     def __init__(self, clock: Clock, job: Job) -> None:
@@ -245,6 +299,7 @@ class Training:
         self.random = clock.random("training")
         self.kernel = clock.random("kernel")
         self.formed: list[Callable[[World], None]] = []
+        self.laid_out: list[Callable[[World], None]] = []
         self.stepped: list[Callable[[World], None]] = []
         self.failed: list[Callable[[SimWorker, Exit], None]] = []
         self.fell_ill: list[Callable[[SimWorker], None]] = []
@@ -276,11 +331,12 @@ class Training:
 class SimWorker:
     """One process. ``round``: the one it acts in, or did last; 0 for a standby.
 
-    ``committed`` and ``whole``: the state it holds. ``made``: steps, in the round; ``times``: of all its
-    steps, of which it had made ``steps_before`` before it came to its round. ``leaving``: it was told to
-    leave, and is killed if it does not in time. ``ill``: what keeps it from its next step; what it is told
-    meanwhile it hears once it is well. ``own_s``, ``delayed_s``: how long it computes, and has no processor,
-    in its present step; ``wait_s``, ``delay_s``: its waits and delays so far."""
+    ``committed`` and ``whole``: the state it holds; ``held``: its parts, if the model is sharded.
+    ``going``: it is not in the next round. ``made``: steps, in the round; ``times``: of all its steps, of
+    which it had made ``steps_before`` before it came to its round. ``leaving``: it was told to leave, and
+    is killed if it does not in time. ``ill``: what keeps it from its next step; what it is told meanwhile
+    it hears once it is well. ``own_s``, ``delayed_s``: how long it computes, and has no processor, in its
+    present step; ``wait_s``, ``delay_s``: its waits and delays so far."""
 
     procs: SimProcs
     slot: int
@@ -310,6 +366,8 @@ class SimWorker:
     committed: int | None = None
     whole: bool = False
     agreed: int = 0
+    held: dict[Point, frozenset[int]] = field(default_factory=dict)
+    going: bool = False
     _unheard: list[Callable[[], None]] = field(default_factory=list)
     _there: bool = False  # it has come to its run function
     _busy_until: float = 0.0  # in code of its own, and hears nothing
@@ -329,9 +387,9 @@ class SimWorker:
         else:
             self._next = clock.after(random.uniform(*training.job.start_s), self._arrive)
 
-    def act(self, world: World, rank: int) -> None:
+    def act(self, world: World, rank: int, going: bool = False) -> None:
         """Take part in this world: now, if it waits for that."""
-        self.world, self.round, self.rank = world, world.round, rank
+        self.world, self.round, self.rank, self.going = world, world.round, rank, going
         self.made, self.acts, self.leaving = 0, True, False
         self.steps_before = len(self.times)
         if self._there:
@@ -434,6 +492,17 @@ class SimWorker:
         """Its world has formed."""
         assert self.world is not None
         self.committed, self.whole, self.agreed = self.world.step, True, self.world.round
+        if self.procs.training.job.sharded:
+            self.held = {point: parts for point, parts in self.held.items() if point == self.world.point}
+            self.keep_parts(self.world)
+
+    def keep_parts(self, world: World) -> None:
+        """Those of the world's present step, and of the commit before."""
+        job = self.procs.training.job
+        if job.sharded:
+            before = dict(sorted(self.held.items())[-1:])
+            parts = with_copies(self.rank, world.size, job.unit, job.redundancy)
+            self.held = {**before, (world.round, world.step): parts}
 
     def loses_the_others(self) -> None:
         """At once, or when it comes out of what it is doing. Who is to leave in good order does so then."""
@@ -467,7 +536,8 @@ class SimWorker:
         self.acts = False
         if self.leaving:
             self.spare()
-        self.procs.tell(WorkerWaiting(self.slot, self.round, self.made, self.age))
+        sharded = self.procs.training.job.sharded
+        self.procs.tell(WorkerWaiting(self.slot, self.round, self.made, self.age, sharded))
 
     def _leave_world(self) -> None:
         world, self.world = self.world, None
@@ -617,7 +687,7 @@ class SimProcs:
                 self._require_room()
                 worker = self._add(a, exited)
             worker.exited = exited
-            worker.act(world, a.rank)
+            worker.act(world, a.rank, a.env.get(HANDOVER) == GIVES)
         self._put_up_fence()  # it may have passed while nobody was there to kill
 
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
@@ -660,6 +730,7 @@ class SimProcs:
         going: Collection[int] = (),
     ) -> None:
         for worker in [w for w in self.workers.values() if w.acts]:
+            worker.going = worker.slot in going
             if worker.failing or (worker.finishing and planned):
                 worker.kill_after(grace_s)
             elif not worker.finishing and worker.leave(planned):

@@ -237,6 +237,7 @@ SLOWNESS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # drawn
     "crowded": (1.0, _on_node(_crowd)),
 }
 ALL_KINDS = KINDS | HANGS | SLOWNESS
+PLANNED = {"drain", "join", "scale", "sigterm"}
 ETCD_FAULTS = {"etcd_kill", "etcd_hang"}
 
 
@@ -272,6 +273,8 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
     if kernel.random() < 0.3:
         job = replace(job, taken_down_s=kernel.choice(((0.01, 0.3), (0.1, 3.0), (5.0, 20.0))))
     limits = _draw_units(seed, slots, Limits(least, most))
+    if job.inplace and (shards := Random(f"{seed}/shards")).random() < 0.4:
+        job = replace(job, sharded=True, redundancy=shards.choice((0, 0, 1, 2)), unit=limits.unit, tears=0.0)
     setup = Setup(slots, limits, skew_max_s=random.choice((0.0, 0.05, 0.5)), job=job)
     parts = Random(f"{seed}/parts")
     if parts.random() < 0.5:
@@ -381,6 +384,8 @@ def run(seed: int | str, schedule: Schedule) -> Run:
 def _play(cluster: Cluster, invariants: Invariants, schedule: Schedule) -> None:
     clock = cluster.clock
     cluster.start_all(within_s=2.0)
+    planned = all(fault.kind in PLANNED for fault in schedule.faults)
+    cluster.only_planned = planned and not schedule.setup.job.stuck
     cluster.troubled = any(fault.kind not in SLOWNESS for fault in schedule.faults)
     for fault in schedule.faults:
         clock.after(fault.at_s, partial(ALL_KINDS[fault.kind][1], cluster, fault))

@@ -7,9 +7,11 @@ import pytest
 from elasticd.core import handover, seating
 from elasticd.core.facts import Limits, Outcome, Policy
 from tests.sim.cluster import Setup
-from tests.sim.procs import Job
+from tests.sim.procs import Job, SimWorker
 from tests.sim.schedule import Fault, Run, draw, run
 from tests.sim.test_schedules import directed
+
+LATE_S = (0.05, 0.15, 0.25, 0.35)  # of a second change
 
 
 def _job(**changes: object) -> Job:
@@ -36,7 +38,7 @@ def test_forming_worlds_of_newcomers_first_is_noticed(monkeypatch: pytest.Monkey
         return form(new or nodes, None, limits, quarantines, now)
 
     monkeypatch.setattr(seating, "form", newcomers_first)
-    monkeypatch.setattr(handover, "members", lambda round, nodes, heirs: ())
+    monkeypatch.setattr(handover, "members", lambda *asked: ())
     for seed in range(200):
         result = run(seed, draw(seed, kinds=frozenset({"join", "crash"})))
         if "know more" in result.broken:
@@ -83,6 +85,43 @@ def test_a_failure_is_charged_though_its_process_takes_long_to_end() -> None:
 
 def _handed_over(result: Run) -> list[bool]:
     return [round.handover for round in result.invariants.live.values()]
+
+
+@pytest.mark.parametrize("kind", ["scale", "drain", "sigterm"])
+@pytest.mark.parametrize("late_s", LATE_S)
+def test_two_planned_changes_in_quick_succession_need_no_copies_of_parts(kind: str, late_s: float) -> None:
+    """From four workers to two. Before the two train, one of them is to leave as well."""
+    job = _job(sharded=True, step_s=0.2)
+    faults = Fault(10.0, "scale", "n0", much=0.3), Fault(10.0 + late_s, kind, "n1", much=0.0)
+    result = directed(*faults, setup=Setup((1, 1, 1, 1), Limits(1, 4), job=job))
+    assert result.invariants.steps == 200
+    assert _sizes(result)[-1] == (1 if kind == "scale" else 2)
+
+
+def _scale_twice() -> None:
+    for late_s in LATE_S:
+        test_two_planned_changes_in_quick_succession_need_no_copies_of_parts("scale", late_s)
+
+
+def test_a_part_that_is_left_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "_parts_left_out", lambda *asked: {})
+    with pytest.raises(pytest.fail.Exception, match="a planned change needs copies"):
+        _scale_twice()
+
+
+def test_a_world_with_parts_of_two_steps_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that goes on with the parts that it has, whatever the others have."""
+    enter = SimWorker.has_entered
+
+    def stubborn(self: SimWorker) -> None:
+        before = dict(self.held)
+        enter(self)
+        self.held = before or self.held
+
+    monkeypatch.setattr(SimWorker, "has_entered", stubborn)
+    setup = Setup((1, 1), Limits(1, 4), job=_job(sharded=True, redundancy=1))
+    with pytest.raises(pytest.fail.Exception, match="do not make up step"):
+        directed(Fault(10.0, "join", "n2", much=0.0), setup=setup)
 
 
 def test_a_script_that_has_left_its_run_function_comes_to_its_end_whoever_joins_or_leaves() -> None:

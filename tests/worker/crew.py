@@ -24,7 +24,9 @@ from elasticd.channel.codec import ChannelClosed
 from elasticd.channel.framing import Channel, listen
 from elasticd.channel.worker_messages import (
     AGENT_TO_WORKER,
+    GIVES,
     HANDOVER,
+    TAKES,
     WORKER_TO_AGENT,
     AgentToWorker,
     Broken,
@@ -47,7 +49,7 @@ PRELOADED = [
     "elasticd.worker.checkpoints",
     *(
         f"tests.worker.{module}"
-        for module in ("guarding", "many", "forking", "chaosjob", "shardjob", "splitjob")
+        for module in ("guarding", "many", "forking", "chaosjob", "shardjob", "shardgpt", "splitjob")
     ),
 ]
 
@@ -142,7 +144,8 @@ class Crew:
         return hands
 
     def form(self, *hands: Hand, handover: bool = False) -> None:
-        """Form the next round of these workers, by default of all, once they wait."""
+        """Form the next round of these workers, by default of all, once they wait. ``handover``: those that
+        are shunned give what they have to the others."""
         hands = hands or (*self.hands,)
         self.all_waiting(*hands)
         self.round += 1
@@ -151,9 +154,8 @@ class Crew:
         self.stores = [*self.stores[-1:], self._host()]
         for rank, hand in enumerate(hands):
             hand.waiting, hand.round = None, self.round
-            self._tell(
-                hand, Enter(self.round, self._environment(rank) | ({HANDOVER: "1"} if handover else {}))
-            )
+            passing = {HANDOVER: GIVES if hand.shunned else TAKES} if handover else {}
+            self._tell(hand, Enter(self.round, self._environment(rank) | passing))
         self.settled.append((self.round, len(hands)))
 
     def close(self, planned: bool = False, going: tuple[Hand, ...] = ()) -> None:

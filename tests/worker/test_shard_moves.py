@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.worker.sharding.moves import guardians, heirs, plan_moves, replicas
+from elasticd.channel.worker_messages import Source
+from elasticd.worker.sharding.moves import Passing, guardians, heirs, plan_moves, plan_passing, replicas
 from elasticd.worker.sharding.spans import (
     INITIAL,
     CommitPoint,
@@ -17,10 +18,10 @@ from elasticd.worker.sharding.spans import (
     Span,
     Spans,
     all_missing,
-    cut,
     missing,
     newest_whole_point,
     nothing,
+    source_of,
     whole,
 )
 
@@ -38,6 +39,11 @@ def laid_out(shapes: list[tuple[int, int]], world: int) -> list[Spans]:
     """The spans of each rank. ``shapes``: rows, and elements of a row, of each parameter."""
     by_parameter = [chunks(rows, row, world) for rows, row in shapes]
     return [tuple(spans[rank] for spans in by_parameter) for rank in range(world)]
+
+
+def cut(size: int, part: int, parts: int) -> Spans:
+    """One of several equal parts of one parameter."""
+    return (Span(size * part // parts, size * (part + 1) // parts),)
 
 
 def sizes_of(shapes: list[tuple[int, int]]) -> list[int]:
@@ -80,12 +86,12 @@ def test_a_newcomer_is_sent_its_part_and_holders_share_the_work() -> None:
 
 
 def test_an_element_that_nobody_holds_is_an_error_of_the_caller() -> None:
-    held = [[HeldShard(AT, cut([4], 0, 2)), HeldShard(LATER, whole([4]))]]
+    held = [[HeldShard(AT, cut(4, 0, 2)), HeldShard(LATER, whole([4]))]]
     with pytest.raises(ValueError, match="element 2 is held nowhere"):
         plan_moves(held, AT, [whole([4])])
 
 
-ONE, TWO = (cut([4], part, 2) for part in range(2))
+ONE, TWO = (cut(4, part, 2) for part in range(2))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +252,44 @@ def test_who_leaves_hands_over_what_no_replica_that_stays_has(
     assert heirs(going, guardians("aaaa", 0, groups), groups) == found
 
 
-@given(shapes, st.integers(1, 6))
-def test_equal_parts_make_up_the_whole(shapes: list[tuple[int, int]], parts: int) -> None:
-    sizes = sizes_of(shapes)
-    assert all_missing(sizes, [cut(sizes, part, parts) for part in range(parts)]) == 0
+A, B, C = (cut(12, part, 3) for part in range(3))
+
+
+@pytest.mark.parametrize(
+    ("held", "going", "passed"),
+    [
+        ([[A], [B]], [False, True], [Passing(1, 0, 0)]),
+        ([[A, B], [B]], [False, True], []),
+        ([[A], [B, C], [C]], [True, True, False], [Passing(0, 0, 2), Passing(1, 0, 2)]),
+        ([[], [], [A, B]], [False, False, True], [Passing(2, 0, 0), Passing(2, 1, 1)]),
+        ([[A], [B]], [True, True], []),
+    ],
+    ids=["one stays", "there is a copy", "two leave", "all are new", "nobody stays"],
+)
+def test_who_is_not_in_a_later_round_gives_each_shard_once_to_one_that_stays_and_lacks_it(
+    held: list[list[Spans]], going: list[bool], passed: list[Passing]
+) -> None:
+    shards = [[HeldShard(LATER, A), *(HeldShard(AT, spans) for spans in its)] for its in held]
+    behind = [Passing(sender, shard + 1, receiver) for sender, shard, receiver in passed]
+    assert plan_passing(shards, AT, going) == behind
+
+
+@pytest.mark.parametrize(
+    ("held", "source"),
+    [
+        ([[(A, False)], [(B, False)], [(C, False)]], Source.SURVIVOR),
+        ([[(A, False), (C, False)], [(B, False)]], Source.SURVIVOR),
+        ([[(A, False), (C, True)], [(B, False), (A, True)]], Source.COPY),
+    ],
+    ids=["its own workers", "handed over", "a lost worker's copy"],
+)
+def test_whether_parts_come_from_their_workers_or_from_copies_is_told(
+    held: list[list[tuple[Spans, bool]]], source: Source
+) -> None:
+    shards = [[HeldShard(AT, spans, guarded, 3) for spans, guarded in its] for its in held]
+    assert source_of([12], shards, AT) is source
+
+
+def test_a_lost_workers_part_that_another_has_as_its_own_comes_from_a_replica() -> None:
+    halves = [cut(12, part, 2) for part in (0, 1, 0)]
+    assert source_of([12], [[HeldShard(AT, half, ranks=4)] for half in halves], AT) is Source.REPLICA

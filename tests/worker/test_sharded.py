@@ -63,7 +63,7 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
     survivors = {0, 1, 2} - {victim}
     assert_like(crew, tmp_path, survivors, undisturbed)
     assert crew.settled == [(1, 3), (2, 2)]
-    assert all(crew.hands[i].entered[-1].source == Source.SURVIVOR for i in survivors)
+    assert all(crew.hands[i].entered[-1].source == Source.COPY for i in survivors)
 
 
 def test_a_newcomer_is_given_its_shard_at_a_commit(crew, tmp_path, undisturbed):
@@ -173,7 +173,7 @@ def test_replicas_of_a_shard_stand_in_for_it_and_the_mesh_of_a_world_has_replica
     assert_like(crew, tmp_path, (0, 2, 3, 4), undisturbed)
     assert crew.settled == [(1, 4), (2, 3), (3, 4)]
     assert all(reads(tmp_path, str(i), "mesh") == [[2, 2], [3], [2, 2]] for i in (0, 2, 3))
-    assert all(crew.hands[i].entered[1].source == Source.SURVIVOR for i in (0, 2, 3))
+    assert all(crew.hands[i].entered[1].source == Source.REPLICA for i in (0, 2, 3))
 
 
 @pytest.mark.slow
@@ -202,6 +202,31 @@ def test_two_workers_at_once_are_lost_without_loss_if_there_are_two_copies(crew,
     assert_like(crew, tmp_path, (0, 3), undisturbed)
 
 
+def test_who_was_to_stay_and_leaves_all_the_same_hands_over_before_the_next_world(
+    crew, tmp_path, undisturbed
+):
+    """From three workers to two, and to one before these two train."""
+    gate = Gate(tmp_path / "gate")
+    accidents = Accident("start", 3, gate.wait), NOTHING, NOTHING
+    stays, second, third = crew.begin(tmp_path, *accidents, job=shardjob.train, redundancy=0)
+    gate.until_somebody_waits()
+    crew.least = 4  # the next rounds are formed by hand
+    crew.close(planned=True, going=(third,))
+    gate.open()
+    crew.until(lambda: all(hand.waiting for hand in crew.hands))
+    third.process.kill()
+    second.shunned = True
+    crew.form(stays, second, handover=True)
+    crew.until(lambda: all(hand.waiting and hand.waiting.round == 2 for hand in (stays, second)))
+    second.process.kill()
+    crew.until(lambda: second.status is not None)
+    crew.form(stays)
+    crew.all_ended()
+    assert_like(crew, tmp_path, (0,), undisturbed)
+    assert crew.settled == [(1, 3), (2, 2), (3, 1)]
+    assert stays.entered[-1].source == Source.SURVIVOR
+
+
 @pytest.mark.slow
 def test_the_only_worker_hands_all_of_it_over(crew, tmp_path, undisturbed):
     gate = Gate(tmp_path / "gate")
@@ -215,6 +240,7 @@ def test_the_only_worker_hands_all_of_it_over(crew, tmp_path, undisturbed):
     crew.close(planned=True)
     gate.open()
     crew.until(lambda: leaver.waiting)
+    leaver.shunned = True
     crew.form(*others, leaver, handover=True)
     crew.until(lambda: all(hand.waiting and hand.waiting.round == 2 for hand in crew.hands))
     leaver.process.kill()

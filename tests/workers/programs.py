@@ -87,6 +87,7 @@ PROGRAMS = [
     Program("pipeline", "--steps=110 --unit=2", 30, accuracy=85, workers=4, unit=2),
     Program("tensor_parallel", "--steps=80 --unit=2", 20, accuracy=85, workers=4, unit=2),
     Program("train_gpt_fsdp", f"{GPT} {FSDP}", 10, loss=3.6, **OF_GPT),
+    Program("train_gpt_fsdp_in_place", f"{GPT} --steps=40 --bf16 --recompute", 10, loss=3.6, **OF_GPT),
     Program("train_gpt_in_place", f"{GPT} --steps=40", 10, loss=3.6, same_bits=True, **OF_GPT),
 ]
 

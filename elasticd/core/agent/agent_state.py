@@ -195,6 +195,17 @@ class Takedown:
 
 
 @dataclass(frozen=True, slots=True)
+class Features:
+    """``inplace``: some worker keeps its process from round to round. ``sharded``: some worker of this
+    node has only a part of the training state. ``checkpointed``: a worker reported a checkpoint of its
+    own."""
+
+    inplace: bool = False
+    sharded: bool = False
+    checkpointed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AgentState:
     """All that an agent knows.
 
@@ -207,9 +218,8 @@ class AgentState:
 
     ``takedown``: what the kernel takes down, and which starts wait for that.
 
-    ``linked``: slots whose worker keeps its process from round to round. ``inplace``: some worker of this job
-    keeps its process. ``checkpointed``: a worker reported a checkpoint of its own. ``exiting``: how the agent
-    exits, once no worker is left.
+    ``linked``: slots whose worker keeps its process from round to round. ``features``: what workers of this
+    job were seen to do. ``exiting``: how the agent exits, once no worker is left.
     """
 
     me: Identity
@@ -226,12 +236,15 @@ class AgentState:
     setbacks: Mapping[int, Setback] = field(default_factory=dict)
     takedown: Takedown = Takedown()
     linked: frozenset[int] = frozenset()
-    inplace: bool = False
-    checkpointed: bool = False
+    features: Features = Features()
     released: Released = Released()
     report: Report | None = None
     departure: Departure | None = None
     exiting: LeaveJob | None = None
+
+    @property
+    def inplace(self) -> bool:
+        return self.features.inplace
 
     @property
     def registered(self) -> bool:
@@ -302,6 +315,22 @@ class AgentState:
         return max(departure.patient_until, checkpoint_by, round.leave_by if needed else 0.0)
 
     @property
+    def parts_to_give(self) -> frozenset[int]:
+        """The slots whose worker waits with a part of a sharded state that the worker has not given away at
+        the end of its round."""
+        round = self.round
+        if not self.features.sharded or round is None or round.phase is Phase.ENDED:
+            return frozenset()
+        member = round.member(self.me.node, self.me.incarnation)
+        have = self.waiting & self.ages.keys()
+        if member is None or not have:
+            return frozenset()
+        over = round.planned and self.released.round == round.number
+        given = {slot for slot in member.slots if over and round.leaves_out(member.rank_of(slot))}
+        took_part = {slot for slot in have if round.handover or self.ages[slot].agreed == round.number}
+        return have.intersection(member.slots) - (given & took_part)
+
+    @property
     def waiting(self) -> frozenset[int]:
         """The slots whose process waits for a round."""
         return frozenset(slot for slot, life in self.standbys.items() if life is Life.WAITING)
@@ -370,6 +399,9 @@ class Decisions:
 
     def takedown(self, **changes: object) -> None:
         self.set(takedown=replace(self.state.takedown, **changes))  # type: ignore[arg-type]
+
+    def features(self, **changes: bool) -> None:
+        self.set(features=replace(self.state.features, **changes))
 
     def registration(self, **changes: object) -> None:
         self.set(registration=replace(self.state.registration, **changes))  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ def follow_the_round(do: Decisions) -> None:
         _decline(do, round)  # the round was over before this node began it
         return
     able = state.registered and state.exiting is None and not state.renewing_store
-    if not able or (state.departure is not None and not round.handover):
+    if not able or (state.departure is not None and not (round.handover or state.parts_to_give)):
         return
     store_closed = member.hosts_store and not round.store.endswith(f":{state.store_port}")
     waiting = {slot: state.standbys[slot] for slot in member.slots if slot in state.standbys}
@@ -147,10 +147,8 @@ def _going(do: Decisions, crew: Crew) -> tuple[int, ...]:
     """Return the slots whose workers are not in the next round."""
     if _departs(do):
         return crew.member.slots
-    round = do.state.round_of_crew
-    out = round.left_out if round is not None else ()
-    member = crew.member
-    return tuple(s for s in member.slots if any(r.first <= member.rank_of(s) < r.end for r in out))
+    round, member = do.state.round_of_crew, crew.member
+    return tuple(s for s in member.slots if round is not None and round.leaves_out(member.rank_of(s)))
 
 
 def _departs(do: Decisions) -> bool:

@@ -89,7 +89,8 @@ def absorb(do: Decisions, event: Event) -> None:
         case WorkerExited():
             _exited(do, event)
         case WorkerLinked(slot):
-            do.set(inplace=True, linked=state.linked | {slot})
+            do.features(inplace=True)
+            do.set(linked=state.linked | {slot})
         case WorkerWaiting():
             _waits(do, event)
         case WorkerReturned(_, number):
@@ -241,8 +242,8 @@ def _waits(do: Decisions, event: WorkerWaiting) -> None:
         return
     if before is Life.STARTING:
         do.reasons.append(StandbyReady(slot))
+    do.features(inplace=True, sharded=state.features.sharded or event.sharded)
     do.set(
-        inplace=True,
         standbys={**state.standbys, slot: Life.WAITING},
         ages={s: a for s, a in state.ages.items() if s != slot} | ({slot: event.age} if event.age else {}),
         setbacks={s: b for s, b in state.setbacks.items() if s != slot},
@@ -263,7 +264,7 @@ def _broke(do: Decisions, slot: int, number: int, fails: bool) -> None:
 
 def _checkpointed(do: Decisions, event: WorkerCheckpointed) -> None:
     crew = do.state.crew
-    do.set(checkpointed=True)
+    do.features(checkpointed=True)
     do.reasons.append(ScriptCheckpointed(event.round, event.slot, event.path))
     if crew is not None and crew.round.number == event.round and event.slot in crew.alive:
         do.crew(

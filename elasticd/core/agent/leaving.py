@@ -78,7 +78,8 @@ def hands_over(do: Decisions) -> bool:
     state = do.state
     if state.departure is None or state.round is None or not state.reaches_etcd:
         return False
-    return bool(state.waiting) and state.me.node in state.round.leaving and do.now < state.stays_until
+    asked = state.me.node in state.round.leaving or bool(state.parts_to_give)
+    return bool(state.waiting) and asked and do.now < state.stays_until
 
 
 def _finish_not_reported_yet(do: Decisions) -> bool:

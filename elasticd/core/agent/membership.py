@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elasticd.core.age import Age
 from elasticd.core.agent.agent_state import AgentState, Decisions
 from elasticd.core.agent.crew import unreported
 from elasticd.core.agent_messages import CheckProcess, CountOtherNodes, Fence, LeaveJob, Tag
@@ -204,8 +205,16 @@ def _record(state: AgentState) -> Node:
         ready=ready,
         most=max(1, len(me.slots) - state.config.spares) if state.config.spares else 0,
         age=newest,
-        holders=tuple(slot for slot, age in ages.items() if age == newest),
+        holders=tuple(slot for slot, age in ages.items() if _belongs(state, age, newest)),
+        sharded=state.features.sharded and bool(ages),
     )
+
+
+def _belongs(state: AgentState, age: Age, newest: Age | None) -> bool:
+    """Whether a state of this age is needed for the newest. Workers with parts of one state may be a commit
+    apart."""
+    assert newest is not None
+    return age.agreed == newest.agreed if state.features.sharded else age == newest
 
 
 def _ready(state: AgentState) -> tuple[int, ...]:
@@ -226,8 +235,8 @@ def write_worker_features(do: Decisions) -> None:
     if not state.registration.joined or spec is None:
         return
     if spec.inplace and not state.inplace:
-        do.set(inplace=True)
-    inplace, checkpointed = spec.inplace or state.inplace, spec.checkpointed or state.checkpointed
+        do.features(inplace=True)
+    inplace, checkpointed = spec.inplace or state.inplace, spec.checkpointed or state.features.checkpointed
     if (inplace, checkpointed) != (spec.inplace, spec.checkpointed) and state.registered:
         guard = Unchanged("spec", state.seen["spec"].revision)
         known = replace(spec, inplace=inplace, checkpointed=checkpointed)

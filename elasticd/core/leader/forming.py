@@ -70,7 +70,8 @@ def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], n
     """Return the round of these members, or first a handover round that passes the state to them."""
     assert view.nodes is not None
     nodes = {name: registered.node for name, registered in view.nodes.to_dict().items()}
-    passing = handover.members(round, nodes, members) if spec.inplace else ()
+    passing = handover.members(round, nodes, members, spec.limits.unit) if spec.inplace else ()
+    giving = seating.ranks_without(passing, members)
     members = passing or members
     host = nodes[members[0].node]
     cause = round.next_cause
@@ -86,6 +87,7 @@ def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], n
         leaving=round.leaving if passing else (),
         leave_by=round.leave_by if passing else 0.0,
         handover=bool(passing),
+        left_out=giving,
         began=round.began or now,
         failures=round.failures + cause.failure,
     )

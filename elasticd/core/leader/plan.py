@@ -87,7 +87,9 @@ def close(
 def _left_out(view: View, round: Round, budget: Budget, now: float) -> tuple[RankRange, ...]:
     """Return the ranks whose workers keep their process and are not in the next round."""
     spec = view.spec
-    if spec is None or not spec.inplace or spec.stop or round.handover:
+    if round.handover:
+        return round.left_out
+    if spec is None or not spec.inplace or spec.stop:
         return ()
     return seating.left_out(view.roll.candidates(live=True), round, spec.limits, budget.quarantines, now)
 

@@ -95,8 +95,11 @@ def _await_members(view: View, spec: Spec, round: Round, now: float) -> Plan | N
     roll = view.roll
     if roll[Mark.HOLDING]:
         disturbed = any(roll.needed(Mark.MISSING)) or roll[Mark.BROKEN] or roll[Mark.FAILED]
-        if round.planned and disturbed:
-            # Workers that still save, or have yet to leave, may wait for lost workers.
+        trained = round.handover or roll[Mark.FINISHED] or roll[Mark.RETURNED]
+        never_came = spec.inplace and not trained and roll.names(Mark.LEFT, but=Mark.OUTLIVING)
+        if round.planned and (disturbed or never_came):
+            # Workers that still save, or have yet to join or to leave, may wait for lost workers, or for
+            # workers that have declined the round.
             return write(view, replace(round, planned=False), view.budget)
         waits = AwaitingRelease(*roll.some(Mark.HOLDING))
         if not round.outlived and roll[Mark.OUTLIVING]:

@@ -147,7 +147,8 @@ def _see_handed_over(
         return close(view, round, Cause.NODE_LOST, False, now, nodes=lost)
     if len(idle) < len(round.members):
         return Plan(reasons=(AwaitingRelease(*view.roll.some(Mark.HOLDING)),))
-    return close(view, round, Cause.NODE_DRAINED, True, now)
+    cause = Cause.SCALED if round.cause is Cause.SCALED else Cause.NODE_DRAINED
+    return close(view, round, cause, True, now)
 
 
 def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:

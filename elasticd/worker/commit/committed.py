@@ -92,7 +92,9 @@ class CommittedState:
     def holds(self) -> Holds:
         if self.uncommitted.is_torn:
             return Holds.TORN
-        return Holds.WHOLE if self.agreed else Holds.NONE
+        if not self.agreed:
+            return Holds.NONE
+        return Holds.SHARD if isinstance(self.shards, ShardedState) else Holds.WHOLE
 
     @property
     def growth(self) -> tuple[int, float]:

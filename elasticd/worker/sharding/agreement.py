@@ -14,7 +14,7 @@ from elasticd.core.age import Age
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.comparison import Digests
 from elasticd.worker.sharding.host_shards import Generation, HostShard, SmallState, TensorKind, held_shards
-from elasticd.worker.sharding.moves import plan_moves
+from elasticd.worker.sharding.moves import plan_moves, plan_passing
 from elasticd.worker.sharding.sharded_state import ShardedState, node
 from elasticd.worker.sharding.spans import (
     INITIAL,
@@ -22,11 +22,11 @@ from elasticd.worker.sharding.spans import (
     HeldShard,
     Spans,
     all_missing,
-    cut,
     newest_whole_point,
     nothing,
+    source_of,
 )
-from elasticd.worker.sharding.transport import carry_out
+from elasticd.worker.sharding.transport import carry_out, carry_shards
 from elasticd.worker.world.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
 from elasticd.worker.world.group import World, gathered
 
@@ -35,12 +35,13 @@ _log = logging.getLogger(__name__)
 
 class Bringing(NamedTuple):
     """What a worker brings to a round. ``sizes``: of the model's parameters. ``began``: the digest of the
-    script's initial values."""
+    script's initial values. ``gives``: the worker is in a handover round to give what it has."""
 
     node: str
     sizes: list[int]
     held: list[HeldShard]
     began: int = 0
+    gives: bool = False
 
 
 class _Choice(NamedTuple):
@@ -57,13 +58,10 @@ class _Choice(NamedTuple):
         return Transfer(self.source, self.takers, fresh=self.point == INITIAL)
 
 
-def agree_on_shards(
-    state: CommittedState, shards: ShardedState, world: World, *, handover: bool = False
-) -> Source:
+def agree_on_shards(state: CommittedState, shards: ShardedState, world: World) -> Source:
     """Give all workers of the world the same state, each its part. Return where the state came from.
 
-    ``handover``: the workers that hold the state pass it on to the others, and nobody trains. Raises
-    StateLost. Raises WorldChanged if the world ends first; nothing that was held is lost then.
+    Raises StateLost. Raises WorldChanged if the world ends first; nothing that was held is lost then.
     """
     state.begin()
     brought = _brought(state, shards, world)
@@ -73,11 +71,38 @@ def agree_on_shards(
     if len({its.began for its in brought}) > 1:
         joins = state.holds is Holds.NONE
         state.comparison.compare_beginnings(world, source, fresh=fresh, joins=joins)
-    if handover:
-        return _pass_on(state, shards, world, point, brought)
     if point is None:
         return _begin(state, shards, world, source, brought, fresh=fresh)
     return _continue(state, shards, world, _choice(point, brought), brought)
+
+
+def pass_on(state: CommittedState, shards: ShardedState, world: World, *, gives: bool) -> Source:
+    """Have the workers that leave give what they hold of the newest commit to workers that stay and lack it.
+
+    Nobody trains. ``gives``: this worker leaves. Raises WorldChanged if the world ends first;
+    nothing that was held is lost then.
+    """
+    state.begin()
+    brought = _brought(state, shards, world, gives=gives)
+    point = newest_whole_point(brought[0].sizes, [its.held for its in brought])
+    if point is None:
+        return Source.SCRIPT
+    choice = _choice(point, brought)
+    small = _small(state, shards, world, choice)
+    passed = plan_passing(choice.held, point, [its.gives for its in brought])
+    held = [shard for _, shard in held_shards(shards.generations)]
+    with world.or_over():
+        arrived = carry_shards(passed, choice.held, small.kinds, held)
+    mine = shards.generation(point)
+    if mine is None:
+        own = HostShard(small.kinds, nothing(shards.model.sizes))
+        mine = Generation(point, small.state, own, ranks=world.size)
+        shards.generations = [mine]
+        state.last.take(small.state.kept)
+        state.step = point.step
+        state.agree(point.round)
+    mine.take_over(arrived)
+    return Source.SURVIVOR
 
 
 def _begin(
@@ -131,35 +156,7 @@ def _continue(
         state.last.take(latest.small.kept)
     state.agree(world.number)
     state.survived()
-    return Source.SURVIVOR
-
-
-def _pass_on(
-    state: CommittedState,
-    shards: ShardedState,
-    world: World,
-    point: CommitPoint | None,
-    brought: Sequence[Bringing],
-) -> Source:
-    """Give equal parts of the state to the workers that hold nothing of it."""
-    if point is None:
-        return Source.SCRIPT
-    choice = _choice(point, brought)
-    small = _small(state, shards, world, choice)
-    sizes = shards.model.sizes
-    ranks = [rank for rank, its in enumerate(brought) if not any(held.point > INITIAL for held in its.held)]
-    wanted = [
-        cut(sizes, ranks.index(rank), len(ranks)) if rank in ranks else nothing(sizes)
-        for rank in range(world.size)
-    ]
-    own = _moved(shards, world, choice, small, wanted)
-    if world.rank in ranks:
-        at = CommitPoint(world.number, point.step, point.marks)
-        shards.generations = [Generation(at, small.state, own)]
-        state.last.take(small.state.kept)
-        state.step = point.step
-    state.agree(world.number)
-    return Source.SURVIVOR
+    return source_of(shards.model.sizes, choice.held, point)
 
 
 def _take(
@@ -204,10 +201,12 @@ def _add(
 # ---------------------------------------------------------------- what the ranks have, and want
 
 
-def _brought(state: CommittedState, shards: ShardedState, world: World) -> list[Bringing]:
+def _brought(
+    state: CommittedState, shards: ShardedState, world: World, *, gives: bool = False
+) -> list[Bringing]:
     """Return what each worker brings, by rank."""
     held = [shard for shard, _ in held_shards(shards.generations)]
-    mine = Bringing(node(), shards.model.sizes, held, state.comparison.digests().began)
+    mine = Bringing(node(), shards.model.sizes, held, state.comparison.digests().began, gives)
     with world.or_over():
         said = RankGroup(in_step=True).gather(msgspec.json.encode(mine))
     brought = [msgspec.json.decode(raw, type=Bringing) for raw in said]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -68,18 +68,27 @@ class SmallState:
 @dataclass(slots=True)
 class Generation:
     """What a worker keeps of one commit. ``own``: its own shard; ``guarded``: shards of other ranks, by
-    rank."""
+    rank. Below 0 are shards that workers which left have handed over. ``ranks``: how many ranks made the
+    commit; 0 if unknown."""
 
     point: CommitPoint
     small: SmallState
     own: HostShard
     guarded: dict[int, HostShard] = field(default_factory=dict)
+    ranks: int = 0
 
     @property
-    def shards(self) -> list[HostShard]:
-        return [self.own, *(shard for _, shard in sorted(self.guarded.items()))]
+    def shards(self) -> list[tuple[HeldShard, HostShard]]:
+        others = sorted(self.guarded.items())
+        all_of = [(self.own, False), *((shard, rank >= 0) for rank, shard in others)]
+        return [(HeldShard(self.point, shard.spans, guarded, self.ranks), shard) for shard, guarded in all_of]
+
+    def take_over(self, shards: Iterable[HostShard]) -> None:
+        """Keep shards of workers that leave the job."""
+        first = min([0, *self.guarded])
+        self.guarded |= {first - number: shard for number, shard in enumerate(shards, 1)}
 
 
 def held_shards(generations: Sequence[Generation]) -> list[tuple[HeldShard, HostShard]]:
     """Return all shards, in the order in which other ranks number them."""
-    return [(HeldShard(g.point, shard.spans), shard) for g in generations for shard in g.shards]
+    return [pair for generation in generations for pair in generation.shards]

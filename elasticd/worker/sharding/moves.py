@@ -68,6 +68,38 @@ def _holder(
     return Span(at, min(end, until, its.end)), rank, number
 
 
+class Passing(NamedTuple):
+    """A whole shard goes from the ``sender``, which leaves, to the ``receiver``, which stays. ``shard``: the
+    number of the shard, among those that the sender holds."""
+
+    sender: int
+    shard: int
+    receiver: int
+
+
+def plan_passing(
+    held: Sequence[Sequence[HeldShard]], point: CommitPoint, going: Sequence[bool]
+) -> list[Passing]:
+    """Return which shards the ranks that go give to ranks that stay, so that these have all shards of one
+    commit. Empty if no rank stays. ``held``: the shards that each rank holds."""
+    shards = [
+        (rank, number, shard.spans)
+        for rank, its in enumerate(held)
+        for number, shard in enumerate(its)
+        if shard.point == point
+    ]
+    load = {rank: 0 for rank, goes in enumerate(going) if not goes}
+    there = {spans for rank, _, spans in shards if not going[rank]}
+    passed: list[Passing] = []
+    for rank, number, spans in shards:
+        if spans not in there and load:
+            there.add(spans)
+            receiver = min(load, key=lambda other: (load[other], other))
+            load[receiver] += 1
+            passed.append(Passing(rank, number, receiver))
+    return passed
+
+
 def replicas(spans: Sequence[Spans]) -> list[tuple[int, ...]]:
     """Return, for each rank, all ranks that have the same spans, itself among them (hybrid sharding)."""
     groups: dict[Spans, list[int]] = {}

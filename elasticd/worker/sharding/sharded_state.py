@@ -70,7 +70,7 @@ class ShardedState:
     ) -> None:
         """Keep a commit with this rank's shard, and send the shard to its guardians. All ranks call it
         together. ``old``: a commit whose memory may be used again. Raises WorldChanged."""
-        latest = Generation(point, small, own)
+        latest = Generation(point, small, own, ranks=world.size)
         self.generations.append(latest)
         if any(self._guards):
             with world.or_over():
@@ -90,7 +90,7 @@ class ShardedState:
             latest = self.generations[-1]
             to = [(found[rank],) if rank in found else () for rank in range(world.size)]
             with world.or_over():
-                latest.guarded |= copy_to_guardians(latest.own, to, self._spans, {})
+                latest.take_over(copy_to_guardians(latest.own, to, self._spans, {}).values())
 
     def _say_size(self, world: World) -> None:
         """Say once how much memory the copies need."""

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from elasticd.channel.worker_messages import Source
+
 
 class Span(NamedTuple):
     """A range of elements of a flattened parameter: from ``first`` up to, but not including, ``end``."""
@@ -36,10 +38,16 @@ INITIAL = CommitPoint(0, 0, 0)
 @dataclass(frozen=True, slots=True)
 class HeldShard:
     """A copy of one rank's shard, as of the commit ``point``. The spans are those of the parameters, and also
-    those of the optimizers' tensors, which have the shapes of the parameters."""
+    those of the optimizers' tensors, which have the shapes of the parameters.
+
+    ``guarded``: kept against the loss of that rank. Otherwise the shard is the holder's own, or was handed
+    over to the holder. ``ranks``: how many ranks made the commit; 0 if unknown.
+    """
 
     point: CommitPoint
     spans: Spans
+    guarded: bool = False
+    ranks: int = 0
 
 
 def whole(sizes: Sequence[int]) -> Spans:
@@ -49,11 +57,6 @@ def whole(sizes: Sequence[int]) -> Spans:
 
 def nothing(sizes: Sequence[int]) -> Spans:
     return tuple(Span(0, 0) for _ in sizes)
-
-
-def cut(sizes: Sequence[int], part: int, parts: int) -> Spans:
-    """Return the spans of one of several equal parts."""
-    return tuple(Span(size * part // parts, size * (part + 1) // parts) for size in sizes)
 
 
 def missing(size: int, spans: Iterable[Span]) -> int:
@@ -81,3 +84,14 @@ def newest_whole_point(sizes: Sequence[int], held: Iterable[Iterable[HeldShard]]
         if point > INITIAL and not all_missing(sizes, shards[point]):
             return point
     return None
+
+
+def source_of(sizes: Sequence[int], held: Iterable[Iterable[HeldShard]], point: CommitPoint) -> Source:
+    """Return where the parts of a commit come from that is whole: from the workers whose own they were, from
+    replicas of lost workers' parts, or from redundant copies."""
+    own = [shard for its in held for shard in its if shard.point == point and not shard.guarded]
+    if all_missing(sizes, [shard.spans for shard in own]):
+        return Source.COPY
+    if len(own) < max(shard.ranks for shard in own):
+        return Source.REPLICA
+    return Source.SURVIVOR

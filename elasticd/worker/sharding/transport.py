@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from elasticd.worker.sharding.host_shards import HostShard, Kinds
-from elasticd.worker.sharding.moves import Move
-from elasticd.worker.sharding.spans import Spans
+from elasticd.worker.sharding.moves import Move, Passing
+from elasticd.worker.sharding.spans import HeldShard, Spans
 
 PIECE_BYTES = 8 << 20  # larger tensors are sent in pieces of this size
 UNDER_WAY_MAX = 16  # the most pieces of this worker in flight
@@ -67,6 +67,26 @@ def copy_to_guardians(
                         room = HostShard(own.kinds, spans[owner])
                     arriving[owner] = room
                     yield _Message(owner, guardian, room.memory)
+
+    _exchange(rank, messages())
+    return arriving
+
+
+def carry_shards(
+    passed: Iterable[Passing], has: Sequence[Sequence[HeldShard]], kinds: Kinds, held: Sequence[HostShard]
+) -> list[HostShard]:
+    """Send whole shards, on all ranks together. Return those that this rank receives. ``has``: what each rank
+    holds. ``held``: the shards that this rank holds."""
+    rank = dist.get_rank()
+    arriving: list[HostShard] = []
+
+    def messages() -> Iterator[_Message]:
+        for sender, number, receiver in passed:
+            if rank == sender:
+                yield _Message(sender, receiver, held[number].memory)
+            elif rank == receiver:
+                arriving.append(HostShard(kinds, has[sender][number].spans))
+                yield _Message(sender, receiver, arriving[-1].memory)
 
     _exchange(rank, messages())
     return arriving

@@ -1,0 +1,275 @@
+"""``python -m tests.worker.shardchaos``: losses and resizes of worlds that train the small GPT in FSDP2 or
+HSDP, drawn from a seed. The losses of all steps are compared with those of an undisturbed run.
+
+Workers are real processes, and are really killed and stopped; the crew takes the agent's place. No script has
+a checkpoint, so all state comes from memory, and what was in no worker's memory would end the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticd.channel.worker_messages import Source
+from tests.worker import shardgpt
+from tests.worker.crew import Crew, Hand
+
+STEPS = 8
+TOLERANCE = 1e-7  # of sums in another order, in float64
+PER_NODE = 2
+FROM_WORKERS = (Source.SURVIVOR, Source.REPLICA, Source.COPY)
+PAUSE_S = 0.2  # how long a worker stays stopped, until its agent notices
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens once step ``step`` is made. ``kind``: kill, stop, node, grow, shrink, or twice,
+    which is to shrink again before the next world. ``many``: the number of workers."""
+
+    kind: str
+    step: int
+    many: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.many} after {self.step}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    workers: int
+    redundancy: int
+    unit: int
+    events: tuple[Event, ...]
+
+    def __str__(self) -> str:
+        mode = f"HSDP of {self.unit}" if self.unit > 1 else "FSDP2"
+        events = ", ".join(map(str, self.events))
+        return f"{mode}, {self.workers} workers, redundancy {self.redundancy}; {events}"
+
+
+def draw(seed: int) -> Plan:
+    """Losses are at most as many at once as the redundancy, and each comes after a commit of its world."""
+    chance = random.Random(f"shards {seed}")
+    unit, redundancy = chance.choice([1, 1, 2]), chance.choice([0, 1, 1, 2])
+    if chance.random() < 0.15:
+        there = Event("grow", 1, 6), Event("shrink", 4, 6)
+        return Plan(2, redundancy, unit, there)
+    kinds = ["grow", "shrink", "twice"] + ["kill", "kill", "stop", "node"] * (redundancy > 0)
+    steps = sorted(chance.sample(range(1, STEPS - 1), chance.choice([1, 2, 2, 3])))
+    workers = left = chance.randint(3, 5)
+    events = []
+    for step in steps:
+        kind = chance.choice(kinds)
+        many = chance.randint(1, redundancy) if kind in ("kill", "stop") else chance.randint(1, 2)
+        if kind == "node":
+            many = PER_NODE
+        event = Event(kind, step, many)
+        loses = many + (kind == "twice")
+        if kind != "grow" and left - loses < (2 if kind != "node" else 1):
+            event = Event("grow", step, many)
+        left += many if event.kind == "grow" else -loses
+        events.append(event)
+    return Plan(workers, redundancy, unit, tuple(events))
+
+
+class Agent(Crew):
+    """Runs one training to its end. ``losses``: of each step, as all workers said."""
+
+    def __init__(self, plan: Plan, folder: Path, chance: random.Random) -> None:
+        super().__init__()
+        self.plan, self.folder, self._chance = plan, folder, chance
+        self._made = -1
+        self._news = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._news.bind("\0" + self.address + "-news")
+        self._selector.register(self._news, 1, self._told)
+        self.losses: dict[int, set[float]] = {}
+        self.outcomes: list[list[float]] = []
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._news.close()
+
+    def add(self) -> Hand:
+        plan, name = self.plan, str(len(self.hands))
+        news = self.address + "-news"
+        return self.start(shardgpt.work, str(self.folder), name, news, STEPS, plan.redundancy, plan.unit)
+
+    def see_through(self) -> None:
+        """Run the training. Raises AssertionError if it does not end."""
+        self.form(*[self.add() for _ in range(self.plan.workers)])
+        for event in self.plan.events:
+            self.until(functools.partial(self._is_due, event))
+            if not self._is_over():
+                self._befall(event)
+        self.until(self._is_over)
+
+    def _is_due(self, event: Event) -> bool:
+        return self._is_over() or (self._made >= event.step and not self.closing)
+
+    def _is_over(self) -> bool:
+        return all(hand.status is not None or hand.shunned for hand in self.members)
+
+    def _befall(self, event: Event) -> None:
+        members = [hand for hand in self.members if hand.status is None]
+        chosen = self._chance.sample(members, min(event.many, len(members) - 1))
+        match event.kind:
+            case "kill":
+                self._signal(signal.SIGKILL, chosen)
+            case "stop":
+                self._signal(signal.SIGSTOP, chosen)
+                time.sleep(PAUSE_S)  # the agent notices a worker that stands still after a while
+                self._signal(signal.SIGKILL, chosen)
+            case "node":
+                first = PER_NODE * self._chance.randrange(max(1, len(members) // PER_NODE))
+                self._signal(signal.SIGKILL, self.members[first : first + PER_NODE])
+            case "grow":
+                self.all_ready([self.add() for _ in range(event.many)])
+            case "shrink" | "twice":
+                self._shrink(chosen, again=event.kind == "twice")
+
+    def _signal(self, number: int, hands: list[Hand]) -> None:
+        for hand in hands:
+            if hand.process.pid is not None:
+                os.kill(hand.process.pid, number)
+
+    def all_ready(self, newcomers: list[Hand]) -> None:
+        self.until(lambda: all(hand.waiting is not None for hand in newcomers) or self._is_over())
+        if not self._is_over() and not self.closing:
+            self.close(planned=True)
+
+    def _shrink(self, going: list[Hand], *, again: bool) -> None:
+        staying = [hand for hand in self.members if hand not in going and hand.status is None]
+        if len(staying) < 2:
+            again = False
+        for hand in going:
+            hand.shunned = True
+        self.least = 99 if again else 1
+        self.close(planned=True, going=tuple(going))
+        if not again:
+            return
+        self.until(lambda: all(hand.waiting is not None for hand in (*staying, *going)) or self._is_over())
+        self.least = 1
+        if all(hand.waiting is not None for hand in staying):
+            staying[-1].shunned = True
+            self.form(*staying, handover=True)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return super()._environment(rank) | {"GROUP_RANK": str(rank // PER_NODE)}
+
+    def _told(self) -> None:
+        _, what, step, values = json.loads(self._news.recv(1 << 16))
+        if what == "outcome":
+            self.outcomes.append(values)
+        else:
+            self.losses.setdefault(step, set()).add(values)
+            self._made = max(self._made, step)
+
+
+@functools.cache
+def undisturbed() -> tuple[dict[int, set[float]], list[float]]:
+    """The losses of each step, and the outcome, of one worker."""
+    folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
+    try:
+        with Agent(Plan(1, 0, 1, ()), folder, random.Random(0)) as agent:
+            agent.see_through()
+            return agent.losses, agent.outcomes[0]
+    finally:
+        shutil.rmtree(folder)
+
+
+def run(seed: int, befell: Counter[str] | None = None) -> list[str]:
+    """Return what is wrong with the run of that seed. ``befell`` counts the events, and where
+    state came from."""
+    plan = draw(seed)
+    losses, outcome = undisturbed()
+    folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
+    try:
+        with Agent(plan, folder, random.Random(f"victims {seed}")) as agent:
+            try:
+                agent.see_through()
+            except AssertionError as error:
+                return [str(error)[:2000], *_errors(folder)]
+            if befell is not None:
+                befell.update(event.kind for event in plan.events)
+                befell.update(f"from {m.source}" for hand in agent.hands for m in hand.entered if m.step)
+            return _differences(agent, losses, outcome) + (_errors(folder) if _failed(agent) else [])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _failed(agent: Agent) -> list[str]:
+    fine = (0, -signal.SIGKILL, None)
+    return [f"worker {n} ended with {h.status}" for n, h in enumerate(agent.hands) if h.status not in fine]
+
+
+def _errors(folder: Path) -> list[str]:
+    said = {path.name: path.read_text().strip().splitlines() for path in sorted(folder.glob("*.err"))}
+    return [f"{name}: {lines[-1][:300]}" for name, lines in said.items() if lines]
+
+
+def _differences(agent: Agent, losses: dict[int, set[float]], outcome: list[float]) -> list[str]:
+    found = _failed(agent)
+    if not agent.outcomes:
+        found.append(f"no worker has come to the end: {agent}")
+    for step, [right] in sorted(losses.items()):
+        wrong = [loss for loss in agent.losses.get(step, {math.nan}) if not _close(loss, right)]
+        if wrong:
+            found.append(f"step {step} had the loss {wrong}, not {right}")
+    for values in agent.outcomes:
+        if not all(map(_close, values, outcome)):
+            found.append(f"the weights are {values}, not {outcome}"[:300])
+    for hand in agent.hands:
+        found += [
+            f"{m.source} in round {m.round}" for m in hand.entered if m.step and m.source not in FROM_WORKERS
+        ]
+    return found
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.worker.shardchaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--runs", type=int, default=1, help="how many seeds from there on")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other run after so long")
+    parser.add_argument("--keep-going", action="store_true", help="count the failing seeds")
+    asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its workers end with it
+    began, failed, made = time.monotonic(), [], 0
+    befell: Counter[str] = Counter()
+    for seed in range(asked.seed, asked.seed + asked.runs):
+        if time.monotonic() - began > 60 * asked.minutes:
+            break
+        started = time.monotonic()
+        wrong = run(seed, befell)
+        made += 1
+        took_s = time.monotonic() - started
+        print(f"seed {seed}: {'WRONG' if wrong else 'right'} in {took_s:.1f} s; {draw(seed)}", flush=True)
+        if wrong:
+            failed.append(seed)
+            again = f"  replay: python -m tests.worker.shardchaos --seed {seed}"
+            print(*(f"  {line}" for line in wrong), again, sep="\n", flush=True)
+            if not asked.keep_going:
+                break
+    print(f"{made} runs in {time.monotonic() - began:.0f} s, {len(failed)} wrong")
+    print("what befell them:", ", ".join(f"{kind} {count}" for kind, count in sorted(befell.items())))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
