@@ -238,11 +238,11 @@ def test_a_record_of_a_newer_elasticd_hides_no_other_job(
     assert [line.split()[0] for line in out.splitlines()] == ["JOB", "k"]
 
 
-def test_a_heartbeat_of_a_newer_elasticd_hides_nothing_else(
+def test_a_report_of_a_newer_elasticd_hides_nothing_else(
     etcd: Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
     put(etcd, "j", spec=SPEC, round=LIVE, nodes__a=a_node("a"))
-    etcd.swap_raw(b"/elasticd/j/progress/b", b'{"v":99}', 0)
+    etcd.swap_raw(b"/elasticd/j/reports/b", b'{"v":99}', 0)
     code, out, err = elasticd(capfd, "status", "j")
     assert code == 0 and "newer elasticd" in err and "j: round 1 live" in out and "a at 127.0.0.1" in out
 
