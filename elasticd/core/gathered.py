@@ -18,7 +18,7 @@ from elasticd.core.persistent_map import PersistentMap
 
 KEPT_MAX: Final = 64  # nodes in a summary
 TELL_S: Final = 1.0  # the least time between two messages of an agent
-HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: 6 % of a processor
+HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: a tenth of a processor
 SUMMARY_BYTES_S: Final = 4096  # that a small summary adds to etcd in a second
 SUMMARY_S, SUMMARY_S_MAX = 1.0, 10.0  # between two writes of the summary
 SLOT_BYTES: Final = 280  # of a slot in a summary, about

@@ -95,15 +95,17 @@ class Gathering:
             known, present = self.known, self._present
             if known is None or present is None:
                 return None
-            paces, looked_up, kept = [], [], []
+            paces, looked_up, kept, again = [], [], [], []
             for told in several:
-                its = present.get(told.node)
-                if its is None or its.node.incarnation != told.incarnation:
+                its, before = present.get(told.node), known.nodes.get(told.node)
+                registered = its is not None and its.node.incarnation == told.incarnation
+                if before is None or not registered:
+                    again.append(told.node)
+                if not registered:
                     continue  # the watch of etcd may be late
                 if told.asks and known.restored:
                     looked_up.append(told.node)
                     kept.append(gathered.kept_for(known, told))
-                before = known.nodes.get(told.node)
                 if told.paces is not None and (before is None or before.paces != told.paces):
                     paces.append(told.paces)
                 known = gathered.hear(known, told)
@@ -112,7 +114,8 @@ class Gathering:
         if paces:
             self._post(PacesTold(tuple(paces)))
         every_s = gathered.tell_every_s(len(present))
-        return Heard(every_s, tuple(looked_up), tuple(one for one in kept if one is not None))
+        found = tuple(one for one in kept if one is not None)
+        return Heard(every_s, tuple(looked_up), found, tuple(again))
 
     def summary(self, now: float) -> Summary | None:
         """Return what the summary would be now; None unless this agent leads."""
@@ -159,6 +162,8 @@ class Gathering:
             if heard is None:
                 return  # the nodes are not listed yet
             self._heard(heard)
+            if self._me.node in heard.again and self._me.node not in self.known.nodes:
+                return  # this node is not registered yet
         self._passed_on = what
 
     def _heard(self, heard: Heard) -> None:

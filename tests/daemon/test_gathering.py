@@ -131,8 +131,11 @@ def test_the_leader_takes_only_what_the_registered_agent_of_a_node_tells() -> No
     made, _, _ = leading(Etcd())
     stranger = telemetry("x", 1.0)
     before = replace(telemetry("b", 1.0), incarnation=life("b", 0))
-    assert made.hear((stranger, before, telemetry("c", 3.0))) is not None
+    heard = made.hear((stranger, before, telemetry("c", 3.0)))
     assert made.known is not None and sorted(made.known.nodes) == ["a", "c"]
+    assert heard is not None and heard.again == ("x", "b", "c")
+    heard = made.hear((telemetry("c", 4.0),))
+    assert heard is not None and heard.again == ()
 
 
 def test_paces_are_passed_on_once() -> None:

@@ -33,6 +33,7 @@ class Leader:
         self.known: Gathered | None = Gathered(1)
         self.told: queue.SimpleQueue[NodeTelemetry] = queue.SimpleQueue()
         self.every_s = 0.0
+        self.again: tuple[str, ...] = ()
 
     def hear(self, several: tuple[NodeTelemetry, ...]) -> Heard | None:
         if self.known is None:
@@ -40,7 +41,8 @@ class Leader:
         for one in several:
             self.known = hear(self.known, one)
             self.told.put(one)
-        return Heard(self.every_s)
+        again, self.again = self.again, ()
+        return Heard(self.every_s, again=again)
 
     def summary(self, now: float) -> Summary | None:
         return Summary(1, 100.0) if self.known is not None else None
@@ -93,6 +95,27 @@ def test_what_the_leader_has_is_not_sent_again_and_another_leader_gets_all_of_it
     assert first.next() == NodeTelemetry("b", "b#1", last=True)
     link.tell(more, elsewhere)
     assert second.next() == more
+
+
+def test_a_leader_that_has_forgotten_a_node_is_told_all_again(cleanup: ExitStack) -> None:
+    leader, link = Leader(), sender(cleanup)
+    there = serve(cleanup, leader)
+    link.tell(telemetry("b", 1), there)
+    assert leader.next() == telemetry("b", 1)
+    leader.again = ("b",)  # it leads anew
+    more = NodeTelemetry("b", "b#1", progress=telemetry("b", 1).progress, last=True)
+    link.tell(more, there)
+    assert leader.next() == NodeTelemetry("b", "b#1", last=True)
+    assert leader.next() == more
+
+
+def test_agents_that_tell_rarely_keep_no_connection(cleanup: ExitStack) -> None:
+    leader, link, answers = Leader(), sender(cleanup), queue.SimpleQueue[Heard]()
+    leader.every_s = 1000.0
+    link.listen(answers.put)
+    link.tell(telemetry("b", 1), serve(cleanup, leader))
+    answers.get(timeout=PATIENCE_S)
+    assert link._wire is None
 
 
 def test_telling_never_waits_and_a_slow_leader_gets_the_newest_only(cleanup: ExitStack) -> None:

@@ -141,7 +141,8 @@ class SimLink:
         )
 
     def _answered(self, told: NodeTelemetry, heard: Heard) -> None:
-        if told == self._told and not told.asks and self._timer is not None:
+        whole = not told.asks and told.node not in heard.again
+        if told == self._told and whole and self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._due = self._agent.clock.now() + heard.every_s

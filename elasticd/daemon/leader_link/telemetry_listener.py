@@ -9,6 +9,7 @@ answer to one message before its next message is read, so memory is bounded, too
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 from typing import TYPE_CHECKING, Final, Self
@@ -32,7 +33,7 @@ from elasticd.telemetry.http import wait_for_connection
 if TYPE_CHECKING:
     import asyncio
 
-CONNECTIONS_MAX: Final = 4096
+CONNECTIONS_MAX: Final = 4096  # or a quarter of the files that this process may open, if that is less
 # The most connections that have not proved to know the secret; a further connection closes the oldest.
 STRANGERS_MAX: Final = 256
 GREET_S: Final = 5.0  # the most time for a greeting
@@ -55,6 +56,7 @@ class TelemetryListener:
         self._secret = secret
         self._gathering = gathering
         self._clock = clock or SteadyClock()
+        self._most = min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._open: set[asyncio.StreamWriter] = set()
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._over, self._closed_to_end = socket.socketpair()
@@ -96,7 +98,7 @@ class TelemetryListener:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         import asyncio
 
-        if len(self._open) >= CONNECTIONS_MAX:
+        if len(self._open) >= self._most:
             writer.transport.abort()
             return
         self._open.add(writer)

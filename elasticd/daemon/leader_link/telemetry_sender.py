@@ -17,6 +17,7 @@ from elasticd.daemon.leader_link import telemetry_messages
 from elasticd.daemon.leader_link.telemetry_messages import REQUEST_MAX, Taken, Tell
 
 FIRST_S: Final = 1.0  # between two messages, before the leader has said how often it wants to hear
+KEPT_S_MAX: Final = 2.0  # a connection is not kept for longer: a leader of many nodes has few connections
 RETRY_S_MAX: Final = 30.0
 
 
@@ -27,9 +28,9 @@ class TelemetrySender:
         self._spread = crc32(node.encode()) / 2**32  # so that agents do not all call a new leader at once
         self._change = threading.Condition()
         self._told: NodeTelemetry | None = None
-        self._taken: NodeTelemetry | None = None  # what the leader has
+        self._taken: NodeTelemetry | None = None  # what ``_taker`` has
+        self._taker: Leadership | None = None
         self._leader: Leadership | None = None
-        self._connected_to: Leadership | None = None
         self._wire: Wire | None = None
         self._every_s = FIRST_S
         self._due = 0.0  # by time.monotonic
@@ -76,7 +77,7 @@ class TelemetrySender:
         with self._change:
             while not self._closed:
                 told, leader, now = self._told, self._leader, time.monotonic()
-                taken = told == self._taken and leader == self._connected_to
+                taken = told == self._taken and leader == self._taker
                 if told is None or leader is None or not leader.port or (taken and not told.asks):
                     self._change.wait()
                 elif now < self._due and not self._hurried:
@@ -87,8 +88,11 @@ class TelemetrySender:
             return None
 
     def _try(self, told: NodeTelemetry, leader: Leadership) -> None:
+        if leader != self._taker:
+            self._disconnect()
+            self._taken, self._taker = None, leader
         try:
-            wire = self._connect(leader)
+            wire = self._connected(leader)
             wire.send_raw_message(telemetry_messages.encoded(Tell((_news(told, self._taken),))))
             answer = telemetry_messages.answer(wire.receive_raw_message(REQUEST_MAX))
         except PeerGone:
@@ -98,28 +102,28 @@ class TelemetrySender:
             self._tries += 1
             now = time.monotonic()
             if isinstance(answer, Taken):
-                self._taken, self._failures, self._every_s = told, 0, answer.heard.every_s
+                self._taken = None if told.node in answer.heard.again else told
+                self._failures, self._every_s = 0, answer.heard.every_s
                 self._due = now + self._every_s
             else:
+                self._taken = None
                 self._failures += 1
                 self._due = now + min(FIRST_S * 2.0 ** (self._failures - 1), RETRY_S_MAX)
             self._change.notify_all()
         if isinstance(answer, Taken):
+            if answer.heard.every_s > KEPT_S_MAX:
+                self._disconnect()
             self._listener(answer.heard)
 
-    def _connect(self, leader: Leadership) -> Wire:
-        if self._wire is not None and self._connected_to == leader:
-            return self._wire
-        self._disconnect()
-        self._wire = Wire.connect(leader.host, leader.port, leader.secret)
-        self._connected_to = leader
+    def _connected(self, leader: Leadership) -> Wire:
+        if self._wire is None:
+            self._wire = Wire.connect(leader.host, leader.port, leader.secret)
         return self._wire
 
     def _disconnect(self) -> None:
         if self._wire is not None:
             self._wire.close()
-        with self._change:
-            self._wire = self._connected_to = self._taken = None
+            self._wire = None
 
 
 def _news(told: NodeTelemetry, taken: NodeTelemetry | None) -> NodeTelemetry:
