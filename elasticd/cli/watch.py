@@ -54,7 +54,7 @@ class _Watch:
         self._changed = False  # whether facts have changed since the last display
         self._shown: object = None  # the round and the phase of the last display
         self._shown_at = -EVERY_S  # when the job was last shown, by the monotonic clock
-        self._check_at = time.monotonic() + QUIET_S  # when to check etcd, if no news comes from it
+        self._quiet_since = time.monotonic()  # the last news of etcd, or the last check
         self._away = False
         self._full = False  # whether etcd has no space
 
@@ -81,7 +81,7 @@ class _Watch:
                         # A new watch lists the job again, even if nothing has changed meanwhile.
                         end()
                         end = store.watch("", self._news.put, prefix=True)
-                    self._check_at = time.monotonic() + (AWAY_S if self._away else QUIET_S)
+                    self._quiet_since = time.monotonic()
                 if self._is_due() and self._look():
                     return
         finally:
@@ -106,6 +106,11 @@ class _Watch:
             return max(0.0, self._shown_at + EVERY_S - time.monotonic())
         return max(0.0, self._check_at - time.monotonic())
 
+    @property
+    def _check_at(self) -> float:
+        """When to check whether etcd still responds, if no news comes from it."""
+        return self._quiet_since + (AWAY_S if self._away else QUIET_S)
+
     def _take(self, seen: _News) -> None:
         if isinstance(seen, KeyboardInterrupt):
             raise seen
@@ -113,7 +118,7 @@ class _Watch:
             self._changed = self._changed or (self._told != seen.facts and bool(self._facts))
             self._told = seen.facts
             return
-        self._check_at = time.monotonic() + QUIET_S
+        self._quiet_since = time.monotonic()
         if isinstance(seen, BadRecord):
             if failure := unusable(self._job, [seen]):
                 raise failure from seen
