@@ -38,6 +38,7 @@ def test_a_day_of_a_thousand_nodes_fills_less_than_half_of_the_shipped_etcd() ->
         leader.form()
         summary, said = leader.summary(), 0
         for _ in range(DAY_S // LOST_EVERY_S):
+            leader.stay_quiet()
             leader.lose_a_node()
             for facts in writes:
                 _put(client, facts)
