@@ -139,7 +139,8 @@ class Gathering:
         self.tell(ledger=ledger if known else self._told.ledger, last=True)
         if self.known is not None:
             return self._collect(ended, ledger, now)
-        self._link.flush(FAREWELL_S)
+        if known and state.registered:
+            self._link.flush(FAREWELL_S)
         if round is not None and round.extent is not None:
             return mine, {}
         summary = self._await_summary(state, ended)

@@ -63,6 +63,7 @@ class Link:
 
     def __init__(self) -> None:
         self.told: list[NodeTelemetry] = []
+        self.flushed = False
         self.heard: Callable[[Heard], None] = lambda heard: None
 
     def listen(self, heard: Callable[[Heard], None]) -> None:
@@ -72,6 +73,7 @@ class Link:
         self.told.append(told)
 
     def flush(self, within_s: float) -> bool:
+        self.flushed = True
         return True
 
 
@@ -215,9 +217,21 @@ def test_the_other_agents_read_the_end_from_the_leader_s_summary_unless_the_job_
     made.begin(lambda news: None)
     made.attend(its, None, 1002.0)
     ledgers, spent = made.farewell(its, ledger("a", 1.0), 1003.0, known=True)
-    assert link.told[-1].last and link.told[-1].ledger == ledger("a", 1.0)
+    assert link.told[-1].last and link.told[-1].ledger == ledger("a", 1.0) and link.flushed
     assert [one.node for one in ledgers] == (["a"] if large else ["a", "b", "c"])
     assert spent == {} if large else spent["productive"] == 6.0, "with this node's own last record"
+
+
+def test_an_agent_that_the_job_refuses_waits_for_no_leader_and_tells_no_ledger() -> None:
+    its, link = (
+        replace(state(leads=False), registration=replace(agent_joined(), joined=False, own=None)),
+        Link(),
+    )
+    made = Gathering(its, cast(Any, Etcd()), link)
+    made.begin(lambda news: None)
+    made.attend(its, None, 1002.0)
+    ledgers, _ = made.farewell(its, ledger("a", 1.0), 1003.0, known=False)
+    assert not link.flushed and link.told[-1].ledger is None and [one.node for one in ledgers] == ["a"]
 
 
 def test_a_leader_whose_members_do_not_answer_ends_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:

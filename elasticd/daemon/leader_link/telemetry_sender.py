@@ -54,6 +54,8 @@ class TelemetrySender:
 
     def flush(self, within_s: float) -> bool:
         with self._change:
+            if self._leader is None or not self._leader.port:
+                return False
             self._hurried, tries = True, self._tries
             self._change.notify_all()
             self._change.wait_for(lambda: self._taken == self._told or self._tries > tries + 1, within_s)
