@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -17,11 +18,11 @@ from elasticd.cli.job_access import Place, etcd_errors_explained, find, is_full,
 from elasticd.cli.option_types import Name
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import on_screen, say, table
-from elasticd.core.facts import Spec
+from elasticd.core.facts import Fact, Leadership, Phase, Round, Spec
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord
 from elasticd.telemetry import describe, statustext
-from elasticd.telemetry.status import JobStatus, job_status, updated
+from elasticd.telemetry.status import JobStatus, Shown, job_status, updated
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
@@ -81,7 +82,25 @@ def _look(access: EtcdAccess, job: str) -> JobStatus:
         raise failure from bad[0]
     for error in bad:
         say(f"elasticd: {job}: {error}.", err=True)
-    return job_status(job, updated({}, listing), time.time(), etcd_full=full)
+    facts = updated({}, listing)
+    return job_status(job, {**facts, **_told(facts)}, time.time(), etcd_full=full)
+
+
+def _told(facts: Mapping[str, Fact]) -> dict[str, Shown]:
+    """Return what the job's leader knows. Without an answer, the summary in etcd must do."""
+    leader, round = facts.get("leader"), facts.get("round")
+    ended = isinstance(round, Round) and round.phase is Phase.ENDED
+    if not isinstance(leader, Leadership) or not leader.port or ended:
+        return {}
+    from elasticd.checkpoint.replication.wire import PeerGone
+    from elasticd.daemon.leader_link.telemetry_follower import ask_leader
+    from elasticd.daemon.leader_link.telemetry_messages import as_facts
+
+    try:
+        known = ask_leader(leader)
+    except PeerGone:
+        return {}
+    return as_facts(known.nodes, known.summary)
 
 
 def _print_job_file(access: EtcdAccess, job: str) -> None:

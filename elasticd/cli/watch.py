@@ -5,17 +5,22 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.job_access import Place, is_full, unusable
 from elasticd.cli.say import say
-from elasticd.core.facts import Fact, Round
+from elasticd.core.facts import Fact, Leadership, Round
 from elasticd.core.ports import Seen
 from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
-from elasticd.telemetry.status import JobStatus, job_status, updated
+from elasticd.telemetry.status import JobStatus, Shown, job_status, updated
 from elasticd.telemetry.steprate import StepRates
+
+if TYPE_CHECKING:
+    from elasticd.daemon.leader_link.telemetry_follower import JobTelemetry
 
 QUIET_S = 5.0  # after this time without a change, check whether etcd still responds
 AWAY_S = 1.0  # the interval of checks while etcd is away
@@ -28,23 +33,37 @@ def watch(place: Place, job: str, show: Callable[[JobStatus], None]) -> None:
     _Watch(place, job, show).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the job's leader knows."""
+
+    facts: Mapping[str, Shown]
+
+
+_News = Seen | StoreError | KeyboardInterrupt | _Told
+
+
 class _Watch:
     def __init__(self, place: Place, job: str, show: Callable[[JobStatus], None]) -> None:
         self._place, self._job, self._show = place, job, show
-        self._news: queue.SimpleQueue[Seen | StoreError | KeyboardInterrupt] = queue.SimpleQueue()
-        self._facts: dict[str, Fact] = {}
+        self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        self._facts: dict[str, Fact] = {}  # in etcd
+        self._told: Mapping[str, Shown] = {}  # by the job's leader
         self._rates = StepRates()
         self._begun = place.shared  # a standalone run may not have written its facts yet
         self._changed = False  # whether facts have changed since the last display
         self._shown: object = None  # the round and the phase of the last display
         self._shown_at = -EVERY_S  # when the job was last shown, by the monotonic clock
+        self._quiet_since = time.monotonic()  # the last news of etcd, or the last check
         self._away = False
-        self._full = False  # a full etcd is quiet, because it takes no heartbeats
+        self._full = False  # whether etcd has no space
 
     def run(self) -> None:
+        from elasticd.daemon.leader_link.telemetry_follower import TelemetryFollower
         from elasticd.etcd.store import EtcdStore
 
         store = EtcdStore(self._place.access, self._job, problems=self._news.put)
+        follower = TelemetryFollower(self._heard)
         before = signal.getsignal(signal.SIGINT)
         if before is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._interrupt)
@@ -53,16 +72,28 @@ class _Watch:
             while True:
                 try:
                     self._take(self._news.get(timeout=self._patience_s()))
+                    leader = self._facts.get("leader")
+                    follower.follow(leader if isinstance(leader, Leadership) else None)
                 except queue.Empty:
-                    if not self._changed and self._is_back():
+                    pass
+                if not self._changed and time.monotonic() >= self._check_at:
+                    if self._is_back():
                         # A new watch lists the job again, even if nothing has changed meanwhile.
                         end()
                         end = store.watch("", self._news.put, prefix=True)
+                    self._quiet_since = time.monotonic()
                 if self._is_due() and self._look():
                     return
         finally:
             signal.signal(signal.SIGINT, before)
+            follower.close()
             store.close()
+
+    def _heard(self, known: JobTelemetry | None) -> None:
+        """Take the leader's answer. Runs on the follower's thread."""
+        from elasticd.daemon.leader_link.telemetry_messages import as_facts
+
+        self._news.put(_Told(as_facts(known.nodes, known.summary) if known is not None else {}))
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """End the watch. Python drops an exception that a handler raises while a destructor runs, and the
@@ -73,11 +104,21 @@ class _Watch:
     def _patience_s(self) -> float:
         if self._changed:
             return max(0.0, self._shown_at + EVERY_S - time.monotonic())
-        return AWAY_S if self._away else QUIET_S
+        return max(0.0, self._check_at - time.monotonic())
 
-    def _take(self, seen: Seen | StoreError | KeyboardInterrupt) -> None:
+    @property
+    def _check_at(self) -> float:
+        """When to check whether etcd still responds, if no news comes from it."""
+        return self._quiet_since + (AWAY_S if self._away else QUIET_S)
+
+    def _take(self, seen: _News) -> None:
         if isinstance(seen, KeyboardInterrupt):
             raise seen
+        if isinstance(seen, _Told):
+            self._changed = self._changed or (self._told != seen.facts and bool(self._facts))
+            self._told = seen.facts
+            return
+        self._quiet_since = time.monotonic()
         if isinstance(seen, BadRecord):
             if failure := unusable(self._job, [seen]):
                 raise failure from seen
@@ -112,15 +153,15 @@ class _Watch:
             raise CommandError(f"{self._job} is no longer in etcd.")
         if self._full:
             self._is_back()  # etcd may have space again
-        now = job_status(self._job, self._facts, time.time(), self._rates, etcd_full=self._full)
+        facts = {**self._facts, **self._told}
+        now = job_status(self._job, facts, time.time(), self._rates, etcd_full=self._full)
         self._show(now)
         self._changed, self._shown, self._shown_at = False, self._mark(), time.monotonic()
         return now.ended
 
     def _is_back(self) -> bool:
         """Check etcd after a silence; return whether etcd was away and is back. The store waits for its etcd
-        without a message, but a person wants to know. Agents write their progress every second or two, so
-        silence is rare."""
+        without a message, but a person wants to know."""
         from elasticd.etcd.blocking_client import Client
 
         try:

@@ -1,8 +1,9 @@
-"""The facts of a job: the records that agents share through etcd.
+"""The facts of a job: the records that agents share through etcd, or tell the leader.
 
-Every record is frozen, and is one etcd value (``elasticd.etcd.records`` converts it to JSON and back). The
-docstring names the record's key, below ``/elasticd/<job>/``. A record with many parts indexes them when
-they are first asked for. Such a record has no ``__slots__``: they would leave no place for the index.
+Every record is frozen. A record in etcd is one value (``elasticd.etcd.records`` converts it to JSON and
+back), and its docstring names its key, below ``/elasticd/<job>/``. ``NodeTelemetry`` and its parts go to the
+leader over the agents' own connections. A record with many parts indexes them when they are first asked for.
+Such a record has no ``__slots__``: they would leave no place for the index.
 """
 
 from __future__ import annotations
@@ -556,11 +557,11 @@ class SlotProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a node's workers. Key ``progress/<node>``, on the agent's lease.
+    """The progress of a node's workers.
 
     ``own_bytes`` and ``replica_bytes``: the memory on this node that holds checkpoints of its own workers,
     and of other nodes. ``held_back``: the slots whose worker starts once a process is gone, and the pid of
-    that process. The record is written every second or two for people; no decision depends on it.
+    that process. The progress is told every second or two for people; no decision depends on it.
     """
 
     node: str
@@ -618,8 +619,8 @@ class BadSlot:
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """The paces of a node's workers in one period. Key ``paces/<node>``, on the agent's lease. ``number``:
-    the number of the period, which only grows. ``slots``: the slots with a known pace."""
+    """The paces of a node's workers in one period. ``number``: the number of the period, which only grows.
+    ``slots``: the slots with a known pace."""
 
     node: str
     incarnation: str
@@ -670,8 +671,8 @@ class SlotTime:
 
 @dataclass(frozen=True, slots=True)
 class NodeLedger:
-    """The use of a node's time in this run, up to ``at`` (seconds since the epoch). Key ``ledger/<node>``, no
-    lease: the agent's next incarnation continues the record. Written rarely.
+    """The use of a node's time in this run, up to ``at`` (seconds since the epoch). The agent's next
+    incarnation continues the record.
 
     ``run``: the create_revision of the job's spec, which identifies this run among runs of the same name.
     """
@@ -683,11 +684,58 @@ class NodeLedger:
 
 
 @dataclass(frozen=True, slots=True)
-class Leadership:
-    """The leader. Key ``leader``, on the leader's lease; created only if absent."""
+class NodeTelemetry:
+    """What an agent tells the leader of its node. A new value replaces the old one; None is no news.
+
+    ``port``: where this agent listens for other agents. ``asks``: this agent does not know yet whether an
+    earlier agent of its node has left a ledger. ``last``: the agent ends.
+    """
 
     node: str
     incarnation: str
+    port: int = 0
+    progress: Progress | None = None
+    paces: Paces | None = None
+    ledger: NodeLedger | None = None
+    asks: bool = False
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the nodes have told the leader. Key ``summary``, no lease; only the leader writes it, rarely.
+
+    ``run``: see ``NodeLedger``. ``at``: seconds since the epoch. ``spent``: the seconds of all nodes in this
+    run, by kind. ``gone``: the part of nodes that are lost and that ``nodes`` does not have. ``nodes``: the
+    leader's own node, lost nodes, and the other nodes of a small job; the leader's successor and the next
+    agents of these nodes continue from here. ``final``: the job has ended, and its last round's members have
+    told their last.
+    """
+
+    run: int
+    at: float
+    spent: Mapping[str, float] = field(default_factory=dict)
+    gone: Mapping[str, float] = field(default_factory=dict)
+    nodes: tuple[NodeTelemetry, ...] = ()
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leadership:
+    """The leader. Key ``leader``, on the leader's lease; created only if absent.
+
+    ``host``, ``port``: where the leader listens for the other agents, which must prove that they know
+    ``secret``.
+    """
+
+    node: str
+    incarnation: str
+    host: str = ""
+    port: int = 0
+    secret: str = field(default="", repr=False)
+
+    def is_of(self, node: str, incarnation: str) -> bool:
+        return (self.node, self.incarnation) == (node, incarnation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -753,14 +801,12 @@ Fact = (
     | MemberPart
     | Report
     | Budget
-    | Progress
     | Stall
     | Hang
-    | Paces
     | Stragglers
     | Leadership
     | Checkpoint
-    | NodeLedger
+    | Summary
     | SaverAddress
     | DebugTails
 )

@@ -11,7 +11,7 @@ between steps on training. The time after its last step is lost, unless the work
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -19,7 +19,7 @@ from elasticd.core.facts import NodeLedger, SlotTime
 
 ABSENT_MAX_S = 300.0  # the longest absence of an agent that counts as a restart of the agent
 KEPT_SHARE = 0.01  # if an agent is killed, the kind of at most this share of its time is lost
-KEPT_FIRST_S, KEPT_MOST_S = 1.0, 30.0  # the shortest and the longest time between two writes of the record
+KEPT_FIRST_S, KEPT_MOST_S = 1.0, 30.0  # the shortest and the longest time between two records
 
 
 class Kind(StrEnum):
@@ -159,7 +159,7 @@ class Ledger:
         return Ledger({slot: account.close(now) for slot, account in self.slots.items()})
 
     def record(self, node: str, now: float, run: int = 0) -> NodeLedger:
-        """Return the record for etcd, with seconds rounded to milliseconds to keep the record short."""
+        """Return the record for the leader, with seconds rounded to milliseconds to keep the record short."""
         up_to_now = {slot: account.see(account.seen, now) for slot, account in self.slots.items()}
         times = tuple(
             SlotTime(
@@ -193,7 +193,18 @@ class Ledger:
         return Ledger(accounts)
 
 
+def totals(records: Iterable[NodeLedger]) -> dict[str, float]:
+    """Return the seconds of all slots of all records together, with an entry for every kind."""
+    sums = dict.fromkeys(map(str, Kind), 0.0)
+    for record in records:
+        for time in record.slots:
+            for kind, seconds in time.spent.items():
+                if kind in sums:  # a newer elasticd may tell of further kinds
+                    sums[kind] += seconds
+    return sums
+
+
 def keep_every_s(lived_s: float) -> float:
-    """Return how often to write the record, for an agent of this age. Time that is not written when the agent
-    is killed counts as restarting."""
+    """Return how often to tell the leader the record, for an agent of this age. Time that is not told when
+    the agent is killed counts as restarting."""
     return min(max(KEPT_SHARE * lived_s, KEPT_FIRST_S), KEPT_MOST_S)

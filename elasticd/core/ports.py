@@ -1,4 +1,5 @@
-"""The ports of the core's driver: a store, the workers' processes, an inspector, and the rounds' stores.
+"""The ports of the core's driver: a store, the workers' processes, an inspector, a link to the leader, and
+the rounds' stores.
 
 The daemon implements the ports with etcd and real processes, the simulator with simulated ones. One contract
 suite for each port tests both. No call blocks: every request ends with a callback, and "unknown" is a
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elasticd.core.age import Age
-from elasticd.core.facts import Exit, Fact
+from elasticd.core.facts import Exit, Fact, Leadership, NodeLedger, NodeTelemetry
 from elasticd.core.hang.hang_messages import EvidenceKept, Looked
 from elasticd.core.hang.judging import Verdict
 from elasticd.core.hang.standstill import Beat, Vitals
@@ -361,6 +362,32 @@ class Inspector(Protocol):
 
 
 # ---------------------------------------------------------------- the store of a round
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The leader's answer to telemetry. ``every_s``: how often to tell. ``looked_up``: the nodes that asked,
+    and that have no ledger but those in ``kept``. ``again``: nodes that are to tell all again, since the
+    leader did not know them before."""
+
+    every_s: float
+    looked_up: tuple[str, ...] = ()
+    kept: tuple[NodeLedger, ...] = ()
+    again: tuple[str, ...] = ()
+
+
+class LeaderLink(Protocol):
+    """This agent's connection to the leader."""
+
+    def listen(self, heard: Callable[[Heard], None]) -> None:
+        """Pass on the leader's answers from now on, from any thread."""
+
+    def tell(self, told: NodeTelemetry, leader: Leadership | None) -> None:
+        """Tell the leader as soon as the leader wants to hear. What has not been sent until the next call is
+        replaced. ``leader``: the leader as this agent knows it."""
+
+    def flush(self, within_s: float) -> bool:
+        """Wait until the leader has answered to what was told last. Return False if the leader does not."""
 
 
 class RoundStores(Protocol):

@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Final
 from zlib import crc32
 
-from elasticd.core.facts import Extent, Fact, Member, MemberPart, Round
+from elasticd.core.facts import Extent, Member, MemberPart, Round
 from elasticd.core.ports import Put
 
 FOLDER: Final = "members/"
@@ -85,7 +85,7 @@ def join(round: Round, parts: Iterable[MemberPart]) -> Round:
     return replace(round, members=tuple(sorted(members, key=attrgetter("base_rank"))))
 
 
-def whole(round: Round, facts: Mapping[str, Fact]) -> Round:
+def whole(round: Round, facts: Mapping[str, object]) -> Round:
     """Return the round with all members that ``facts``, by key, have."""
     if round.extent is None:
         return round

@@ -28,8 +28,8 @@ class Timekeeping:
     """The ledger of this node, and the facts that are needed to continue it.
 
     ``began_at``: the agent's start. ``kept``: the record that an earlier agent of this node left; None until
-    the key has been read (``listed``), or if there is none. ``resumed``: whether the ledger continues
-    ``kept``. ``run``: see ``NodeLedger``. ``write_due``: when the record is written again, if ``round`` does
+    the leader has been asked (``listed``), or if there is none. ``resumed``: whether the ledger continues
+    ``kept``. ``run``: see ``NodeLedger``. ``write_due``: when the record is told again, if ``round`` does
     not change before. ``held``: the time lost to checkpoints, by slot.
     """
 
@@ -57,7 +57,7 @@ def keep_time(
     hung: tuple[int, float],
     now: float,
 ) -> tuple[Timekeeping, NodeLedger | None]:
-    """Return the timekeeping after the workers' steps were read, and the record if it is to be written.
+    """Return the timekeeping after the workers' steps were read, and the record if it is to be told.
 
     ``beats``: the heartbeats of the crew's workers. ``first_at``: when each worker made its first step of the
     round, if known (seconds since the epoch). ``hung``: the last round that was found to hang, and the time
@@ -98,8 +98,8 @@ def concerned(state: AgentState) -> tuple[object, ...]:
 
 
 def find(known: Timekeeping, kept: NodeLedger | None) -> Timekeeping:
-    """Return the timekeeping after the node's record was read. A later record is ignored, because this agent
-    wrote it itself."""
+    """Return the timekeeping after the leader was asked for the node's record. A later answer is ignored,
+    since the leader then has this agent's own record."""
     return known if known.resumed else replace(known, kept=kept, listed=True)
 
 

@@ -54,12 +54,13 @@ from elasticd.core.ports import (
 )
 from elasticd.core.reasons import Reason
 from elasticd.core.round_parts import PART_SIZES, PartSizes
+from elasticd.daemon.gathering import Gathering, LedgerFound, PacesTold, Told
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.observer import Observer
 from elasticd.daemon.round_watch import RoundWatch
 from elasticd.daemon.timekeeper import Timekeeper
 
-LEADER_SCOPES = ("nodes/", "reports/", "budget", "stalls/", "hang", "paces/", "stragglers")
+LEADER_SCOPES = ("nodes/", "reports/", "budget", "stalls/", "hang", "stragglers")
 LEADER_RETRY_S = 0.2
 JUDGE_S = 0.1  # all nodes report a standstill at about the same time, and are judged together
 
@@ -83,7 +84,7 @@ class LeaderAnswered:
     rest: tuple[tuple[Write, ...], ...] = ()
 
 
-Happening = Event | LeaderSaw | LeaderAnswered | Looked | EvidenceKept | HangChanged | StallWithdrawn
+Happening = Event | LeaderSaw | LeaderAnswered | Looked | EvidenceKept | HangChanged | StallWithdrawn | Told
 
 
 @dataclass(slots=True)
@@ -133,6 +134,7 @@ class Driver:
         hangs: Hangs | None = None,
         observer: Observer | None = None,
         timekeeper: Timekeeper | None = None,
+        gathering: Gathering | None = None,
         part_sizes: PartSizes = PART_SIZES,
     ) -> None:
         self.state = state
@@ -149,6 +151,7 @@ class Driver:
         self._hangs = hangs
         self._observer = observer
         self._timekeeper = timekeeper
+        self._gathering = gathering
         self._part_sizes = part_sizes
         self._term: _Term | None = None
         self._terms = 0
@@ -180,8 +183,8 @@ class Driver:
             self._hangs.begin(self._post)
         if self._observer is not None:
             self._observer.begin(self._store)
-        if self._timekeeper is not None:
-            self._timekeeper.begin()
+        if self._gathering is not None:
+            self._gathering.begin(self._post)
         for key in agent.watched(self.state.me):
             if key == "round":
                 RoundWatch(self._store, partial(self._watched, key), self.state.me.node)
@@ -197,12 +200,20 @@ class Driver:
                     return
                 if scope == "round" and _is_old(seen, self._term.view):
                     return
-                before, self._term.view = self._term.view, leader.see(self._term.view, seen, scope, now)
-                if scope == "paces/" and self._term.view.comparison.found is before.comparison.found:
-                    return  # the new paces change no finding
+                self._term.view = leader.see(self._term.view, seen, scope, now)
                 if scope == "stalls/":
                     self._wake_by(now + JUDGE_S)
                     return
+            case PacesTold(paces):
+                if not self._term:
+                    return
+                before, self._term.view = self._term.view, leader.hear_paces(self._term.view, paces)
+                if self._term.view.comparison.found is before.comparison.found:
+                    return  # the new paces change no finding
+            case LedgerFound(kept):
+                self._tell(asks=False)
+                if self._timekeeper is not None:
+                    self._timekeeper.find(kept)
             case LeaderAnswered(term, answer, guards, rest):
                 if self._term and self._term.number == term:
                     if rest and isinstance(answer, Applied):
@@ -219,24 +230,21 @@ class Driver:
             self._hangs.attend(self.state, now, self._say)
             self._wake_by(self._hangs.wake_at)
         if self._observer is not None and self.left is None:
-            self._report(self._observer.attend(self.state, now, self._say))
+            if (own := self._observer.attend(self.state, now, self._say)) is not None:
+                self._tell(paces=own)
             self._wake_by(self._observer.wake_at)
         if self._timekeeper is not None:
             hung = self._hangs.hung if self._hangs is not None else (0, 0.0)
-            self._report(self._timekeeper.attend(self.state, hung, now))
+            if (ledger := self._timekeeper.attend(self.state, hung, now)) is not None:
+                self._tell(ledger=ledger)
             self._wake_by(self._timekeeper.wake_at)
+        if self._gathering is not None and self.left is None:
+            self._gathering.attend(self.state, self.view, now)
+            self._wake_by(self._gathering.wake_at)
 
-    def _report(self, put: Put | None) -> None:
-        """Write without waiting for the answer, since the next write replaces a lost one. If the leader's
-        node is alone in its round, its paces go to the leader's view and not to etcd."""
-        state = self.state
-        if put is None:
-            return
-        alone = state.crew is not None and state.crew.round.nodes == 1
-        if self._term and alone and put.key.startswith("paces/"):
-            self._leader_saw(self._term.number, "paces/", Changes((Entry(put.key, put.fact, 0, 0),)))
-        elif state.guard is not None:
-            self._store.transact((state.guard,), (put,), lambda answer: None)
+    def _tell(self, **changes: object) -> None:
+        if self._gathering is not None:
+            self._gathering.tell(**changes)
 
     def _watched(self, key: str, seen: Seen) -> None:
         if isinstance(seen, Listing) and not any(e.key == key for e in seen.entries):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import uuid
 from pathlib import Path
@@ -15,9 +16,11 @@ from elasticd.procs.environment import Setting
 from elasticd.procs.linux import started_at
 
 
-def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float) -> AgentState:
+def state_of(
+    config: RunConfig, store_port: int, telemetry_port: int, etcd_url: str, began_at: float
+) -> AgentState:
     """Return the first state of a new incarnation. ``store_port``: the port of the first round's store that
-    this node hosts."""
+    this node hosts. ``telemetry_port``: where this agent listens for other agents."""
     return AgentState(
         Identity(
             node=config.node,
@@ -26,6 +29,8 @@ def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float)
             slots=tuple(range(config.slots)),
             host=host_identity(),
             pid=os.getpid(),
+            port=telemetry_port,
+            secret=secrets.token_hex(16),
         ),
         Spec(  # the agent writes the spec to etcd if this node is the job's first
             asked=config.limits,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 from elasticd.core.advice import Advice, advise
 from elasticd.core.agent import AgentState
-from elasticd.core.facts import Stragglers
+from elasticd.core.facts import Paces, Stragglers
 from elasticd.core.gpu_health import GpuErrors, GpuHealth, GpuLoad, note_errors, note_load
 from elasticd.core.measuring import Measuring, SlotLag, lags, measure
 from elasticd.core.page_layout import PageContents, Use
-from elasticd.core.ports import Put, Seen, Store
+from elasticd.core.ports import Seen, Store
 from elasticd.core.reasons import Reason
 from elasticd.telemetry.gpus import GpuReading
 
@@ -56,7 +56,7 @@ class Observer:
         load = GpuLoad(held_down.get("thermal", False), held_down.get("hardware", False), memory)
         self.gpus = note_load(note_errors(self.gpus, slot, errors), slot, load, now)
 
-    def attend(self, state: AgentState, now: float, say: Callable[[Reason], None]) -> Put | None:
+    def attend(self, state: AgentState, now: float, say: Callable[[Reason], None]) -> Paces | None:
         """Return this node's paces for the leader, if a period has ended."""
         if now < self.wake_at:
             return None
@@ -71,7 +71,7 @@ class Observer:
             throttled_s = self._throttled_s()
             self._measuring, paces = measure(self._measuring, state, pages, throttled_s, self.gpus, now)
         self.wake_at = min(now + LOOK_S, self._measuring.due)
-        return Put(f"paces/{paces.node}", paces, leased=True) if paces is not None else None
+        return paces
 
     def _verdict_seen(self, seen: Seen) -> None:
         for entry in seen.entries:

@@ -1,20 +1,22 @@
-"""Publishes the agent's progress to etcd, and the job's status to the live view, the pages, the metrics and
-the timeline of the run. Never changes the driver's state."""
+"""Tells the leader the agent's progress, and publishes the job's status to the live view, the pages, the
+metrics and the timeline of the run. Never changes the driver's state."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from elasticd.checkpoint.server.save_report import Fate, SaveReport, sentence
-from elasticd.core.facts import Fact, Node, Progress, Round, SlotProgress
+from elasticd.core.facts import Node, Progress, Round, SlotProgress
 from elasticd.core.lifecycle import Life
-from elasticd.core.ports import Applied, Put, Seen, Store
+from elasticd.core.ports import Seen, Store
 from elasticd.core.reasons import Reason, WorkersStarted
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
+from elasticd.daemon.gathering import Gathering
 from elasticd.daemon.http_pages import Pages, Published
+from elasticd.daemon.leader_link.telemetry_follower import JobTelemetry, TelemetryFollower
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.observer import Observer
 from elasticd.daemon.round_watch import RoundWatch
@@ -24,11 +26,11 @@ from elasticd.daemon.usage_sampler import Sampler, Samples
 from elasticd.telemetry import describe
 from elasticd.telemetry.events import EventFile, event, of_agent
 from elasticd.telemetry.liveview import TerminalView
-from elasticd.telemetry.status import AgentStatus, JobStatus, LocalFacts, Note, SlotState, job_status, updated
+from elasticd.telemetry.status import AgentStatus, JobStatus, LocalFacts, Note, Shown, SlotState, job_status
 from elasticd.telemetry.steprate import StepRates
 
 SHOW_S = 0.5
-WRITE_S = 1.0
+TELL_S = 1.0
 EVENTS_KEPT = 5
 _SHOWN = {  # the states in the words of the status documents and metrics
     Life.STARTING: SlotState.STARTING,
@@ -62,6 +64,7 @@ class Publisher:
         pages: Pages,
         sampler: Sampler,
         timekeeper: Timekeeper,
+        gathering: Gathering,
         events: EventFile,
         timeline: Timeline,
         observer: Observer,
@@ -75,21 +78,26 @@ class Publisher:
         self._pages = pages
         self._sampler = sampler
         self._timekeeper = timekeeper
+        self._gathering = gathering
         self._file = events
         self._timeline = timeline
         meter.on_save = self._saved
         self._observer = observer
         self._events: deque[Note] = deque(maxlen=EVENTS_KEPT)
         self._rates = StepRates()
-        self._others: dict[str, Fact] = {}
+        self._others: Mapping[str, Shown] = {}
         self._whole: Round | None = None
         self._samples: Samples | None = None
-        self._written: Progress | None = None
-        self._writing = False
-        self._write_due = self._due = 0.0
+        self._told: Progress | None = None
+        self._tell_due = self._due = 0.0
+        self._follower: TelemetryFollower | None = None
         if view.live and config.etcd is not None:
-            store.watch("progress/", self._progress_seen, prefix=True)
+            self._follower = TelemetryFollower(self._others_seen)
             RoundWatch(store, self._round_seen)
+
+    def close(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
 
     def _read(self) -> tuple[SlotProgress, ...]:
         """Return the heartbeats of the crew's round, and none of an earlier round."""
@@ -112,15 +120,17 @@ class Publisher:
         if now < self._due:
             return self._due
         self._file.nudge()
-        self._due = now + (SHOW_S if self._view.live else WRITE_S)
+        self._due = now + (SHOW_S if self._view.live else TELL_S)
         mine = self._read()
         status = self._status(mine, now)
         self._measure(status, mine, now)
         self._timeline.note(status, self._timekeeper.ledger, self._meter.metrics)
         self._view.show(status)
-        if now >= self._write_due:
-            self._write_progress(mine)
-            self._write_due = now + WRITE_S
+        if now >= self._tell_due:
+            self._tell(mine)
+            self._tell_due = now + TELL_S
+        if self._follower is not None:
+            self._follower.follow(self._driver.state.leader)
         return self._due
 
     def farewell(self, now: float) -> None:
@@ -167,39 +177,28 @@ class Publisher:
         self._meter.compare(self._observer.lags(self._config.node), self._observer.gpus.bad)
         self._pages.publish(Published(status, self._meter.metrics.copy()))
 
-    # ------------------------------------------------------------ to etcd
+    # ------------------------------------------------------------ to the leader
 
     def _progress(self, slots: tuple[SlotProgress, ...]) -> Progress | None:
         crew, held_back = self._driver.state.crew, self._driver.state.takedown.held_back
-        told = self._written is not None and self._written.held_back
+        told = self._told is not None and self._told.held_back
         if crew is None and not held_back and not told:
             return None
         number, used = crew.round.number if crew is not None else 0, self._meter.footprint
         return Progress(self._config.node, number, slots, used.own, used.replicas, held_back)
 
-    def _write_progress(self, slots: tuple[SlotProgress, ...]) -> None:
-        """Write the progress unless a write is under way. The next write replaces a lost one."""
-        state = self._driver.state
-        guard, progress = state.guard, self._progress(slots)
-        if self._writing or progress is None or guard is None:
-            return
-        if progress == self._written:
-            return
-        self._writing = True
-
-        def answered(answer: object) -> None:
-            self._writing = False
-            if isinstance(answer, Applied):
-                self._written = progress
-
-        put = Put(f"progress/{self._config.node}", progress, leased=True)
-        self._store.transact((guard,), (put,), answered)
+    def _tell(self, slots: tuple[SlotProgress, ...]) -> None:
+        progress = self._progress(slots)
+        if progress is not None and progress != self._told:
+            self._told = progress
+            self._gathering.tell(progress=progress)
 
     # ------------------------------------------------------------ the job's status
 
-    def _progress_seen(self, seen: Seen) -> None:
-        """Keep the nodes' progress. Runs on the store's thread."""
-        self._others = updated(self._others, seen)
+    def _others_seen(self, known: JobTelemetry | None) -> None:
+        """Keep the nodes' progress. Runs on the follower's thread."""
+        told = known.nodes.values() if known is not None else ()
+        self._others = {f"progress/{one.node}": one.progress for one in told if one.progress is not None}
 
     def _round_seen(self, seen: Seen) -> None:
         """Keep the round with all its members. Runs on the store's thread."""
@@ -219,10 +218,11 @@ class Publisher:
             self._config.job, facts, now, self._rates, local=local, etcd_full=bool(state.etcd.full)
         )
 
-    def _facts(self, mine: tuple[SlotProgress, ...], now: float) -> dict[str, Fact]:
+    def _facts(self, mine: tuple[SlotProgress, ...], now: float) -> dict[str, Shown]:
         """Return the facts that this agent knows. Its own node's facts are newer than etcd's."""
         state, view, name = self._driver.state, self._driver.view, self._config.node
-        known = self._others | {key: e.fact for key, e in state.seen.items() if e.fact is not None}
+        seen = {key: e.fact for key, e in state.seen.items() if e.fact is not None}
+        known: dict[str, Shown] = {**self._others, **seen}
         known["spec"] = state.spec or state.wanted
         whole, round = self._whole, state.round
         if whole is not None and round is not None and round.extent and whole.number == round.number:

@@ -17,10 +17,13 @@ from elasticd.daemon import edges, identity, openfiles, run_summary
 from elasticd.daemon.config import CannotStart, RunConfig
 from elasticd.daemon.debugging import Debugging
 from elasticd.daemon.driver import Driver
+from elasticd.daemon.gathering import Gathering
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.http_pages import Pages
 from elasticd.daemon.inbox import Inbox, Signals
 from elasticd.daemon.inspector import LocalInspector
+from elasticd.daemon.leader_link.telemetry_listener import TelemetryListener
+from elasticd.daemon.leader_link.telemetry_sender import TelemetrySender
 from elasticd.daemon.logs import Destinations, layout
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.node_saver import etcd_peers
@@ -43,7 +46,6 @@ from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import describe, log, runs
 from elasticd.telemetry.events import EventFile
-from elasticd.telemetry.goodput import totals
 from elasticd.telemetry.lines import clean
 from elasticd.telemetry.liveview import PlainView, TerminalView
 from elasticd.telemetry.termination import TerminationLog
@@ -130,8 +132,14 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             inspector = LocalInspector(procs, destinations.run_folder)
             hangs = Hangs(config.patience, inspector, store)
         observer = Observer(procs.page_contents, throttled_s, config.for_the_library)
-        state = identity.state_of(config, stores.port, access.url, began_at)
-        timekeeper = Timekeeper(state, began_at, store, procs.progress, procs.step_times)
+        telemetry_socket = edges.listen_for_agents(config)
+        telemetry_port = telemetry_socket.getsockname()[1]
+        state = identity.state_of(config, stores.port, telemetry_port, access.url, began_at)
+        timekeeper = Timekeeper(state, began_at, procs.progress, procs.step_times)
+        sender = TelemetrySender(config.node)
+        cleanup.callback(sender.close)
+        gathering = Gathering(state, store, sender)
+        cleanup.enter_context(TelemetryListener(telemetry_socket, state.me.secret, gathering, clock))
         driver = Driver(
             state,
             store=store,
@@ -145,6 +153,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             hangs=hangs,
             observer=observer,
             timekeeper=timekeeper,
+            gathering=gathering,
         )
 
         def run_folder() -> Path | None:
@@ -177,10 +186,12 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             pages,
             sampler,
             timekeeper,
+            gathering,
             events,
             Timeline(events, began_at),
             observer,
         )
+        cleanup.callback(publisher.close)
         service = Service(manager, lambda: driver.state)
         routines = [reserve.routine, publisher.routine, service.routine]
         debugging = Debugging(driver, procs, store, destinations.run_folder) if config.debug else None
@@ -220,12 +231,12 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         if last is not None:
             run_summary.pass_on_error_file(config, last, procs.error_file)
         ended_at = clock()
-        ledgers = timekeeper.farewell(driver.state, ended_at, alone=config.etcd is None)
+        ledger = timekeeper.close(driver.state, ended_at)
+        ledgers, spent = gathering.farewell(driver.state, ledger, ended_at, known=timekeeper.resumed)
         with Signals(handled, saver.hurry):
             # The run's events include the last commits.
             saver.close(FINISH_S_MAX if last is not None and left.code < 128 else FINISH_S)
         publisher.farewell(ended_at)
-        spent = totals(ledgers) if timekeeper.knows_all(driver.state) else {}
         seen = driver.state.round if driver.state.registration.joined else None
         lasted_s = ended_at - run_summary.began_at(last, began_at)
         said = run_summary.closing_text(config, last, left, lasted_s, spent, saver.unsaved, seen)

@@ -20,23 +20,18 @@ from elasticd.core.facts import (
     Leadership,
     MemberPart,
     Node,
-    NodeLedger,
-    Paces,
-    Progress,
     Report,
     Round,
     SaverAddress,
     Spec,
     Stall,
     Stragglers,
+    Summary,
 )
 from elasticd.etcd.errors import BadRecord, NewerRecord
 from elasticd.etcd.validity import problem
 
-VERSION: Final = 2  # the newest version that this elasticd reads
-_COMMON: Final = (
-    1  # the version of all records but a round with an extent: older elasticds saw no members in it
-)
+VERSION: Final = 3  # the newest version that this elasticd reads
 
 _BY_KEY: Final[dict[str, type[Fact]]] = {
     "spec": Spec,
@@ -46,15 +41,13 @@ _BY_KEY: Final[dict[str, type[Fact]]] = {
     "checkpoint": Checkpoint,
     "hang": Hang,
     "stragglers": Stragglers,
+    "summary": Summary,
 }
 _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "nodes": Node,
     "members": MemberPart,
     "reports": Report,
-    "progress": Progress,
     "stalls": Stall,
-    "paces": Paces,
-    "ledger": NodeLedger,
     "savers": SaverAddress,
     "debug": DebugTails,
 }
@@ -90,8 +83,20 @@ def encode(key: str, fact: Fact) -> bytes:
         fields = msgspec.json.encode(fact)
     except UnicodeEncodeError:  # a worker's output or a path may not be UTF-8
         fields = msgspec.json.encode(_printable(msgspec.to_builtins(fact)))
-    version = VERSION if isinstance(fact, Round) and fact.extent is not None else _COMMON
-    return b'{"v":%d%s%s' % (version, b"" if fields == b"{}" else b",", fields[1:])
+    return b'{"v":%d%s%s' % (_version(fact), b"" if fields == b"{}" else b",", fields[1:])
+
+
+def _version(fact: Fact) -> int:
+    """Return the oldest version that reads the record as it is meant. Version 1 sees no members in a round
+    with an extent. Version 2 tells its progress, paces and ledger through etcd, where this leader does not
+    look."""
+    match fact:
+        case Leadership(port=port) if port:
+            return 3
+        case Round(extent=extent) if extent is not None:
+            return 2
+        case _:
+            return 1
 
 
 @lru_cache(maxsize=512)  # agents that share a process see the same values; facts are frozen

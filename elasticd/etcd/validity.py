@@ -15,7 +15,19 @@ from enum import Enum
 from functools import cache
 from typing import Any, Final
 
-from elasticd.core.facts import Extent, Fact, Limits, Member, Node, RankRange, Round, Saved, SaverAddress
+from elasticd.core.facts import (
+    Extent,
+    Fact,
+    Leadership,
+    Limits,
+    Member,
+    Node,
+    NodeTelemetry,
+    RankRange,
+    Round,
+    Saved,
+    SaverAddress,
+)
 from elasticd.etcd.names import NAME_MAX, check_name
 
 COUNT_MAX: Final = 2**31 - 1  # workers, slots, processes: the kernel's and torch's limit
@@ -50,6 +62,8 @@ def check(value: Any) -> None:
                 raise ValueError(f"{name}: {error}") from None
         if isinstance(value, Round):
             _members(value)
+        elif isinstance(value, NodeTelemetry):
+            _same_node(value)
     elif isinstance(value, tuple):
         for item in value:
             check(item)
@@ -89,6 +103,11 @@ def _word(value: Any) -> None:
 def _address(value: Any) -> None:
     if not _ADDRESS.fullmatch(value):
         raise ValueError(f"{value[:300]!r} is not an address")
+
+
+def _address_if_any(value: Any) -> None:
+    if value:
+        _address(value)
 
 
 def _store(value: Any) -> None:
@@ -134,6 +153,7 @@ _BY_FIELD: Final[dict[tuple[type, str], Callable[[Any], None]]] = {
     (RankRange, "end"): _COUNT,
     (Node, "ready"): _slots,
     (Node, "holders"): _slots,
+    (Leadership, "host"): _address_if_any,
     (SaverAddress, "host"): _address,
     (SaverAddress, "port"): _between(1, 65535),
     (Limits, "max"): _COUNT,
@@ -147,6 +167,12 @@ def _rules(kind: type) -> tuple[tuple[str, Callable[[Any], None]], ...]:
         (field.name, _BY_FIELD.get((kind, field.name)) or _BY_NAME.get(field.name, check))
         for field in fields(kind)
     )
+
+
+def _same_node(told: NodeTelemetry) -> None:
+    for part in (told.progress, told.paces, told.ledger):
+        if part is not None and part.node != told.node:
+            raise ValueError(f"{told.node} tells of the node {part.node!r}")
 
 
 def _members(round: Round) -> None:

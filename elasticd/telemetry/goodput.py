@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from elasticd.core.facts import NodeLedger
-from elasticd.core.ledger import Kind
+from elasticd.core.ledger import Kind, totals
 
-
-def totals(records: Iterable[NodeLedger]) -> dict[str, float]:
-    """Return the seconds of all slots of all records together, with an entry for every kind."""
-    sums = dict.fromkeys(map(str, Kind), 0.0)
-    for record in records:
-        for time in record.slots:
-            for kind, seconds in time.spent.items():
-                if kind in sums:  # a newer elasticd may write further kinds
-                    sums[kind] += seconds
-    return sums
+__all__ = ["goodput", "totals", "wanted"]
 
 
 def wanted(spent: Mapping[str, float]) -> float:

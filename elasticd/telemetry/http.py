@@ -99,19 +99,20 @@ class HttpServer:
 
     def _run(self, listener: socket.socket) -> None:
         with listener, self._over:
-            if self._is_connected_to(listener):
+            if wait_for_connection(listener, self._over):
                 import asyncio
 
                 from elasticd.telemetry.http_site import serve
 
                 asyncio.run(serve(self._site, listener, self._context, self._over))
 
-    def _is_connected_to(self, listener: socket.socket) -> bool:
-        """Wait for a connection or the end. Return True if a connection comes first."""
-        with selectors.DefaultSelector() as either:
-            either.register(listener, selectors.EVENT_READ)
-            either.register(self._over, selectors.EVENT_READ)
-            return self._over not in [key.fileobj for key, _ in either.select()]
+
+def wait_for_connection(listener: socket.socket, over: socket.socket) -> bool:
+    """Wait until somebody connects or ``over`` is readable. Return True if a connection comes first."""
+    with selectors.DefaultSelector() as either:
+        either.register(listener, selectors.EVENT_READ)
+        either.register(over, selectors.EVENT_READ)
+        return over not in [key.fileobj for key, _ in either.select()]
 
 
 def context(tls: Tls) -> ssl.SSLContext:

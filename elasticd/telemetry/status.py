@@ -1,9 +1,9 @@
 """The status of a job: one frozen value, which every view shows. Pure.
 
-``elasticd status`` and ``elasticd top`` make the value from the facts in etcd. An agent makes the value for
-its live view, its pages, its metrics and the run's timeline from the facts that it knows, and from what etcd
-does not know (``LocalFacts``). docs/status.md describes the JSON form. Fields may be added while ``schema``
-stays the same; none is renamed or removed.
+``elasticd status`` and ``elasticd top`` make the value from the facts in etcd, and from what the leader
+knows. An agent makes the value for its live view, its pages, its metrics and the run's timeline from the
+facts that it knows, and from what etcd does not know (``LocalFacts``). docs/status.md describes the JSON
+form. Fields may be added while ``schema`` stays the same; none is renamed or removed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from elasticd.core.facts import (
     SlotProgress,
     Spec,
     Stragglers,
+    Summary,
 )
 from elasticd.core.ports import Listing, Seen
 from elasticd.core.reasons import BelowMinimum
@@ -44,6 +45,9 @@ from elasticd.telemetry.steprate import StepRates
 
 SCHEMA = 2
 F = TypeVar("F")
+Shown = (
+    Fact | Progress | NodeLedger
+)  # by key; the leader's knowledge has the keys ``progress/N``, ``ledger/N``
 
 
 class SlotState(StrEnum):
@@ -237,7 +241,7 @@ class LocalFacts:
 
 def job_status(
     job: str,
-    facts: Mapping[str, Fact],
+    facts: Mapping[str, Shown],
     now: float,
     rates: StepRates | None = None,
     *,
@@ -253,7 +257,7 @@ class _Picture:
     """The facts of a job, sorted by kind."""
 
     def __init__(
-        self, facts: Mapping[str, Fact], now: float, rates: StepRates, local: LocalFacts | None
+        self, facts: Mapping[str, Shown], now: float, rates: StepRates, local: LocalFacts | None
     ) -> None:
         self.now, self.rates, self.local = now, rates, local
         self.complete = local is None or local.complete
@@ -263,8 +267,15 @@ class _Picture:
         self.stragglers = _one(facts, "stragglers", Stragglers)
         self.budget = _one(facts, "budget", Budget) or (Budget() if self.complete else None)
         self.nodes = {f.name: f for f in _all(facts, Node)}
-        self.progress = {f.node: f for f in _all(facts, Progress)}
-        self.ledgers = {f.node: f for f in _all(facts, NodeLedger)}
+        self.summary = _one(facts, "summary", Summary)
+        kept = self.summary.nodes if self.summary is not None else ()
+        told = {f.node: f for f in _all(facts, Progress)}
+        self.fresh = told.keys()  # nodes whose progress is newer than the summary
+        self.progress = {f.node: f.progress for f in kept if f.progress is not None} | told
+        if self.complete:
+            self.progress = {name: f for name, f in self.progress.items() if name in self.nodes}
+        self.ledgers = {f.node: f.ledger for f in kept if f.ledger is not None}
+        self.ledgers |= {f.node: f for f in _all(facts, NodeLedger)}
         round = _one(facts, "round", Round)
         if round is not None and not round.members:
             round = round_parts.whole(round, facts)
@@ -285,7 +296,7 @@ class _Picture:
         nodes = tuple(map(self._node, self._listed()))
         beats = [beat for of_node in self.beats.values() for beat in of_node.values()]
         rates = [s.steps_per_s for n in nodes for s in n.slots if s.steps_per_s is not None]
-        spent = totals(self.ledgers.values()) if self.ledgers and self.complete else None
+        spent = self._spent()
         lag, live = self.stragglers, self.live
         return JobStatus(
             job=job,
@@ -398,8 +409,10 @@ class _Picture:
         return SlotState.RUNNING if beat is not None and beat.step else SlotState.STARTING
 
     def _rate(self, node: str, beat: SlotProgress) -> float | None:
-        live = self.live
-        return self.rates.of(node, beat, live.number, live.since, self.now) if live else None
+        live, now = self.live, self.now
+        if self.summary is not None and node not in self.fresh:
+            now = self.summary.at
+        return self.rates.of(node, beat, live.number, live.since, now) if live else None
 
     # ------------------------------------------------------------ the job
 
@@ -415,6 +428,12 @@ class _Picture:
         if seating.size(seating.form(nodes, round, limits, quarantines, self.now)) >= limits.min:
             return None
         return Need(seating.workers_at_hand(nodes, round, limits, quarantines, self.now), limits.least)
+
+    def _spent(self) -> dict[str, float] | None:
+        """Return the seconds of all nodes by kind, if all are known."""
+        if not self.complete or not self.ledgers:
+            return None
+        return dict(self.summary.spent) if self.summary is not None else totals(self.ledgers.values())
 
     def _waiting(self) -> str:
         if self.local and self.local.waits:
@@ -462,10 +481,10 @@ def updated(facts: Mapping[str, Fact], news: Seen) -> dict[str, Fact]:
     return known
 
 
-def _one(facts: Mapping[str, Fact], key: str, kind: type[F]) -> F | None:
+def _one(facts: Mapping[str, Shown], key: str, kind: type[F]) -> F | None:
     fact = facts.get(key)
     return fact if isinstance(fact, kind) else None
 
 
-def _all(facts: Mapping[str, Fact], kind: type[F]) -> list[F]:
+def _all(facts: Mapping[str, Shown], kind: type[F]) -> list[F]:
     return [fact for _, fact in sorted(facts.items()) if isinstance(fact, kind)]

@@ -20,7 +20,8 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from elasticd.core import agent
+from elasticd.checkpoint.replication.wire import HEAD
+from elasticd.core import agent, gathered
 from elasticd.core.agent_messages import Tick
 from elasticd.core.facts import (
     Exit,
@@ -29,6 +30,8 @@ from elasticd.core.facts import (
     Member,
     MemberPart,
     Node,
+    NodeLedger,
+    NodeTelemetry,
     Paces,
     Phase,
     Policy,
@@ -37,10 +40,13 @@ from elasticd.core.facts import (
     Round,
     SlotPace,
     SlotProgress,
+    SlotTime,
     Spec,
     Stall,
+    Summary,
 )
 from elasticd.core.hang.judging import Doing, Look, Patience, allowance
+from elasticd.core.ledger import KEPT_MOST_S, Kind
 from elasticd.core.ports import (
     Answer,
     Applied,
@@ -48,6 +54,7 @@ from elasticd.core.ports import (
     Changes,
     Entry,
     Guard,
+    Heard,
     LeaseHeld,
     LeaseNews,
     Listing,
@@ -58,7 +65,9 @@ from elasticd.core.ports import (
 )
 from elasticd.core.straggler import PERIODS
 from elasticd.daemon.driver import JUDGE_S, Driver, Happening
-from elasticd.daemon.publish import WRITE_S as PROGRESS_EVERY_S
+from elasticd.daemon.gathering import PacesTold
+from elasticd.daemon.leader_link import telemetry_messages
+from elasticd.daemon.leader_link.telemetry_messages import Taken, Tell
 from elasticd.etcd import records
 
 WORKERS = 8  # of a node
@@ -298,6 +307,11 @@ class Leader:
         self.etcd.put(facts)
         self.settle(kind)
 
+    def _hear(self, kind: str, *paces: Paces) -> None:
+        """Let other agents tell their paces."""
+        self._inbox.append(PacesTold(paces))
+        self.settle(kind)
+
     def _handle(self, kind: str, event: Happening) -> None:
         if time.monotonic() > self._until:
             raise Missing(f"{kind or 'the start'} was not over in time")
@@ -311,6 +325,28 @@ class Leader:
             began = time.thread_time()
             self.driver.handle(event, self._now)
             self.costs[kind].cpu_s.append(time.thread_time() - began)
+
+    def telemetry(self, member: Member, period: int) -> NodeTelemetry:
+        """What the agent of the member tells after a while."""
+        number = self.round.number
+        beats = tuple(SlotProgress(s, member.rank_of(s), 123456, 1000, 1e9 + s) for s in member.slots)
+        spent = dict.fromkeys(map(str, Kind), 12345.678)
+        times = tuple(SlotTime(slot, spent, 1000, 1.234) for slot in member.slots)
+        return NodeTelemetry(
+            member.node,
+            member.incarnation,
+            29501,
+            Progress(member.node, number, beats),
+            _paces(member, number, period),
+            NodeLedger(member.node, self._now, times, 2),
+        )
+
+    def summary(self) -> Summary:
+        """What the leader writes once all nodes have told it everything."""
+        known = gathered.restore(gathered.Gathered(2), None)
+        for member in self.round.members:
+            known = gathered.hear(known, self.telemetry(member, 1000))
+        return gathered.summarize(known, self.names[0], set(self.names), self._now)[1]
 
     # ------------------------------------------------------------ what happens to the job
 
@@ -337,11 +373,11 @@ class Leader:
         first, rest, last = self.names[1:ONE_BY_ONE], self.names[ONE_BY_ONE:-1], self.names[-1]
         members = {m.node: m for m in self.round.members}
         for number in range(1, periods + 1):
-            paces = {f"paces/{name}": _paces(members[name], self.round.number, number) for name in self.names}
+            paces = {name: _paces(members[name], self.round.number, number) for name in self.names}
             for name in first:
-                self.see(PACES, {f"paces/{name}": paces[f"paces/{name}"]})
-            self.see("", {f"paces/{name}": paces[f"paces/{name}"] for name in (self.names[0], *rest)})
-            self.see(PERIOD, {f"paces/{last}": paces[f"paces/{last}"]})
+                self._hear(PACES, paces[name])
+            self._hear("", *(paces[name] for name in (self.names[0], *rest)))
+            self._hear(PERIOD, paces[last])
         if self.driver.view is None or not self.driver.view.stragglers:
             raise Missing("the leader has compared nobody")
 
@@ -461,6 +497,7 @@ class Figures:
     ops: dict[str, float]
     reforming: tuple[float, float]  # messages and bytes of an agent, at the loss of a node
     minute: tuple[float, float]  # the same, of a quiet minute
+    told: tuple[float, float]  # messages and bytes between an agent and the leader in a quiet minute
     memory: int
 
     @classmethod
@@ -471,7 +508,9 @@ class Figures:
         ops = {kind: _event(kind, cost.ops) for kind, cost in costed.costs.items()}
         etcd = timed.etcd
         reforming = etcd.messages[LOST] / nodes, etcd.bytes[LOST] / nodes
-        return cls(nodes, cpu_s, ops, reforming, _quiet_minute(timed), _memory(nodes, until))
+        return cls(
+            nodes, cpu_s, ops, reforming, _quiet_minute(timed), _told(timed, nodes), _memory(nodes, until)
+        )
 
 
 def play(nodes: int, *, counting: bool = False, until: float = math.inf) -> Leader:
@@ -496,19 +535,30 @@ def _event(kind: str, costs: Sequence[float]) -> float:
 
 
 def _quiet_minute(leader: Leader) -> tuple[float, float]:
-    """Return the messages and bytes of an agent, from the records that it writes in a minute."""
-    member, number = leader.round.members[-1], leader.round.number
-    beats = tuple(SlotProgress(s, member.rank_of(s), 123456, 1000, 1e9 + s) for s in member.slots)
-    writes = {
-        f"progress/{member.node}": (Progress(member.node, number, beats), 60 / PROGRESS_EVERY_S, 0),
-        f"paces/{member.node}": (_paces(member, number, 1000), 60 / (POLICY.straggler_window_s / PERIODS), 1),
-    }
+    """Return an agent's share of the messages and bytes through etcd: each agent renews its lease, and the
+    leader writes the summary."""
+    nodes = len(leader.names)
     renewals = 60 / (POLICY.node_ttl_s / 3)
-    messages, size = 2 * renewals, 2 * RENEWAL_BYTES * renewals
-    for key, (fact, times, watchers) in writes.items():
-        messages += times * (2 + watchers)
-        size += times * (1 + watchers) * (len(key) + len(records.encode(key, fact)))
-    return messages, size
+    summary = leader.summary()
+    writes = 60 / gathered.summarize_every_s(summary)
+    size = len("summary") + len(records.encode("summary", summary))
+    messages = 2 * renewals + 2 * writes / nodes
+    return messages, 2 * RENEWAL_BYTES * renewals + size * writes / nodes
+
+
+def _told(leader: Leader, nodes: int) -> tuple[float, float]:
+    """Return the messages and bytes between an agent and the leader of a job of so many nodes."""
+    every_s = gathered.tell_every_s(nodes)
+    told = leader.telemetry(leader.round.members[-1], 1000)
+    paced_s, kept_s = max(every_s, POLICY.straggler_window_s / PERIODS), max(every_s, KEPT_MOST_S)
+    parts = (
+        (replace(told, paces=None, ledger=None), every_s),
+        (replace(told, progress=None, ledger=None), paced_s),
+        (replace(told, progress=None, paces=None), kept_s),
+    )
+    size = sum(60 / s * len(telemetry_messages.encoded(Tell((part,)))) for part, s in parts)
+    answer = len(telemetry_messages.encoded(Taken(Heard(every_s))))
+    return 2 * 60 / every_s, size + 60 / every_s * (answer + 2 * HEAD.size)
 
 
 def _memory(nodes: int, until: float) -> int:
@@ -533,7 +583,8 @@ def scale(sizes: Sequence[int], limit_s: float) -> str:
         lines.append(f"{kind:<26}{''.join(costs)}")
     for name, of in {
         "a node is lost, an agent": [each.reforming for each in found],
-        "a quiet minute, an agent": [each.minute for each in found],
+        "a quiet minute, etcd": [each.minute for each in found],
+        "and telling the leader": [each.told for each in found],
     }.items():
         lines.append(f"{name:<26}" + "".join(f"{f'{m:,.0f} messages, {_size(b)}':>28}" for m, b in of))
     lines.append(f"{'memory of the leader':<26}" + "".join(f"{_size(each.memory):>28}" for each in found))

@@ -9,7 +9,10 @@ from typing import Any, cast
 import pytest
 
 from elasticd.core.facts import Limits
+from elasticd.core.gathered import HEARD_PER_S
 from elasticd.daemon.config import Command, CommandKind, RunConfig
+from elasticd.daemon.leader_link import telemetry_messages
+from elasticd.daemon.leader_link.telemetry_messages import Tell
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.observer import Observer
 from elasticd.daemon.publish import Publisher
@@ -19,9 +22,13 @@ from tests.bench.scale import (
     LOST,
     OF_ALL_NODES,
     OF_ONE_NODE,
+    POLICY,
+    RENEWAL_BYTES,
     Leader,
     Missing,
     _event,
+    _quiet_minute,
+    _told,
     counted,
     play,
     scale,
@@ -63,7 +70,7 @@ def published(nodes: int) -> int:
     config = RunConfig("job", leader.names[0], "127.0.0.1", limits, 8, command, "f", etcd="http://etcd")
     store, nothing = cast(Any, leader.etcd), cast(Any, None)
     meter = Meter(config, driver, store, lambda slot, after: ())
-    keeper = Timekeeper(leader.driver.state, 0.0, store, lambda round: (), lambda slot, after: ())
+    keeper = Timekeeper(leader.driver.state, 0.0, lambda round: (), lambda slot, after: ())
     publisher = Publisher(
         config,
         driver,
@@ -74,6 +81,7 @@ def published(nodes: int) -> int:
         nothing,
         nothing,
         keeper,
+        nothing,
         nothing,
         nothing,
         Observer(lambda round: {}, lambda: 0.0),
@@ -98,10 +106,26 @@ def test_bytes_of_an_agent_when_a_node_is_lost_do_not_grow_with_the_nodes() -> N
     assert many < 1.5 * few
 
 
+def test_a_quiet_minute_costs_etcd_hardly_more_than_the_leases_and_no_more_in_a_large_job() -> None:
+    few, many = (_quiet_minute(_played(nodes)) for nodes in (FEW, MANY))
+    renewals = 60 / (POLICY.node_ttl_s / 3)
+    assert many[0] < few[0] < 2.2 * renewals
+    assert many[1] < 2 * 2 * RENEWAL_BYTES * renewals < few[1], "the summary of a small job has all nodes"
+
+
+@pytest.mark.parametrize("nodes", [100, 1000, 10_000, 100_000])
+def test_the_leader_hears_a_bounded_number_of_bytes_however_large_the_job_is(nodes: int) -> None:
+    """Per second, of all nodes together; a large job's nodes tell less often."""
+    leader = _played(MANY)
+    messages, size = _told(leader, nodes)
+    one = len(telemetry_messages.encoded(Tell((leader.telemetry(leader.round.members[-1], 1000),))))
+    assert nodes * messages / 60 <= 2 * HEARD_PER_S and nodes * size / 60 < 1.3 * HEARD_PER_S * one
+
+
 def test_all_figures_are_printed() -> None:
     lines = scale([25, 30], limit_s=600.0).splitlines()
     assert lines[0].split() == ["8", "workers", "a", "node", "25", "nodes", "30", "nodes"]
-    assert len(lines) == 2 + len(OF_ONE_NODE) + len(OF_ALL_NODES) + 3
+    assert len(lines) == 2 + len(OF_ONE_NODE) + len(OF_ALL_NODES) + 4
     assert all(sum(c.isdigit() for c in line) for line in lines[2:])
 
 

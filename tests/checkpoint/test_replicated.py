@@ -23,7 +23,7 @@ from elasticd.checkpoint.client.memory_tier import SaverQueries
 from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Label, Replica
-from elasticd.checkpoint.replication.wire import PeerGone, Wire
+from elasticd.checkpoint.replication.wire import PeerGone, Seals, Wire
 from elasticd.checkpoint.server.replicating import Replication
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.storage import store_at
@@ -230,7 +230,8 @@ def test_no_bit_flipped_between_two_nodes_is_taken():
     weights = chance.randbytes(20_000)
     for _ in range(BITS):
         ours, theirs = socket.socketpair()
-        with Wire(ours) as sender, Wire(theirs) as receiver:
+        seals = Seals("secret", b"a", b"b", server=False), Seals("secret", b"b", b"a", server=True)
+        with Wire(ours, seals[0]) as sender, Wire(theirs, seals[1]) as receiver:
             sender.send_data(memoryview(weights))
             raw = bytearray(theirs.recv(1 << 16))
             bit = chance.randrange(8 * len(raw))

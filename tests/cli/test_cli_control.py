@@ -12,13 +12,14 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from typing import Any, cast
 
 import pyte
 import pytest
@@ -27,8 +28,30 @@ from elasticd.cli import job_commands
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.job_access import Place
 from elasticd.cli.main import _exit_code
-from elasticd.core.facts import Cause, Drained, Exit, Fact, Failure, Limits, Node, Outcome, Phase, Round, Spec
+from elasticd.core import gathered
+from elasticd.core.facts import (
+    Cause,
+    Drained,
+    Exit,
+    Fact,
+    Failure,
+    Leadership,
+    Limits,
+    Member,
+    Node,
+    NodeTelemetry,
+    Outcome,
+    Phase,
+    Progress,
+    Round,
+    SlotProgress,
+    Spec,
+    Summary,
+)
 from elasticd.core.ports import Applied, Put
+from elasticd.daemon.gathering import Gathering
+from elasticd.daemon.leader_link import telemetry_listener
+from elasticd.daemon.leader_link.telemetry_listener import TelemetryListener
 from elasticd.etcd import registry
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.blocking_client import Client
@@ -74,6 +97,50 @@ def elasticd(capfd: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
     code = _exit_code(list(argv))
     out, err = capfd.readouterr()
     return code, out, err
+
+
+class Leading:
+    """What the agent that leads knows of its job."""
+
+    def __init__(self, step: int) -> None:
+        beats = (SlotProgress(0, 0, 71, step, time.time()), SlotProgress(1, 1, 72, step, time.time()))
+        told = NodeTelemetry("a", "a-1", progress=Progress("a", 1, beats))
+        self.known = gathered.hear(gathered.Gathered(1), told)
+
+    def summary(self, now: float) -> Summary:
+        return gathered.summarize(self.known, "a", None, now)[1]
+
+
+ROUND = replace(LIVE, members=(Member("a", "a-1", (0, 1), 0),), since=time.time() - 100)
+
+
+@contextmanager
+def served(step: int) -> Iterator[Leadership]:
+    """The leader's address. It answers with this step."""
+    listener = telemetry_listener.listen("127.0.0.1")
+    there = Leadership("a", "a-1", "127.0.0.1", listener.getsockname()[1], "secret")
+    with TelemetryListener(listener, "secret", cast(Gathering, Leading(step))):
+        yield there
+
+
+def test_the_leader_is_asked_for_steps_and_else_the_summary_in_etcd_says_them(
+    etcd: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    summary = Leading(40).summary(time.time())
+    with served(50) as leader:
+        put(etcd, "j", spec=SPEC, round=ROUND, nodes__a=a_node("a"), leader=leader, summary=summary)
+        code, out, err = elasticd(capfd, "status", "j", "--json")
+        assert (code, err, json.loads(out)["step"]) == (0, "", 50)
+    code, out, err = elasticd(capfd, "status", "j", "--json")  # nobody answers
+    assert (code, err, json.loads(out)["step"]) == (0, "", 40)
+
+
+def test_who_watches_sees_the_leader_s_steps(etcd: Client, server: Embedded) -> None:
+    with served(50) as leader:
+        put(etcd, "j", spec=SPEC, round=ROUND, nodes__a=a_node("a"), leader=leader)
+        with watching("j", "--json", etcd=server) as process:
+            while json.loads(next_line(process))["step"] != 50:
+                pass
 
 
 def test_scale_changes_the_limits_in_force_and_not_those_asked(
@@ -238,11 +305,11 @@ def test_a_record_of_a_newer_elasticd_hides_no_other_job(
     assert [line.split()[0] for line in out.splitlines()] == ["JOB", "k"]
 
 
-def test_a_heartbeat_of_a_newer_elasticd_hides_nothing_else(
+def test_a_report_of_a_newer_elasticd_hides_nothing_else(
     etcd: Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
     put(etcd, "j", spec=SPEC, round=LIVE, nodes__a=a_node("a"))
-    etcd.swap_raw(b"/elasticd/j/progress/b", b'{"v":99}', 0)
+    etcd.swap_raw(b"/elasticd/j/reports/b", b'{"v":99}', 0)
     code, out, err = elasticd(capfd, "status", "j")
     assert code == 0 and "newer elasticd" in err and "j: round 1 live" in out and "a at 127.0.0.1" in out
 

@@ -9,7 +9,7 @@ import pytest
 
 from elasticd.core.facts import BadSlot, Cause, Hang, Laggard, Paces, Phase, SlotPace, Stall, Stragglers
 from elasticd.core.hang.judging import REPEAT_S, Doing, Look, Patience, Why, allowance
-from elasticd.core.leader import Plan, View, decide, see
+from elasticd.core.leader import Plan, View, decide, hear_paces, see
 from elasticd.core.leader.lagging import name_stragglers
 from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import Changes, Entry, Fact, Listing
@@ -177,7 +177,7 @@ def paces(name: str, number: int, own_s: float, *, of_round: int = 5, bad: str =
 def lived(view: View, own_s: Mapping[str, float], periods: int, since: int = 0) -> View:
     for number in range(since + 1, since + periods + 1):
         for name, s in own_s.items():
-            view = seen(view, f"paces/{name}", paces(name, number, s))
+            view = hear_paces(view, [paces(name, number, s)])
     return view
 
 
@@ -208,10 +208,16 @@ def test_a_slow_worker_is_named_once_and_said_to_keep_up_again() -> None:
 def test_a_period_is_whole_once_every_node_has_told_and_none_counts_twice() -> None:
     seen_a = lived(live_view(), {"a": 0.05}, 3)
     assert seen_a.comparison.found is None
-    once = seen(seen_a, "paces/b", paces("b", 1, 0.05))
+    once = hear_paces(seen_a, [paces("b", 1, 0.05)])
     assert len(once.comparison.watch.periods) == 1
-    again = see(once, Listing((Entry("paces/b", paces("b", 1, 0.05), 50, 50),), 90), "paces/", NOW)
-    assert len(seen(again, "paces/a", paces("a", 4, 0.05)).comparison.watch.periods) == 1
+    again = hear_paces(once, [paces("b", 1, 0.05), paces("a", 4, 0.05)])
+    assert len(again.comparison.watch.periods) == 1
+
+
+def test_the_paces_of_a_lost_node_are_forgotten() -> None:
+    heard = lived(live_view(), FAST, 1)
+    lost = seen(heard, "nodes/b", None)
+    assert set(heard.comparison.paces) == {"a", "b"} and set(lost.comparison.paces) == {"a"}
 
 
 def test_paces_that_come_before_the_round_they_are_of_count_once_it_is_seen() -> None:
@@ -225,7 +231,7 @@ def test_paces_that_come_before_the_round_they_are_of_count_once_it_is_seen() ->
 
 
 def test_a_bad_gpu_is_named_at_once() -> None:
-    bad = seen(live_view(), "paces/b", replace(paces("b", 1, 0.05, bad="XID 79"), slots=()))
+    bad = hear_paces(live_view(), [replace(paces("b", 1, 0.05, bad="XID 79"), slots=())])
     plan = decide(bad, NOW)
     assert plan.reasons == (SlotBad("b", 0, 1, "XID 79"),)
     assert not decide(seen(bad, "stragglers", stragglers(plan), 60), NOW).writes

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from elasticd.core import agent
-from elasticd.core.facts import Hang, Leadership, Limits, NodeLedger, Phase, SlotProgress, Spec
+from elasticd.core.facts import Hang, Limits, Phase, SlotProgress, Spec
 from elasticd.core.hang.hang_messages import HangChanged
 from elasticd.core.hang.judging import Doing, Look, Patience, Verdict, Why
 from elasticd.core.lifecycle import Life
-from elasticd.core.ports import Entry, Listing, Seen
-from elasticd.core.round_parts import PartSizes, without_parts
+from elasticd.core.ports import Entry
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.timekeeper import LOOK_S, Timekeeper
-from tests.core.build import crew, life, node, round
+from tests.core.build import crew, life, round
 
 ME = agent.Identity("a", life("a"), "127.0.0.1", (0, 1), "host", 1)
 NEW = agent.AgentState(ME, Spec(Limits(2, 2), Limits(2, 2), "job.py", "f"), agent.AgentConfig(600.0), 0)
@@ -37,7 +33,7 @@ def test_the_pages_are_read_when_what_the_ledger_depends_on_changes_and_by_the_t
     pages = Pages()
     whole = round(3, {"a": 2})
     state = replace(NEW, crew=crew(whole), seen={"round": Entry("round", whole, 1, 2)})
-    keeper = Timekeeper(state, 1000.0, cast(Any, None), pages.progress, lambda slot, after: (999.0,))
+    keeper = Timekeeper(state, 1000.0, pages.progress, lambda slot, after: (999.0,))
     keeper.attend(state, (0, 0.0), 1000.0)
     assert pages.reads == 1
     for n in range(100):  # the lease is kept, reports are written, other keys change
@@ -73,37 +69,3 @@ def test_a_round_that_the_leader_finds_to_hang_counts_as_hung_on_every_node() ->
     assert hangs.hung == (3, 1001.0)
     hangs.handle(HangChanged(None), NEW, 1002.0, lambda reason: None)
     assert hangs.hung == (3, 1001.0)
-
-
-class Ledgers:
-    """A store with the last records of some nodes."""
-
-    def __init__(self, *nodes: str) -> None:
-        self.asked: list[str] = []
-        self._nodes = nodes
-
-    def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
-        self.asked.append(key)
-        records = (NodeLedger(name, 1005.0) for name in self._nodes)
-        seen(Listing(tuple(Entry(f"ledger/{r.node}", r, 9, 9) for r in records), 9))
-        return lambda: None
-
-
-@pytest.mark.parametrize("leads", [True, False])
-@pytest.mark.parametrize("large", [True, False])
-def test_the_last_records_of_a_large_job_are_read_by_its_leader_alone(leads: bool, large: bool) -> None:
-    names = ["a", "b", "c"]
-    whole = replace(round(3, dict.fromkeys(names, 2)), phase=Phase.ENDED, since=1001.0)
-    last = without_parts(whole, PartSizes(members=1 if large else 64))
-    leader = Leadership("a" if leads else "b", life("a"))
-    state = replace(
-        NEW,
-        seen={"round": Entry("round", last, 1, 2), "leader": Entry("leader", leader, 3, 3)},
-        registration=replace(NEW.registration, joined=True, own=Entry("nodes/a", node("a"), 2, 2)),
-    )
-    store = Ledgers(*names)
-    keeper = Timekeeper(state, 1000.0, cast(Any, store), Pages().progress, lambda slot, after: ())
-    known = keeper.farewell(state, 1006.0, alone=False)
-    everybody = leads or not large
-    assert [ledger.node for ledger in known] == (names if everybody else ["a"])
-    assert store.asked == (["ledger/"] if everybody else [])

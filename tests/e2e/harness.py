@@ -27,7 +27,18 @@ from typing import Any, TypeVar
 import psutil
 
 from elasticd import torchparts
-from elasticd.core.facts import Budget, Fact, Round, Spec
+from elasticd.checkpoint.replication.wire import PeerGone
+from elasticd.core.facts import (
+    Budget,
+    Fact,
+    Leadership,
+    NodeLedger,
+    NodeTelemetry,
+    Round,
+    Spec,
+    Summary,
+)
+from elasticd.daemon.leader_link.telemetry_follower import ask_leader
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.etcd.blocking_client import Client
 from elasticd.procs.linux import descendants
@@ -386,6 +397,19 @@ class Cluster:
         fact: Fact | None = entry.fact if entry else None
         assert fact is None or isinstance(fact, of)
         return fact
+
+    def ledger(self, node: str) -> NodeLedger | None:
+        """The ledger of the node that the leader last wrote."""
+        summary = self.fact("summary", Summary)
+        nodes = summary.nodes if summary is not None else ()
+        return next((told.ledger for told in nodes if told.node == node), None)
+
+    def told(self, node: str) -> NodeTelemetry | None:
+        """What the leader knows of the node."""
+        leader = self.fact("leader", Leadership)
+        with contextlib.suppress(PeerGone):
+            return ask_leader(leader).nodes.get(node) if leader is not None else None
+        return None
 
     @property
     def round(self) -> Round:

@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticd.core.facts import Progress
 from tests.e2e.harness import PATIENCE_S, Agent, Cluster, assert_nothing_left, marked
 
 WORKERS = Path(__file__).parents[2] / "workers"
@@ -102,7 +101,8 @@ class Training:
             pids = []
             for member in round.members:
                 if member.node in nodes:
-                    there = self.cluster.fact(f"progress/{member.node}", Progress)
+                    told = self.cluster.told(member.node)
+                    there = told.progress if told is not None else None
                     if there is None or there.round != round.number:
                         return []
                     pids += [slot.pid for slot in there.slots]

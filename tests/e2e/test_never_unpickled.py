@@ -40,7 +40,7 @@ def test_pickles_in_etcd_do_nothing(cluster: Cluster, tmp_path: Path) -> None:
     first = cluster.world(1)
     with Client(cluster.access) as client:
         for i, bomb in enumerate(bombs(crater)):
-            for key in ("nodes", "reports", "progress", "other"):
+            for key in ("nodes", "reports", "stalls", "other"):
                 client.swap_raw(job_prefix(cluster.job) + f"{key}/evil{i}".encode(), bomb, 0)
     cluster.goes_on(first)
     (b,) = cluster.start("b")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.core.facts import Paces
 from elasticd.core.straggler import PERIODS
 from tests.e2e.harness import Agent, Cluster
 
@@ -55,8 +54,8 @@ def compare(cluster: Cluster, *agents: Agent, periods: int) -> None:
     """Wait until all of them have told of so many periods more. Its workers tell of each step."""
 
     def told() -> int:
-        paces = [cluster.fact(f"paces/{agent.name}", Paces) for agent in agents]
-        return min(one.number if one is not None else 0 for one in paces)
+        told = [cluster.told(agent.name) for agent in agents]
+        return min(one.paces.number if one is not None and one.paces is not None else 0 for one in told)
 
     begun = cluster.until(told, "the first period has passed")
     cluster.until(lambda: told() >= begun + periods, f"{periods} periods pass", 1200.0)

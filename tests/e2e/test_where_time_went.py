@@ -11,7 +11,6 @@ import time
 
 import pytest
 
-from elasticd.core.facts import NodeLedger
 from elasticd.core.ledger import Kind
 from elasticd.telemetry import events, runs
 from tests.e2e.harness import Agent, Cluster, World
@@ -47,7 +46,7 @@ def test_the_ledger_agrees_with_the_workers_own_account_of_their_steps(cluster: 
     assert "goodput   " in seen.out and "productive of" in seen.out
     cluster.finishes(a, b)
     for node in ("a", "b"):
-        kept = cluster.fact(f"ledger/{node}", NodeLedger)
+        kept = cluster.ledger(node)
         assert kept is not None and len(kept.slots) == 1
         spent = kept.slots[0].spent
         assert spent["productive"] == pytest.approx(trained_s(cluster, node), rel=0.02, abs=0.5), (
@@ -89,7 +88,7 @@ def hurt(
             cluster.start(victim.node, slots=2, options=OFTEN)
         case "lose":
             newest(cluster)[victim.node].kill()
-            kept = cluster.fact(f"ledger/{victim.node}", NodeLedger)
+            kept = cluster.ledger(victim.node)
             assert kept is not None
             unsure_s[victim.node] += 2 * (time.time() - kept.at)
             cluster.start(victim.node, slots=2, options=OFTEN)
@@ -122,7 +121,7 @@ def test_under_random_faults_every_second_is_told_once_and_as_the_workers_tell_i
     cluster.goes_on(world, steps=100)
     cluster.finishes(*newest(cluster).values())
     for node in unsure_s:
-        kept = cluster.fact(f"ledger/{node}", NodeLedger)
+        kept = cluster.ledger(node)
         assert kept is not None and len(kept.slots) == 2
         wall_s = kept.at - began_at(cluster, node)
         for slot in kept.slots:
@@ -139,10 +138,10 @@ def test_an_agent_that_is_killed_goes_on_with_the_ledger_it_left(cluster: Cluste
     (a,) = cluster.start("a")
     world = cluster.world(1)
     cluster.goes_on(world, steps=150)
-    cluster.until(lambda: cluster.fact("ledger/a", NodeLedger), "there is a ledger")
+    cluster.until(lambda: cluster.ledger("a"), "there is a ledger")
     a.kill()
     killed_at = time.time()
-    kept = cluster.fact("ledger/a", NodeLedger)
+    kept = cluster.ledger("a")
     (again,) = cluster.start("a")
     world = cluster.world(1, after=world)
     cluster.goes_on(world, steps=150)
@@ -153,7 +152,7 @@ def test_an_agent_that_is_killed_goes_on_with_the_ledger_it_left(cluster: Cluste
     assert kept is not None
     assert sum(own["time"].values()) > counted_s + kept.slots[0].spent.get("productive", 0.0) - 0.1
     cluster.finishes(again)
-    after = cluster.fact("ledger/a", NodeLedger)
+    after = cluster.ledger("a")
     assert after is not None
     spent, wall_s = after.slots[0].spent, after.at - began_at(cluster, "a")
     assert sum(spent.values()) == pytest.approx(wall_s, rel=0.01), "the time between too"
@@ -173,10 +172,10 @@ def test_another_run_of_the_same_name_begins_a_new_ledger(cluster: Cluster) -> N
     cluster.goes_on(world, steps=100)
     assert cluster.command("stop", cluster.job).code == 0
     a.end()
-    first = cluster.fact("ledger/a", NodeLedger)
+    first = cluster.ledger("a")
     (again,) = cluster.start("a")
     cluster.world(1, after=world)
     cluster.finishes(again)
-    second = cluster.fact("ledger/a", NodeLedger)
+    second = cluster.ledger("a")
     assert first is not None and second is not None and second.at > first.at
     assert sum(second.slots[0].spent.values()) < second.at - first.at

@@ -9,12 +9,14 @@ from functools import partial
 
 from elasticd.core import agent, round_parts
 from elasticd.core.agent_messages import LeaveJob, Signalled, Tick
-from elasticd.core.facts import Drained, Leadership, Limits, Node, Phase, Policy, Round, Spec
+from elasticd.core.facts import Drained, Leadership, Limits, Node, NodeTelemetry, Phase, Policy, Round, Spec
+from elasticd.core.gathered import TELL_S
 from elasticd.core.hang.judging import Patience
-from elasticd.core.ports import Put, Unchanged
+from elasticd.core.ports import Heard, Put, Unchanged
 from elasticd.core.reasons import Reason
 from elasticd.core.round_parts import PART_SIZES, PartSizes
 from elasticd.daemon.driver import Driver, Happening
+from elasticd.daemon.gathering import Gathering
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.observer import Observer
 from elasticd.daemon.timekeeper import Timekeeper
@@ -88,6 +90,65 @@ class SimRoundStores:
         self.opened = ""
 
 
+class SimLink:
+    """What an agent tells the leader comes late, or not at all, as what it asks of etcd does. Then the agent
+    tells it again."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self._agent = agent
+        self._random = agent.clock.random(f"link of {agent.incarnation}")
+        self._heard: Callable[[Heard], None] = lambda heard: None
+        self._told: NodeTelemetry | None = None
+        self._leader: Leadership | None = None
+        self._timer: Timer | None = None
+        self._due = 0.0
+
+    def listen(self, heard: Callable[[Heard], None]) -> None:
+        self._heard = heard
+
+    def tell(self, told: NodeTelemetry, leader: Leadership | None) -> None:
+        self._told, self._leader = told, leader
+        if self._timer is None:
+            wait_s = max(0.0, self._due - self._agent.clock.now())
+            self._timer = self._agent.host.after(wait_s, self._send)
+
+    def flush(self, within_s: float) -> bool:
+        return True
+
+    def _send(self) -> None:
+        """Send it, and send it again a second later if the leader does not answer."""
+        told, leader, agent = self._told, self._leader, self._agent
+        self._timer = None
+        if told is None or not agent.running:
+            return
+        self._due = agent.clock.now() + TELL_S
+        self._timer = agent.host.after(TELL_S, self._send)
+        there = agent.cluster.agents.get(leader.node) if leader is not None else None
+        network = agent.cluster.network
+        if there is None or agent.store.cut or there.store.cut or self._random.random() < network.lost:
+            return
+        agent.clock.after(
+            network.delay_s(self._random), lambda: there.host.call(lambda: self._arrive(there, told))
+        )
+
+    def _arrive(self, there: SimAgent, told: NodeTelemetry) -> None:
+        heard = there.gathering.hear((told,)) if there.running else None
+        network, host = self._agent.cluster.network, self._agent.host
+        if heard is None or self._random.random() < network.answer_lost:
+            return
+        self._agent.clock.after(
+            network.delay_s(self._random), lambda: host.call(lambda: self._answered(told, heard))
+        )
+
+    def _answered(self, told: NodeTelemetry, heard: Heard) -> None:
+        whole = not told.asks and told.node not in heard.again
+        if told == self._told and whole and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._due = self._agent.clock.now() + heard.every_s
+        self._heard(heard)
+
+
 class SimAgent:
     """One incarnation of an agent: the real driver, and the simulated edges around it."""
 
@@ -118,7 +179,8 @@ class SimAgent:
         )
         state = agent.AgentState(me, wanted, config, self.stores.port)
         began_at, procs = self.host.now(), self.procs
-        self.timekeeper = Timekeeper(state, began_at, self.store, procs.progress, procs.step_times)
+        self.timekeeper = Timekeeper(state, began_at, procs.progress, procs.step_times)
+        self.gathering = Gathering(state, self.store, SimLink(self))
         self.driver = Driver(
             state,
             store=self.store,
@@ -134,6 +196,7 @@ class SimAgent:
             hangs=self.hangs,
             observer=self.observer,
             timekeeper=self.timekeeper,
+            gathering=self.gathering,
             part_sizes=setup.part_sizes,
         )
         self._inbox: deque[Happening] = deque()

@@ -18,6 +18,7 @@ from elasticd.core.facts import (
     Round,
     Spec,
     Stragglers,
+    Summary,
     UnitWithin,
 )
 from elasticd.core.hang.judging import REPEAT_S, Verdict, Why
@@ -87,8 +88,10 @@ class Invariants:
             self._limits.append((self.cluster.clock.now(), entry.fact.limits))
         elif entry.key == "budget" and isinstance(entry.fact, Budget):
             self._budget_written(entry.fact)
-        elif isinstance(entry.fact, NodeLedger):
-            self._ledger_written(entry.fact)
+        elif isinstance(entry.fact, Summary):
+            for told in entry.fact.nodes:
+                if told.ledger is not None:
+                    self._ledger_written(told.ledger)
         elif entry.key == "stragglers" and isinstance(entry.fact, Stragglers):
             self._stragglers_written(entry.fact)
 

@@ -27,6 +27,7 @@ from elasticd.core.facts import (
     Member,
     Node,
     NodeLedger,
+    NodeTelemetry,
     Outcome,
     Phase,
     Policy,
@@ -38,11 +39,12 @@ from elasticd.core.facts import (
     SlotTime,
     Spec,
     Stragglers,
+    Summary,
 )
 from elasticd.core.ports import Entry, Listing
 from elasticd.core.reasons import BelowMinimum
 from elasticd.telemetry import describe
-from elasticd.telemetry.status import AgentStatus, JobStatus, LocalFacts, Need, SlotState, job_status
+from elasticd.telemetry.status import AgentStatus, JobStatus, LocalFacts, Need, Shown, SlotState, job_status
 from elasticd.telemetry.steprate import WINDOW_S, StepRates
 
 NOW = 1000.0
@@ -63,7 +65,7 @@ LIVE = Round(
     NOW - 100,
     restarts=1,
 )
-FACTS: dict[str, Fact] = {
+FACTS: dict[str, Shown] = {
     "spec": SPEC,
     "round": LIVE,
     "leader": Leadership("b", "b-1"),
@@ -145,6 +147,28 @@ def test_the_time_of_a_node_is_its_ledgers_and_the_jobs_is_that_of_all() -> None
     assert [n.time and n.time["productive"] for n in r.nodes] == [None, 30.0, None]
     alone = job_status("j", {**FACTS, **times}, NOW, local=LOCAL)
     assert alone.time is None and alone.goodput is None, "the other nodes' are not known"
+
+
+TOLD = Progress("b", 3, (SlotProgress(0, 0, 71, 50, NOW - 20), SlotProgress(1, 1, 72, 40, NOW - 20)))
+SUMMARY = Summary(
+    1,
+    NOW - 20,
+    {"productive": 70.0, "restarting": 30.0},
+    nodes=(
+        NodeTelemetry("b", "b-1", progress=TOLD, ledger=NodeLedger("b", NOW - 20, run=1)),
+        NodeTelemetry("gone", "gone-1", progress=Progress("gone", 3, (SlotProgress(0, 2, 73, 999, NOW),))),
+    ),
+)
+
+
+def test_what_the_leader_has_summed_up_stands_in_for_what_it_does_not_answer() -> None:
+    in_etcd = {**{k: f for k, f in FACTS.items() if k != "progress/b"}, "summary": SUMMARY}
+    r = job_status("j", in_etcd, NOW)
+    assert (r.step, r.steps_per_s) == (50, 0.5), "40 steps in the 80 s up to the summary"
+    assert r.time is not None and r.time["productive"] == 70.0 and r.goodput == 0.7
+    assert r.nodes[0].slots[0].pid == 71
+    newer = Progress("b", 3, (SlotProgress(0, 0, 71, 60, NOW), SlotProgress(1, 1, 72, 60, NOW)))
+    assert job_status("j", {**in_etcd, "progress/b": newer}, NOW).step == 60, "the leader has answered"
 
 
 def test_who_lags_behind_in_this_round_is_named() -> None:

@@ -24,9 +24,9 @@ import msgspec
 Message = dict[str, Any]
 PIECE: Final = 4 << 20  # the most bytes of raw data in a frame
 _MESSAGE_MAX: Final = 256 << 20  # the most bytes of a message; the largest is the index of a large model
-_HEAD = struct.Struct("<Q16s")  # the head of a frame: length and seal
+HEAD = struct.Struct("<Q16s")  # the head of a frame: length and seal
 _SEALED = struct.Struct("<QQ32s")  # the input of the seal: number, length and SHA-256
-_NONCE: Final = 32
+NONCE: Final = 32
 _CONNECT_S: Final = 5.0
 SILENCE_S: Final = 20.0  # the longest silence of the other end within an exchange
 
@@ -35,24 +35,58 @@ class PeerGone(ConnectionError):
     """Another node's saver cannot be reached, or has closed the connection. The message says why."""
 
 
+class Seals:
+    """The proofs, the keys and the frame numbers of one end of a connection; without any input or output.
+
+    ``mine``, ``theirs``: the random bytes of both ends. ``proof``: what this end sends to prove that it knows
+    the secret.
+    """
+
+    def __init__(self, secret: str, mine: bytes, theirs: bytes, *, server: bool) -> None:
+        if mine == theirs:
+            raise PeerGone("an echo in place of an answer")
+        both = mine + theirs if server else theirs + mine
+        sides = (b"server", b"client") if server else (b"client", b"server")
+        self.proof, self._expected = (_derived(secret, side + both) for side in sides)
+        self._sends, self._receives = (_derived(secret, b"frames of the " + side + both) for side in sides)
+        self._sent = self._received = 0  # the numbers of frames
+
+    def check_proof(self, proof: bytes) -> None:
+        """Raise PeerGone unless the other end knows the secret."""
+        if not hmac.compare_digest(proof, self._expected):
+            raise PeerGone("the secret of this job is not known there")
+
+    def head(self, length: int, digest: bytes) -> bytes:
+        """Return the head of the next frame to send."""
+        seal = _seal(self._sends, self._sent, length, digest)
+        self._sent += 1
+        return HEAD.pack(length, seal)
+
+    def check(self, length: int, seal: bytes, digest: bytes) -> None:
+        """Check the seal of the next received frame. Raises PeerGone."""
+        if not hmac.compare_digest(seal, _seal(self._receives, self._received, length, digest)):
+            raise PeerGone("a frame was changed on its way: its seal is wrong")
+        self._received += 1
+
+
 class Wire:
     """One end of an authenticated connection. All methods block. All errors are PeerGone, after which the
-    connection cannot be used."""
+    connection cannot be used. ``seals``: of ends that have greeted each other."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, seals: Seals | None = None) -> None:
         self._socket = sock
-        self._keys = b"", b""  # for sent frames, for received frames
-        self._sent = self._received = 0  # the numbers of frames
+        if seals is not None:
+            self._seals = seals
         sock.settimeout(SILENCE_S)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
-    def connect(cls, host: str, port: int, secret: str) -> Self:
+    def connect(cls, host: str, port: int, secret: str, within_s: float = _CONNECT_S) -> Self:
         """Connect and authenticate. Raises PeerGone if nobody answers, or if the other end does not know the
         secret."""
         try:
-            sock = socket.create_connection((host, port), _CONNECT_S)
+            sock = socket.create_connection((host, port), within_s)
         except OSError as error:
             raise PeerGone(f"nobody answers at {host}:{port}: {error.strerror or error}") from error
         wire = cls(sock)
@@ -72,29 +106,14 @@ class Wire:
         return wire
 
     def _greet(self, secret: str, *, server: bool) -> None:
-        mine = os.urandom(_NONCE)
+        mine = os.urandom(NONCE)
         self._send([mine])
-        theirs = self._take(_NONCE)
-        both = mine + theirs if server else theirs + mine
-        proofs = [
-            hmac.digest(secret.encode(), side + both, hashlib.sha256) for side in (b"server", b"client")
-        ]
-        if mine == theirs:
-            raise PeerGone("an echo in place of an answer")
+        self._seals = Seals(secret, mine, self._take(NONCE), server=server)
         if not server:  # the client proves itself first: a server reveals nothing to strangers
-            self._send([proofs[1]])
-            expected = proofs[0]
-        else:
-            expected = proofs[1]
-        if not hmac.compare_digest(self._take(len(expected)), expected):
-            raise PeerGone("the secret of this job is not known there")
+            self._send([self._seals.proof])
+        self._seals.check_proof(self._take(len(self._seals.proof)))
         if server:
-            self._send([proofs[0]])
-        keys = [
-            hmac.digest(secret.encode(), b"frames of the " + side + both, hashlib.sha256)
-            for side in (b"server", b"client")
-        ]
-        self._keys = (keys[0], keys[1]) if server else (keys[1], keys[0])
+            self._send([self._seals.proof])
 
     # ------------------------------------------------------------ messages
 
@@ -109,14 +128,14 @@ class Wire:
         return message
 
     def send_raw_message(self, content: bytes) -> None:
-        self._send([self._head(len(content), _digest(content)), content])
+        self._send([self._seals.head(len(content), digest_of(content)), content])
 
-    def receive_raw_message(self) -> bytes:
-        length, seal = _HEAD.unpack(self._take(_HEAD.size))
-        if length > _MESSAGE_MAX:
-            raise PeerGone(f"a message of {length} bytes, more than {_MESSAGE_MAX}")
+    def receive_raw_message(self, most: int = _MESSAGE_MAX) -> bytes:
+        length, seal = HEAD.unpack(self._take(HEAD.size))
+        if length > most:
+            raise PeerGone(f"a message of {length} bytes, more than {most}")
         content = self._take(length)
-        self._check(length, seal, _digest(content))
+        self._seals.check(length, seal, digest_of(content))
         return content
 
     # ------------------------------------------------------------ raw data
@@ -125,7 +144,7 @@ class Wire:
         """Send raw bytes in frames. The other end must know how many bytes come."""
         pieces = _pieces(content)
         for piece, digest in zip(pieces, _digests(pieces, len(pieces)), strict=True):
-            self._send([self._head(len(piece), digest), piece])
+            self._send([self._seals.head(len(piece), digest), piece])
 
     def receive_data(self, into: memoryview) -> None:
         """Fill ``into`` with the bytes that the other end sends. Raises PeerGone if a seal is wrong; the
@@ -135,7 +154,7 @@ class Wire:
 
         def filled() -> Iterator[memoryview]:
             for piece in pieces:
-                length, seal = _HEAD.unpack(self._take(_HEAD.size))
+                length, seal = HEAD.unpack(self._take(HEAD.size))
                 if length != len(piece):
                     raise PeerGone(f"a frame of {length} bytes in place of {len(piece)}")
                 self._fill(piece)
@@ -143,7 +162,7 @@ class Wire:
                 yield piece
 
         for number, digest in enumerate(_digests(filled(), len(pieces))):
-            self._check(*heads[number], digest)
+            self._seals.check(*heads[number], digest)
 
     def close(self) -> None:
         self._socket.close()
@@ -153,20 +172,6 @@ class Wire:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # ------------------------------------------------------------ seals
-
-    def _head(self, length: int, digest: bytes) -> bytes:
-        """Return the head of the next frame to send."""
-        seal = _seal(self._keys[0], self._sent, length, digest)
-        self._sent += 1
-        return _HEAD.pack(length, seal)
-
-    def _check(self, length: int, seal: bytes, digest: bytes) -> None:
-        """Check the seal of the next received frame. Raises PeerGone."""
-        if not hmac.compare_digest(seal, _seal(self._keys[1], self._received, length, digest)):
-            raise PeerGone("a frame was changed on its way: its seal is wrong")
-        self._received += 1
 
     # ------------------------------------------------------------ bytes
 
@@ -195,11 +200,15 @@ class Wire:
             raise PeerGone(f"no answer: {error.strerror or error}") from error
 
 
+def _derived(secret: str, what: bytes) -> bytes:
+    return hmac.digest(secret.encode(), what, hashlib.sha256)
+
+
 def _seal(key: bytes, number: int, length: int, digest: bytes) -> bytes:
     return hmac.digest(key, _SEALED.pack(number, length, digest), hashlib.sha256)[:16]
 
 
-def _digest(content: bytes | memoryview) -> bytes:
+def digest_of(content: bytes | memoryview) -> bytes:
     return hashlib.sha256(content).digest()
 
 
@@ -211,12 +220,12 @@ def _digests(pieces: Iterable[memoryview], count: int) -> Iterator[bytes]:
     """Yield the digest of each piece. With several pieces, a thread computes while the caller sends or
     receives the next one."""
     if count < 2:
-        yield from map(_digest, pieces)
+        yield from map(digest_of, pieces)
         return
     with ThreadPoolExecutor(1, thread_name_prefix="elasticd-wire") as beside:
         under_way = None
         for piece in pieces:
-            before, under_way = under_way, beside.submit(_digest, piece)
+            before, under_way = under_way, beside.submit(digest_of, piece)
             if before is not None:
                 yield before.result()
         if under_way is not None:

@@ -17,7 +17,8 @@ SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # POSIX's numbers; core does not import the
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The agent's identity. ``host`` identifies the machine (name and boot id); ``pid`` is the agent's."""
+    """The agent's identity. ``host`` identifies the machine (name and boot id); ``pid`` is the agent's.
+    ``port``, ``secret``: for the agents that this agent leads."""
 
     node: str
     incarnation: str
@@ -25,6 +26,8 @@ class Identity:
     slots: tuple[int, ...]
     host: str
     pid: int
+    port: int = 0
+    secret: str = field(default="", repr=False)
 
     @property
     def key(self) -> str:
@@ -297,9 +300,14 @@ class AgentState:
     @property
     def leads(self) -> Entry | None:
         """The leader key's entry, if this agent leads."""
+        entry, leader = self.seen.get("leader"), self.leader
+        mine = leader is not None and leader.is_of(self.me.node, self.me.incarnation)
+        return entry if mine and self.registered else None
+
+    @property
+    def leader(self) -> Leadership | None:
         entry = self.seen.get("leader")
-        mine = Leadership(self.me.node, self.me.incarnation)
-        return entry if entry and entry.fact == mine and self.registered else None
+        return entry.fact if entry and isinstance(entry.fact, Leadership) else None
 
     @property
     def stays_until(self) -> float:

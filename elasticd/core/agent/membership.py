@@ -117,7 +117,7 @@ def join(do: Decisions) -> None:
                 Put("spec", wanted),
                 Delete("budget"),
                 Delete("reports/", prefix=True),
-                Delete("ledger/", prefix=True),
+                Delete("summary"),
                 *forgotten,
             ),
         )
@@ -273,7 +273,7 @@ def take_over_record(do: Decisions, key: Entry, dead: Node) -> None:
     guards: list[Guard] = [Unchanged(key.key, key.revision), *_guards_of_crew(do.state)]
     writes: list[Write] = [Put(key.key, _record(do.state), leased=True)]
     leader = do.state.seen.get("leader")
-    if leader and leader.fact == Leadership(dead.name, dead.incarnation):
+    if leader and do.state.leader and do.state.leader.is_of(dead.name, dead.incarnation):
         guards.append(Unchanged("leader", leader.revision))
         writes.append(Delete("leader"))
     do.transact(Tag.SUCCEED, tuple(guards), tuple(writes))
@@ -285,7 +285,8 @@ def campaign(do: Decisions) -> None:
     if not (state.registered and leader and leader.fact is None and state.departure is None):
         return
     assert state.registration.own is not None
-    put = Put("leader", Leadership(state.me.node, state.me.incarnation), leased=True)
+    me = state.me
+    put = Put("leader", Leadership(me.node, me.incarnation, me.address, me.port, me.secret), leased=True)
     do.transact(
         Tag.LEAD, (Unchanged("leader", 0), StillThere(state.me.key, state.registration.own.created)), (put,)
     )

@@ -16,7 +16,7 @@ from elasticd.core.leader.view import View
 from elasticd.core.ports import Delete
 from elasticd.core.round_parts import FOLDER
 
-_FORGOTTEN: Final = tuple(Delete(folder, prefix=True) for folder in ("reports/", "ledger/", FOLDER))
+_FORGOTTEN: Final = (Delete("summary"), *(Delete(folder, prefix=True) for folder in ("reports/", FOLDER)))
 
 
 def decide(view: View, now: float) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -107,6 +107,16 @@ def see(view: View, seen: Seen, scope: str, now: float) -> View:
     raise AssertionError(f"not news of the store: {seen!r}")
 
 
+def hear_paces(view: View, several: Iterable[Paces]) -> View:
+    """Return the view after nodes have told their paces."""
+    comparison = view.comparison
+    if view.spec is not None:
+        comparison = comparing.follow(comparison, view.round, view.spec.policy)
+    for paces in several:
+        comparison = comparing.hear(comparison, paces.node, paces, view.round)
+    return view if comparison is view.comparison else replace(view, comparison=comparison)
+
+
 def _known(view: View, scope: str) -> list[str]:
     match scope:
         case "spec" | "round" | "budget" | "stragglers" | "hang":
@@ -117,8 +127,6 @@ def _known(view: View, scope: str) -> list[str]:
             return [f"reports/{name}" for name in view.reports or ()]
         case "stalls/":
             return [f"stalls/{name}" for name in view.stalls]
-        case "paces/":
-            return [f"paces/{name}" for name in view.comparison.paces]
     raise AssertionError(f"the leader does not watch {scope!r}")
 
 
@@ -157,13 +165,15 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
                 same = known is not None and known.stall == stall
                 stalls[name] = known if same else ReceivedStall(stall, now) if stall is not None else None
             case _:
-                view = _apply_finding(view, e, name, now)
+                view = _apply_finding(view, e, now)
     if nodes and (view.nodes is not None or any(nodes.values())):
         view = replace(view, nodes=(view.nodes or PersistentMap()).updated(nodes))
     if reports and (view.reports is not None or any(reports.values())):
         view = replace(view, reports=(view.reports or PersistentMap()).updated(reports))
     if stalls:
         view = replace(view, stalls=view.stalls.updated(stalls))
+    for name in (name for name, node in nodes.items() if node is None and name in view.comparison.paces):
+        view = replace(view, comparison=comparing.hear(view.comparison, name, None, view.round))
     if view.spec is None:
         return view
     comparison = comparing.follow(view.comparison, view.round, view.spec.policy)
@@ -177,20 +187,17 @@ def _registered(node: Node | None, before: Registered | None, created: int, now:
     return Registered(node, created, before.seen_at if before is not None and same else now, now)
 
 
-def _apply_finding(view: View, e: Entry, name: str, now: float) -> View:
-    """Return the view after news of the keys ``hang`` and ``stragglers``, or of a node's paces.
+def _apply_finding(view: View, e: Entry, now: float) -> View:
+    """Return the view after news of the keys ``hang`` and ``stragglers``.
 
     The leader knows its own writes before the watch reports them, so an older verdict may arrive after a
     newer one.
     """
-    match e.key.partition("/")[0], e.fact:
+    match e.key, e.fact:
         case "hang", (Hang() | None) as hang:
             if e.revision > view.revisions.get("hang", -1):
                 return view.at_revision("hang", e.revision, hang=hang, hang_at=now)
         case "stragglers", (Stragglers() | None) as stragglers:
             if e.revision > view.revisions.get("stragglers", -1):
                 return view.at_revision("stragglers", e.revision, stragglers=stragglers)
-        case "paces", (Paces() | None) as paces:
-            heard = comparing.hear(view.comparison, name, paces, view.round)
-            return replace(view, comparison=heard)
     return view

@@ -1,0 +1,142 @@
+"""What the nodes have told the leader: the last of each node, and the sums that ``elasticd status`` and the
+end of the job need.
+
+An agent tells cumulative values, and tells them again to another leader. So a new leader knows all nodes that
+live after one period. The summary in etcd has what nobody tells any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Final
+
+from elasticd.core.facts import NodeLedger, NodeTelemetry, Round, Summary
+from elasticd.core.ledger import totals
+from elasticd.core.persistent_map import PersistentMap
+
+KEPT_MAX: Final = 64  # nodes in a summary
+TELL_S: Final = 1.0  # the least time between two messages of an agent
+HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: a tenth of a processor
+SUMMARY_BYTES_S: Final = 4096  # that a small summary adds to etcd in a second
+SUMMARY_S, SUMMARY_S_MAX = 1.0, 10.0  # between two writes of the summary
+SLOT_BYTES: Final = 280  # of a slot in a summary, about
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """``run``: of ``NodeLedger``. ``spent``, ``gone``: see ``Summary``. ``restored``: the summary of earlier
+    leaders is part of this."""
+
+    run: int
+    nodes: PersistentMap[NodeTelemetry] = field(default_factory=PersistentMap)
+    spent: Mapping[str, float] = field(default_factory=lambda: totals(()))
+    gone: Mapping[str, float] = field(default_factory=lambda: totals(()))
+    restored: bool = False
+
+    @property
+    def ledgers(self) -> tuple[NodeLedger, ...]:
+        """The last ledgers of all nodes, by name."""
+        nodes = self.nodes.to_dict()
+        return tuple(told.ledger for _, told in sorted(nodes.items()) if told.ledger is not None)
+
+
+def hear(known: Gathered, told: NodeTelemetry) -> Gathered:
+    """Return what is known after a node has told something."""
+    before = known.nodes.get(told.node)
+    ledger = told.ledger if told.ledger is not None and told.ledger.run == known.run else None
+    if before is not None:
+        same = before.incarnation == told.incarnation
+        told = replace(
+            told,
+            progress=told.progress or (before.progress if same else None),
+            paces=told.paces or (before.paces if same else None),
+            ledger=ledger or before.ledger,
+        )
+    elif ledger is not told.ledger:
+        told = replace(told, ledger=ledger)
+    spent = known.spent
+    if ledger is not None:
+        spent = _changed(spent, before.ledger if before is not None else None, ledger)
+    return replace(known, nodes=known.nodes.updated({told.node: told}), spent=spent)
+
+
+def restore(known: Gathered, kept: Summary | None) -> Gathered:
+    """Return what is known after the summary of earlier leaders was read (None: there is none). What nodes
+    have told since is newer."""
+    known = replace(known, restored=True)
+    if kept is None or kept.run != known.run:
+        return known
+    spent = {kind: known.spent[kind] + kept.gone.get(kind, 0.0) for kind in known.spent}
+    known = replace(known, spent=spent, gone={kind: kept.gone.get(kind, 0.0) for kind in known.gone})
+    for told in kept.nodes:
+        newer = known.nodes.get(told.node)
+        if newer is None:
+            known = hear(known, told)
+        elif newer.ledger is None:
+            known = hear(known, replace(newer, ledger=told.ledger))
+    return known
+
+
+def kept_for(known: Gathered, told: NodeTelemetry) -> NodeLedger | None:
+    """Return the ledger that an earlier agent of the node has left."""
+    before = known.nodes.get(told.node)
+    return before.ledger if before is not None else None
+
+
+def summarize(
+    known: Gathered, own: str, present: Collection[str] | None, now: float, *, final: bool = False
+) -> tuple[Gathered, Summary]:
+    """Return the summary to write, and what is known without the nodes that are lost and have no room in the
+    summary. ``own``: the leader's node. ``present``: the nodes that are registered, if they are known."""
+    there = known.nodes if present is None else present
+    lost = [name for name in known.nodes if name not in there and name != own]
+    first = chain([own], lost, (name for name in known.nodes if name in there and name != own))
+    small = len(known.nodes) <= KEPT_MAX
+    kept = [
+        name for name in islice(first, None if small else min(1 + len(lost), KEPT_MAX)) if name in known.nodes
+    ]
+    known = _forget(known, set(lost).difference(kept))
+    nodes = tuple(replace(known.nodes[name], paces=None) for name in kept)
+    return known, Summary(known.run, now, _rounded(known.spent), _rounded(known.gone), nodes, final)
+
+
+def is_whole(known: Gathered, ended: Round | None) -> bool:
+    """Whether all members of the job's last round have told their last. Of a large round, not all names are
+    known. ``ended``: None if the job goes on: nothing is awaited."""
+    if ended is None:
+        return True
+    last = {name for name, told in known.nodes.items() if told.last}
+    return len(last) >= ended.nodes and last.issuperset(ended.by_node)
+
+
+def tell_every_s(nodes: int) -> float:
+    """Return how often each of so many nodes tells the leader."""
+    return max(TELL_S, nodes / HEARD_PER_S)
+
+
+def summarize_every_s(summary: Summary) -> float:
+    """Return how long the next summary waits. Summaries that do not differ are written, too: by their writes
+    the leader notices a full etcd."""
+    slots = sum(len(told.ledger.slots) for told in summary.nodes if told.ledger is not None)
+    return min(max(SUMMARY_S, SLOT_BYTES * slots / SUMMARY_BYTES_S), SUMMARY_S_MAX)
+
+
+def _forget(known: Gathered, names: Iterable[str]) -> Gathered:
+    names = list(names)
+    if not names:
+        return known
+    ledgers = (known.nodes[name].ledger for name in names)
+    spent = totals(ledger for ledger in ledgers if ledger is not None)
+    gone = {kind: known.gone[kind] + spent[kind] for kind in known.gone}
+    return replace(known, nodes=known.nodes.updated(dict.fromkeys(names)), gone=gone)
+
+
+def _changed(spent: Mapping[str, float], old: NodeLedger | None, new: NodeLedger) -> dict[str, float]:
+    more, less = totals([new]), totals([old] if old is not None else ())
+    return {kind: spent[kind] + more[kind] - less[kind] for kind in spent}
+
+
+def _rounded(spent: Mapping[str, float]) -> dict[str, float]:
+    return {kind: round(max(0.0, seconds), 3) for kind, seconds in spent.items()}

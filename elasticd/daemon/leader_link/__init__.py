@@ -1,0 +1,7 @@
+"""The connections over which agents tell the leader their telemetry, and over which commands and live views
+ask for all of it: authenticated TCP with sealed frames (``checkpoint.replication.wire``).
+
+The key ``leader`` in etcd says where the leader listens, and has the secret that each caller must prove to
+know. So whoever may read the job's keys may tell and ask. Messages are JSON of declared types, validated as
+records of etcd are.
+"""
