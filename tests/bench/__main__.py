@@ -1,6 +1,6 @@
 """``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | scale | overhead |
-scrape | hang | checkpoint | consistent | techniques | slow-links | frameworks | redundancy``: each
-prints its ratios."""
+scrape | hang | checkpoint | consistent | techniques | slow-links | frameworks |
+redundancy``: each prints its ratios."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def techniques(
         click.echo(line)
 
 
-@main.command()
+@main.command("slow-links")
 @click.option("--rates", default="0,20", help="Mbit/s, with commas; 0: no limit.")
 def slow_links(rates: str) -> None:
     """DDP and local SGD over links of limited bandwidth (as root): images per second and quality."""
