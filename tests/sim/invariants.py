@@ -251,7 +251,8 @@ class Invariants:
         if mended_at is None or self._could_have() <= world.size:
             self._larger_since = None
             return
-        since = self._larger_since = now if self._larger_since is None else self._larger_since
+        self._larger_since = now if self._larger_since is None else self._larger_since
+        since = max(self._larger_since, self.cluster.training.stuck_until)  # the others wait for who is stuck
         job, slowest = self.cluster.training.job, max(w.own_s for w in world.workers.values())
         patience_s = self.cluster.setup.policy.grow_cooldown_s + job.save_every * slowest + IDLE_S
         if now - since > patience_s:

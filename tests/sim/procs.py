@@ -137,9 +137,9 @@ class World:
         left = set(self.workers)
 
         def enter(worker: SimWorker) -> None:
-            if self.broken:
+            if self.broken or worker.world is not self:  # after the last step a world does not break
                 return
-            if not self.handover and worker.world is self:
+            if not self.handover:
                 worker.has_entered()
             left.discard(worker.rank)
             if left:
@@ -290,7 +290,8 @@ class Training:
     """The user's job, over all its worlds and nodes.
 
     ``formed``, ``laid_out`` and ``stepped`` are told of worlds, ``failed`` of workers that failed by
-    themselves, ``fell_ill`` of those that hang.
+    themselves, ``fell_ill`` of those that hang. ``stuck_until``: until then others may wait for a worker
+    that does not leave its round.
     """
 
     def __init__(self, clock: Clock, job: Job) -> None:
@@ -305,6 +306,7 @@ class Training:
         self.fell_ill: list[Callable[[SimWorker], None]] = []
         self.serves: Callable[[str], bool] = lambda store: True  # is a round's store open there?
         self._worlds: dict[tuple[int, str], World] = {}
+        self.stuck_until = 0.0
         self._pids = 100_000
         self._line = 100
 
@@ -466,6 +468,7 @@ class SimWorker:
             return True  # it has yet to hear of it
         if not self.stuck and random.random() < training.job.stuck:
             self.stuck = True
+            training.stuck_until = clock.now() + HANG_S
             clock.after(HANG_S, lambda: self.die(-signals.SIGKILL, "hung", primary=False))
         if self.stuck:
             return True
