@@ -6,6 +6,7 @@ Workers are forked from a process that has imported what they need.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -63,7 +64,8 @@ def forkserver() -> ForkServerContext:
 
 @dataclass
 class Hand:
-    """One worker. ``round``: the round that it is in; 0 while it waits."""
+    """One worker. ``round``: the round that it is in; 0 while it waits. ``status``: its exit code, once it
+    has ended and all that it said has been heard."""
 
     process: BaseProcess
     channel: AgentEnd | None = None
@@ -72,10 +74,7 @@ class Hand:
     waiting: Waiting | None = None
     done: bool = False
     shunned: bool = False  # counts as dead, and gets no further round
-
-    @property
-    def status(self) -> int | None:
-        return self.process.exitcode
+    status: int | None = None
 
     @property
     def broken(self) -> list[Broken]:
@@ -244,12 +243,19 @@ class Crew:
         channel: AgentEnd = Channel(connection, AGENT_TO_WORKER, WORKER_TO_AGENT)
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._hear(channel))
 
-    def _hear(self, channel: AgentEnd) -> None:
+    def _hear(self, channel: AgentEnd) -> bool:
+        """Hear the worker's next message. Return whether there was one."""
         try:
-            message, _ = channel.receive()
+            heard = channel.poll()
         except ChannelClosed:
-            self._selector.unregister(channel)
-            return
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(channel)
+            return False
+        if heard is not None:
+            self._note(channel, heard[0])
+        return heard is not None
+
+    def _note(self, channel: AgentEnd, message: WorkerToAgent) -> None:
         if isinstance(message, Hello):
             next(h for h in self.hands if h.process.pid == message.pid).channel = channel
         hand = next(h for h in self.hands if h.channel is channel)
@@ -263,7 +269,10 @@ class Crew:
     def _exited(self, hand: Hand) -> None:
         self._selector.unregister(hand.process.sentinel)
         hand.process.join()
+        while hand.channel is not None and self._hear(hand.channel):
+            pass
         hand.waiting = None
+        hand.status = hand.process.exitcode
 
 
 def outcome_alone(job: Callable[..., None], folder: Path, what: str = "outcome") -> Any:

@@ -270,3 +270,11 @@ def test_newcomers_find_survivors_of_a_group_that_never_came_about(crew, tmp_pat
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
     assert crew.settled == [(1, 2), (2, 2)]
+
+
+def test_the_crew_hears_all_that_a_worker_said_before_it_notes_the_workers_end(crew, tmp_path):
+    crew.begin(tmp_path, NOTHING)
+    (hand,) = crew.hands
+    hand.process.join()  # here as on a machine on which the worker is faster than the test
+    crew.all_ended()
+    assert hand.status == 0 and hand.done

@@ -180,7 +180,7 @@ def test_who_is_a_commit_behind_takes_it_from_who_is_ahead(crew, tmp_path, undis
         Accident("summed", 4, wait_for_word_of_the_third),
         Accident("summed", 4, silent.wait),
     ]
-    crew.begin(tmp_path, *accidents)
+    crew.begin(tmp_path, *accidents, compare=False)  # who is ahead would wait for the others to compare
     ahead.until_somebody_waits()
     silent.until_somebody_waits()
     crew.hands[2].process.kill()
