@@ -260,6 +260,26 @@ def test_past_the_ceiling_all_are_blamed_that_wait_though_their_places_change() 
     assert judged(looks) is None
 
 
+@pytest.mark.parametrize(
+    ("step", "what", "still_s", "expected"),
+    [
+        (100, "all_gather", 3599.0, None),  # it may come to the others' collective yet
+        (100, "all_gather", 3600.0, (Why.APART, [1])),
+        (99, "all_reduce", 3600.0, (Why.APART, [1])),
+        (100, "all_reduce", 3600.0, (Why.DEADLOCK, [0, 1, 2])),  # perhaps the same call, from two lines
+    ],
+)
+def test_who_polls_for_another_collective_than_those_that_stay_at_one_place_is_to_blame_alone(
+    step: int, what: str, still_s: float, expected: object
+) -> None:
+    looks = world("waiting", "waiting", "waiting", still_s=still_s)
+    looks = [replace(look, there_s=60.0, waits_s=60.0) for look in looks]
+    looks[1] = replace(looks[1], step=step, what=what, place="job.py:9", there_s=0.0)
+    assert blamed(judged(looks)) == expected
+    some_stay = [looks[0], looks[1], replace(looks[2], there_s=0.0)]
+    assert blamed(judged(some_stay)) == ((Why.DEADLOCK, [0, 1, 2]) if expected else None)
+
+
 def test_the_cost_of_a_verdict_grows_with_the_number_of_workers_and_not_with_its_square(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

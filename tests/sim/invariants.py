@@ -315,8 +315,8 @@ class Invariants:
         ill = worker.ill
         apart = [w for w in self.apart if w.round == worker.round]
         apart = [w for w in apart if w.ill is not None or now - w.well_since <= CARRIED_OUT_S]
-        if verdict.why is Why.DEADLOCK and apart:
-            return  # who left what out cannot be told from the outside
+        if verdict.why is Why.DEADLOCK and 2 * len(apart) >= len(verdict.guilty):
+            return  # without a majority at one place, who left what out cannot be told from the outside
         if ill is not None and ill.illness is not Illness.BUSY:
             return
         if ill is not None and now - ill.since >= PATIENCE.ceiling_s:

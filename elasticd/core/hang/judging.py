@@ -264,11 +264,11 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
         return found(Why.ASLEEP, asleep, allowed.asleep_s)
     if silent:
         return found(Why.SILENT, silent, allowed.waiting_s)
-    if all(look.there_s >= allowed.settled_s for look in waiting):
-        apart = _apart(waiting)
-        return found(Why.APART, apart, allowed.waiting_s) or found(Why.DEADLOCK, waiting, allowed.waiting_s)
-    if all(look.waits_s >= allowed.settled_s for look in waiting):
-        return found(Why.DEADLOCK, waiting, allowed.busy_s)  # the places change, so none is to blame
+    settled = all(look.there_s >= allowed.settled_s for look in waiting)
+    if settled or all(look.waits_s >= allowed.settled_s for look in waiting):
+        limit_s = allowed.waiting_s if settled else allowed.busy_s
+        apart = _apart(waiting, allowed.settled_s)
+        return found(Why.APART, apart, limit_s) or found(Why.DEADLOCK, waiting, limit_s)
     return None  # the last worker may just have come, so that the step goes on
 
 
@@ -313,10 +313,14 @@ def _verdict(why: Why, guilty: tuple[Look, ...], looks: Sequence[Look]) -> Verdi
     return Verdict(why, named, len(others), what, place, more)
 
 
-def _apart(waiting: Sequence[Look]) -> list[Look]:
-    """Return the workers that wait in another place than most."""
-    places = Counter((look.step, look.what, look.place) for look in waiting)
-    most, count = places.most_common(1)[0]
+def _apart(waiting: Sequence[Look], settled_s: float) -> list[Look]:
+    """Return the workers that wait in another place than most. Most must have stayed at their place. Of a
+    worker whose place changes, only its step and its collective are compared: the worker may wait for the
+    same collective from several places."""
+    stayed = [look for look in waiting if look.there_s >= settled_s]
+    places = Counter((look.step, look.what, look.place) for look in stayed)
+    most, count = places.most_common(1)[0] if places else ((0, "", ""), 0)
     if 2 * count <= len(waiting):
         return []
-    return [look for look in waiting if (look.step, look.what, look.place) != most]
+    elsewhere = {look.rank for look in stayed if (look.step, look.what, look.place) != most}
+    return [look for look in waiting if look.rank in elsewhere or (look.step, look.what) != most[:2]]
