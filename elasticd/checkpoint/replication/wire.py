@@ -89,6 +89,8 @@ class Wire:
             sock = socket.create_connection((host, port), within_s)
         except OSError as error:
             raise PeerGone(f"nobody answers at {host}:{port}: {error.strerror or error}") from error
+        except UnicodeError as error:
+            raise PeerGone(f"{host} is not the name of a host") from error
         wire = cls(sock)
         try:
             wire._greet(secret, server=False)
