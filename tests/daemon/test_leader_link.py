@@ -16,7 +16,7 @@ from elasticd.core.facts import Leadership, NodeTelemetry, Progress, SlotProgres
 from elasticd.core.gathered import Gathered, hear
 from elasticd.core.ports import Heard
 from elasticd.daemon.gathering import Gathering
-from elasticd.daemon.leader_link import telemetry_listener, telemetry_messages
+from elasticd.daemon.leader_link import telemetry_follower, telemetry_listener, telemetry_messages
 from elasticd.daemon.leader_link.telemetry_follower import JobTelemetry, TelemetryFollower, ask_leader
 from elasticd.daemon.leader_link.telemetry_listener import TelemetryListener
 from elasticd.daemon.leader_link.telemetry_messages import BATCH_NODES, Ask, NotLeading, Tell
@@ -239,6 +239,14 @@ def _is_closed(connection: socket.socket) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def test_who_asks_a_leader_that_is_stopped_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry_follower, "SILENCE_S", 0.05)
+    with telemetry_listener.listen("127.0.0.1") as stopped:  # the kernel takes the connection
+        there = Leadership("a", "a#1", "127.0.0.1", stopped.getsockname()[1], SECRET)
+        with pytest.raises(PeerGone, match="no answer: timed out"):
+            ask_leader(there)
 
 
 def test_a_leader_that_ends_drops_its_connections_in_silence(
