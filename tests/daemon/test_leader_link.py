@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import socket
 import threading
@@ -264,6 +265,27 @@ def test_a_leader_that_ends_drops_its_connections_in_silence(
     assert _is_closed(stranger)
     assert [record.getMessage() for record in caplog.records] == []
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_leader_without_a_free_file_is_silent_and_serves_again_later(
+    cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = serve(cleanup, Leader())
+    with Wire.connect(there.host, there.port, SECRET):
+        pass  # the listener uses asyncio from now on
+    tried = threading.Event()
+    accept = socket.socket._accept  # type: ignore[attr-defined]
+
+    def full(listener: socket.socket) -> Any:
+        if tried.is_set():
+            return accept(listener)
+        tried.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "_accept", full)
+    with Wire.connect(there.host, there.port, SECRET):
+        assert tried.is_set()
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_an_agent_whose_address_a_router_translates_listens_on_all_interfaces() -> None:

@@ -13,7 +13,7 @@ import os
 import resource
 import socket
 import threading
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from elasticd.checkpoint.replication.wire import HEAD, NONCE, PeerGone, Seals, digest_of
 from elasticd.core.facts import NodeTelemetry
@@ -98,7 +98,9 @@ class TelemetryListener:
         import asyncio
 
         ended = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._over, ended.set)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_note)
+        loop.add_reader(self._over, ended.set)
         self._listener.setblocking(False)
         server = await asyncio.start_server(self._serve, sock=self._listener)
         await ended.wait()
@@ -153,6 +155,13 @@ class TelemetryListener:
         some = {name: known.nodes[name] for name in news[:BATCH_NODES]}
         batch = TelemetryBatch(tuple(some.values()), summary, more=len(news) > len(some))
         return batch, shown.updated(some)
+
+
+def _note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error as asyncio does, unless the error is an OSError. Without a free file asyncio tries again
+    to accept, and would log that a hundred times a second."""
+    if not isinstance(context.get("exception"), OSError):
+        loop.default_exception_handler(context)
 
 
 async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> Seals:
