@@ -17,6 +17,7 @@ from elasticd.core.ledger import totals
 from elasticd.core.persistent_map import PersistentMap
 
 KEPT_MAX: Final = 64  # nodes in a summary
+FORGOTTEN_MAX: Final = 10_000  # nodes whose return a leader still notices
 TELL_S: Final = 1.0  # the least time between two messages of an agent
 HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: a tenth of a processor
 SUMMARY_BYTES_S: Final = 4096  # that a small summary adds to etcd in a second
@@ -27,13 +28,15 @@ SLOT_BYTES: Final = 280  # of a slot in a summary, about
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """``run``: of ``NodeLedger``. ``spent``, ``gone``: see ``Summary``. ``restored``: the summary of earlier
-    leaders is part of this."""
+    leaders is part of this. ``forgotten``: the ledgers of nodes that are part of ``gone`` since this leader
+    leads: such a node may come back."""
 
     run: int
     nodes: PersistentMap[NodeTelemetry] = field(default_factory=PersistentMap)
     spent: Mapping[str, float] = field(default_factory=lambda: totals(()))
     gone: Mapping[str, float] = field(default_factory=lambda: totals(()))
     restored: bool = False
+    forgotten: PersistentMap[NodeLedger] = field(default_factory=PersistentMap)
 
     @property
     def ledgers(self) -> tuple[NodeLedger, ...]:
@@ -44,6 +47,7 @@ class Gathered:
 
 def hear(known: Gathered, told: NodeTelemetry) -> Gathered:
     """Return what is known after a node has told something."""
+    known = _recalled(known, told.node)
     before = known.nodes.get(told.node)
     ledger = told.ledger if told.ledger is not None and told.ledger.run == known.run else None
     if before is not None:
@@ -58,7 +62,8 @@ def hear(known: Gathered, told: NodeTelemetry) -> Gathered:
         told = replace(told, ledger=ledger)
     spent = known.spent
     if ledger is not None:
-        spent = _changed(spent, before.ledger if before is not None else None, ledger)
+        old = (before.ledger,) if before is not None and before.ledger is not None else ()
+        spent = _changed(spent, old, (ledger,))
     return replace(known, nodes=known.nodes.updated({told.node: told}), spent=spent)
 
 
@@ -81,7 +86,7 @@ def restore(known: Gathered, kept: Summary | None) -> Gathered:
 
 def kept_for(known: Gathered, told: NodeTelemetry) -> NodeLedger | None:
     """Return the ledger that an earlier agent of the node has left."""
-    before = known.nodes.get(told.node)
+    before = _recalled(known, told.node).nodes.get(told.node)
     return before.ledger if before is not None else None
 
 
@@ -127,14 +132,33 @@ def _forget(known: Gathered, names: Iterable[str]) -> Gathered:
     names = list(names)
     if not names:
         return known
-    ledgers = (known.nodes[name].ledger for name in names)
-    spent = totals(ledger for ledger in ledgers if ledger is not None)
-    gone = {kind: known.gone[kind] + spent[kind] for kind in known.gone}
-    return replace(known, nodes=known.nodes.updated(dict.fromkeys(names)), gone=gone)
+    ledgers = {name: ledger for name in names if (ledger := known.nodes[name].ledger) is not None}
+    room = max(0, FORGOTTEN_MAX - len(known.forgotten))
+    return replace(
+        known,
+        nodes=known.nodes.updated(dict.fromkeys(names)),
+        gone=_changed(known.gone, (), ledgers.values()),
+        forgotten=known.forgotten.updated(dict(islice(ledgers.items(), room))),
+    )
 
 
-def _changed(spent: Mapping[str, float], old: NodeLedger | None, new: NodeLedger) -> dict[str, float]:
-    more, less = totals([new]), totals([old] if old is not None else ())
+def _recalled(known: Gathered, name: str) -> Gathered:
+    """Return what is known if the node is back, perhaps after this leader forgot the node."""
+    ledger = known.forgotten.get(name)
+    if ledger is None:
+        return known
+    return replace(
+        known,
+        nodes=known.nodes.updated({name: NodeTelemetry(name, "", ledger=ledger)}),
+        gone=_changed(known.gone, (ledger,), ()),
+        forgotten=known.forgotten.updated({name: None}),
+    )
+
+
+def _changed(
+    spent: Mapping[str, float], old: Iterable[NodeLedger], new: Iterable[NodeLedger]
+) -> dict[str, float]:
+    more, less = totals(new), totals(old)
     return {kind: spent[kind] + more[kind] - less[kind] for kind in spent}
 
 

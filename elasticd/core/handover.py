@@ -6,8 +6,8 @@ without steps passes the state on. Its members are the heirs, which are the work
 leaving workers.
 
 Of a sharded model, each worker holds a part only. Workers that leave with a planned end of their round give
-their parts to the others at their last commit. Who else leaves, since the limits have changed again before
-the next round, gives its part in a round without steps too.
+their parts to the others at their last commit. If the limits change again before the next round, further
+workers may leave: they give their parts in a round without steps, too.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class GpuStrained:
 
 @dataclass(frozen=True, slots=True)
 class GpuRelieved:
-    """The slot's GPU is not strained any more, or by something else."""
+    """The slot's GPU is no longer strained."""
 
     node: str
     slot: int

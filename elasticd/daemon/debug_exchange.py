@@ -6,14 +6,17 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from elasticd.core.facts import DebugTails
+from elasticd.core.facts import DebugTails, Round
 from elasticd.core.ports import Applied, Put, Seen, Store
 
 if TYPE_CHECKING:
     from elasticd.core.agent.agent_state import AgentState
 
 FOLDER: Final = "debug/"
-EVERY_S: Final = 2.0
+EVERY_S: Final = 2.0  # the least time between two writes of a node
+BYTES_S: Final = (
+    8192  # that all nodes together add to etcd in a second: many an etcd compacts nothing for days
+)
 Tails = tuple[tuple[str, ...], ...]  # see ``DebugTails.ranks``
 
 
@@ -46,20 +49,20 @@ class DebugExchange:
         if crew is None or crew.round.extent is not None or len(crew.round.members) < 2:
             return
         if crew.member.base_rank > 0 and now >= self._due:
-            self._due = now + EVERY_S
-            self._write(state, crew.round.number)
+            self._write(state, crew.round, now)
         if crew.member.base_rank == 0 and not self._watches:
             self._watches = True
             self._store.watch(FOLDER, self._seen, prefix=True)
 
-    def _write(self, state: AgentState, round: int) -> None:
+    def _write(self, state: AgentState, round: Round, now: float) -> None:
         """Write the tails unless a write is under way. The next write replaces a lost one."""
         with self._lock:
             number, tails = self._own
         fact = DebugTails(state.me.node, number, tails)
-        if self._writing or state.guard is None or number != round or not tails or fact == self._written:
+        wrong = number != round.number or not tails or fact == self._written
+        if self._writing or state.guard is None or wrong:
             return
-        self._writing = True
+        self._writing, self._due = True, now + every_s(tails, len(round.members))
 
         def answered(answer: object) -> None:
             self._writing = False
@@ -72,3 +75,9 @@ class DebugExchange:
         """Keep what is written, also of nodes that are gone meanwhile."""
         new = {entry.key: entry.fact for entry in seen.entries if isinstance(entry.fact, DebugTails)}
         self._facts = {**self._facts, **new}
+
+
+def every_s(tails: Tails, nodes: int) -> float:
+    """Return how long a node waits after it has written these tails, if so many nodes are in the round."""
+    size = sum(len(text) for rank in tails for text in rank)
+    return max(EVERY_S, size * (nodes - 1) / BYTES_S)

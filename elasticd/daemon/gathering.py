@@ -74,14 +74,17 @@ class Gathering:
         """Follow the leader. If this agent leads, write the summary if it is due."""
         self._leader, entry = state.leader, state.leads
         run = state.seen["spec"].created if state.spec is not None else self._run
-        if entry is None:
-            self.known, self._term = None, 0
-        elif state.spec is not None and (entry.created, self._run) != (self._term, run):
-            self._term, self._run, self._present, self._due = entry.created, run, None, now
-            self.known = Gathered(run)
+        begins = False
+        with self._change:  # else what another thread hears now would outlive the term
+            if entry is None:
+                self.known, self._term = None, 0
+            elif state.spec is not None and (entry.created, self._run) != (self._term, run):
+                self._term, self._run, self._present, self._due = entry.created, run, None, now
+                self.known, begins = Gathered(run), True
+            if view is not None and view.nodes is not None:
+                self._present = view.nodes
+        if begins:
             self._read_summary(self._restore)
-        if view is not None and view.nodes is not None:
-            self._present = view.nodes
         self._pass_on()
         self.wake_at = None
         if self.known is not None and self.known.restored and not self._alone:

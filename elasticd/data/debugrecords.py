@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 VERSION = 1
+_RANKS_MAX = 1 << 20  # of a group
+_UNUSABLE = (KeyError, TypeError, ValueError, OverflowError)  # the record is not as described
 FOLDER = "debug"  # in the run's folder
 VARIABLE = "ELASTICD_DEBUG_FOLDER"  # the folder, in a worker's environment
 NOTES, GROUP = ".notes", ".group-"
@@ -147,7 +149,7 @@ def rank_records(notes: bytes, groups: Sequence[bytes]) -> RankRecords | None:
         if head["v"] != VERSION:
             return None
         rank, world, unit = int(head["rank"]), int(head["world"]), int(head["unit"])
-    except (KeyError, TypeError, ValueError):
+    except _UNUSABLE:
         return None
     kept = tuple(found for found in map(_group_calls, groups) if found is not None)
     return RankRecords(rank, world, unit, kept, tuple(_notes(lines)))
@@ -175,9 +177,12 @@ def _lines(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _group_calls(data: bytes) -> GroupCalls | None:
     head, lines = _lines(data)
     try:
-        ranks = tuple(rank for first, last in head["ranks"] for rank in range(int(first), int(last) + 1))
+        ranges = [range(int(first), int(last) + 1) for first, last in head["ranks"]]
+        if sum(map(len, ranges)) > _RANKS_MAX:
+            return None
+        ranks = tuple(rank for its in ranges for rank in its)
         return GroupCalls(str(head["group"]), ranks, tuple(_calls(lines)))
-    except (KeyError, TypeError, ValueError):
+    except _UNUSABLE:
         return None
 
 
@@ -188,7 +193,7 @@ def _calls(lines: Sequence[dict[str, Any]]) -> Iterator[Call]:
             shown = "" if shape is None else str(shape)
             words = (str(op), str(how), shown, str(dtype), str(said["of"]), str(said["at"]))
             yield Call(int(said["n"]), float(said["t"]), *words, int(said["chain"]))
-        except (KeyError, TypeError, ValueError):
+        except _UNUSABLE:
             continue
 
 
@@ -196,7 +201,7 @@ def _notes(lines: Sequence[dict[str, Any]]) -> Iterator[DebugNote]:
     for said in lines:
         try:
             note = _note(said, float(said["t"]))
-        except (KeyError, TypeError, ValueError):
+        except _UNUSABLE:
             continue
         if note is not None:
             yield note

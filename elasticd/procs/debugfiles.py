@@ -8,7 +8,8 @@ from pathlib import Path
 
 from elasticd.data.debugrecords import GROUP, NOTES, RankRecords, rank_records, tail
 
-NOTES_MAX, CALLS_MAX, GROUPS_MAX = 40, 16, 8  # of a rank, in ``tails``: 40 kB
+NOTES_MAX, CALLS_MAX, GROUPS_MAX = 40, 16, 8  # of a rank, in ``tails``: up to 140 kB
+TAILS_MAX = 512 << 10  # characters that ``tails`` returns: etcd takes 1.5 MiB
 
 
 def round_folder(folder: Path, number: int) -> Path:
@@ -34,11 +35,20 @@ def read(folder: Path) -> list[RankRecords]:
 
 
 def tails(folder: Path) -> tuple[tuple[str, ...], ...]:
-    """Return the ends of the files of a round, of each rank: of its notes first, then of its groups."""
-    return tuple(
-        (tail(notes, NOTES_MAX), *(tail(group, CALLS_MAX) for group in groups[-GROUPS_MAX:]))
-        for notes, *groups in _files(folder)
-    )
+    """Return the ends of the files of a round, of each rank: of its notes first, then of its groups. They are
+    shorter if there are many ranks. Empty if even the shortest are too long."""
+    files = list(_files(folder))
+    for share in (1, 2, 4, 8, 16):
+        found = tuple(
+            (
+                tail(notes, NOTES_MAX // share),
+                *(tail(group, CALLS_MAX // share) for group in groups[-GROUPS_MAX:]),
+            )
+            for notes, *groups in files
+        )
+        if sum(len(text) for rank in found for text in rank) <= TAILS_MAX:
+            return found
+    return ()
 
 
 def read_tails(ranks: Sequence[Sequence[str]]) -> list[RankRecords]:
@@ -48,10 +58,11 @@ def read_tails(ranks: Sequence[Sequence[str]]) -> list[RankRecords]:
 
 
 def _files(folder: Path) -> Iterator[list[bytes]]:
-    """Yield the contents of the files of each rank: its notes first, then its groups."""
+    """Yield the contents of the files of each rank: its notes first, then its groups, the oldest first."""
     notes = {path.stem: _content(path) for path in folder.glob(f"rank-*{NOTES}")}
     for rank, content in notes.items():
-        yield [content, *(_content(path) for path in sorted(folder.glob(f"{rank}{GROUP}*")))]
+        groups = sorted(folder.glob(f"{rank}{GROUP}*"), key=lambda path: (len(path.name), path.name))
+        yield [content, *map(_content, groups)]
 
 
 def _content(path: Path) -> bytes:

@@ -252,7 +252,7 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.GpuStrained(node, slot, rank, why):
             return f"the GPU of rank {rank} (slot {slot} on {node}) is strained: {why}"
         case r.GpuRelieved(node, slot, rank):
-            return f"the GPU of rank {rank} (slot {slot} on {node}) is relieved of what strained it"
+            return f"the GPU of rank {rank} (slot {slot} on {node}) is no longer strained"
         case r.JobEnded(outcome, why):
             return f"the job {ended(outcome)}" + (f": {why}" if why else "")
         case r.WorkersStarted(number, ranks, world_size):

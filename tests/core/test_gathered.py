@@ -88,6 +88,21 @@ def test_a_summary_of_a_large_job_has_the_leader_s_own_node_and_lost_ones_and_is
     assert second.spent["productive"] == pytest.approx(1000.0), "no time is lost with a leader"
 
 
+def test_the_time_of_nodes_that_come_back_counts_once_also_if_they_had_no_room_in_the_summary() -> None:
+    names = [f"n{n:03}" for n in range(200)]
+    it, summary = summarize(known(**dict.fromkeys(names, 100.0)), "n000", {"n000"}, 200.0)
+    assert summary.gone["productive"] == (200 - KEPT_MAX) * 100.0
+    back = telemetry("n199", None, number=2)
+    assert gathered.kept_for(it, back) == telemetry("n199", 100.0).ledger
+    it = hear(it, back)
+    assert it.spent["productive"] == pytest.approx(20_000.0), "a new agent of the node has told no ledger yet"
+    for name in names:
+        it = hear(it, telemetry(name, 101.0))
+    it, summary = summarize(it, "n000", set(names), 201.0)
+    assert summary.spent["productive"] == 20_200.0 and summary.gone["productive"] == 0.0
+    assert len(it.forgotten) == 0
+
+
 def test_a_summary_of_a_small_job_has_all_nodes_without_their_paces() -> None:
     _, summary = summarize(known(a=10.0, b=5.0), "a", {"a", "b"}, 200.0)
     assert [told.node for told in summary.nodes] == ["a", "b"]

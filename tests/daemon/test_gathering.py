@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -21,6 +22,7 @@ from elasticd.core.facts import (
     Spec,
     Summary,
 )
+from elasticd.core.gathered import Gathered
 from elasticd.core.leader import View
 from elasticd.core.ports import Answer, Applied, Entry, Guard, Heard, Listing, Put, Seen, StillThere, Write
 from elasticd.core.round_parts import PartSizes, without_parts
@@ -195,6 +197,21 @@ def test_a_leader_that_is_deposed_forgets_and_tells_the_next() -> None:
     assert link.told == [] and made.known is not None
     made.attend(state(leads=False), None, 1001.0)
     assert made.known is None and link.told[-1].ledger == ledger("a", 4.0)
+
+
+def test_a_leader_that_is_deposed_while_it_hears_forgets_that_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, _ = leading(Etcd())
+    deposing = threading.Thread(target=lambda: made.attend(state(leads=False), None, 1001.0))
+
+    def hear(known: Gathered, told: NodeTelemetry) -> Gathered:
+        deposing.start()
+        deposing.join(0.2)  # waits for this call to end
+        return known
+
+    monkeypatch.setattr(gathering.gathered, "hear", hear)
+    made.hear((telemetry("b", 3.0),))
+    deposing.join()
+    assert made.known is None
 
 
 def test_at_the_end_the_leader_collects_the_last_of_all_members_once() -> None:

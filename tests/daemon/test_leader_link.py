@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import socket
 import threading
@@ -11,12 +12,12 @@ from typing import Any, cast
 
 import pytest
 
-from elasticd.checkpoint.replication.wire import PeerGone, Wire
+from elasticd.checkpoint.replication.wire import NONCE, PeerGone, Wire
 from elasticd.core.facts import Leadership, NodeTelemetry, Progress, SlotProgress, Summary
 from elasticd.core.gathered import Gathered, hear
 from elasticd.core.ports import Heard
 from elasticd.daemon.gathering import Gathering
-from elasticd.daemon.leader_link import telemetry_listener, telemetry_messages
+from elasticd.daemon.leader_link import telemetry_follower, telemetry_listener, telemetry_messages
 from elasticd.daemon.leader_link.telemetry_follower import JobTelemetry, TelemetryFollower, ask_leader
 from elasticd.daemon.leader_link.telemetry_listener import TelemetryListener
 from elasticd.daemon.leader_link.telemetry_messages import BATCH_NODES, Ask, NotLeading, Tell
@@ -199,6 +200,111 @@ def test_strangers_that_hold_connections_do_not_keep_agents_out(
     link = sender(cleanup)
     link.tell(telemetry("b", 1), there)
     assert leader.next() == telemetry("b", 1)
+
+
+@pytest.mark.parametrize(("limit", "files", "kept"), [(4, 4096, 4), (256, 32, 4)])
+def test_no_more_strangers_hold_connections_than_is_allowed(
+    cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch, limit: int, files: int, kept: int
+) -> None:
+    monkeypatch.setattr(telemetry_listener, "STRANGERS_MAX", limit)
+    monkeypatch.setattr(telemetry_listener.resource, "getrlimit", lambda which: (files, files))
+    serving = threading.Event()
+    leader = Leader()
+    serve_all = TelemetryListener._serve_all
+
+    async def late(listener: TelemetryListener) -> None:
+        serving.wait(PATIENCE_S)
+        await serve_all(listener)
+
+    monkeypatch.setattr(TelemetryListener, "_serve_all", late)
+    there = serve(cleanup, leader)
+    strangers = [cleanup.enter_context(socket.create_connection((there.host, there.port))) for _ in range(7)]
+    serving.set()  # all are accepted at once
+    for stranger in strangers:
+        stranger.settimeout(PATIENCE_S)
+    ended = [_is_closed(stranger) for stranger in strangers[: len(strangers) - kept]]
+    assert all(ended)
+    strangers[-1].setblocking(False)
+    assert len(strangers[-1].recv(NONCE)) == NONCE
+    with pytest.raises(BlockingIOError):
+        strangers[-1].recv(1)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the other end closes the connection, which may come after its first bytes."""
+    try:
+        while connection.recv(NONCE):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_who_asks_a_leader_that_is_stopped_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry_follower, "SILENCE_S", 0.05)
+    with telemetry_listener.listen("127.0.0.1") as stopped:  # the kernel takes the connection
+        there = Leadership("a", "a#1", "127.0.0.1", stopped.getsockname()[1], SECRET)
+        with pytest.raises(PeerGone, match="no answer: timed out"):
+            ask_leader(there)
+
+
+def test_a_leader_that_ends_drops_its_connections_in_silence(
+    cleanup: ExitStack, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    leader = Leader()
+    with ExitStack() as serving:
+        there = serve(serving, leader)
+        stranger = cleanup.enter_context(socket.create_connection((there.host, there.port)))
+        stranger.settimeout(PATIENCE_S)
+        assert len(stranger.recv(NONCE)) == NONCE
+        agent = cleanup.enter_context(Wire.connect(there.host, there.port, SECRET))
+        agent.send_raw_message(telemetry_messages.encoded(Tell((telemetry("b", 1),))))
+        agent.receive_raw_message()
+    assert _is_closed(stranger)
+    assert [record.getMessage() for record in caplog.records] == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_leader_without_a_free_file_is_silent_and_serves_again_later(
+    cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = serve(cleanup, Leader())
+    with Wire.connect(there.host, there.port, SECRET):
+        pass  # the listener uses asyncio from now on
+    tried = threading.Event()
+    accept = socket.socket._accept  # type: ignore[attr-defined]
+
+    def full(listener: socket.socket) -> Any:
+        if tried.is_set():
+            return accept(listener)
+        tried.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "_accept", full)
+    with Wire.connect(there.host, there.port, SECRET):
+        assert tried.is_set()
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_an_agent_whose_address_a_router_translates_listens_on_all_interfaces() -> None:
+    with (
+        telemetry_listener.listen("203.0.113.5") as listener,  # of a net for documentation
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), PATIENCE_S),
+    ):
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("host", ["a..b", f"{'a' * 64}.example.org"])
+def test_a_leader_whose_host_is_no_name_is_nobody(host: str) -> None:
+    with pytest.raises(PeerGone, match="is not the name of a host"):
+        ask_leader(Leadership("a", "a#1", host, 1, SECRET))
+
+
+def test_an_answer_that_names_an_impossible_time_is_invalid() -> None:
+    with pytest.raises(PeerGone, match="every_s"):
+        telemetry_messages.answer(b'{"type":"taken","heard":{"every_s":1e300}}')
 
 
 def test_all_nodes_of_a_large_job_come_in_batches_and_then_only_what_changes(cleanup: ExitStack) -> None:

@@ -236,6 +236,16 @@ def test_a_gpu_that_is_strained_for_a_while_is_told_until_it_is_relieved() -> No
     assert store.written(Stragglers)[-1].slow == ()
 
 
+def test_a_gpu_that_is_strained_by_something_else_is_not_said_to_be_relieved() -> None:
+    (a, b), store = two_nodes()
+    full = GpuReading(memory_used=99, memory_size=100)
+    for at, reading in ((0.0, GpuReading(throttled={"thermal": True})), (60.0, full)):
+        for since in (at, at + STRAIN_S):
+            b.of.look_at_gpu(1, reading, since)
+        live([a, b], 5, since=5 if at else 0)
+    assert store.said == [GpuStrained("b", 1, 3, HOT), GpuStrained("b", 1, 3, "its memory is nearly full")]
+
+
 @pytest.mark.parametrize(
     ("reading", "strain"),
     [

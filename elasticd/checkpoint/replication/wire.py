@@ -82,14 +82,19 @@ class Wire:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
-    def connect(cls, host: str, port: int, secret: str, within_s: float = _CONNECT_S) -> Self:
+    def connect(
+        cls, host: str, port: int, secret: str, within_s: float = _CONNECT_S, silence_s: float = SILENCE_S
+    ) -> Self:
         """Connect and authenticate. Raises PeerGone if nobody answers, or if the other end does not know the
-        secret."""
+        secret. ``silence_s``: the longest silence of the other end from then on."""
         try:
             sock = socket.create_connection((host, port), within_s)
         except OSError as error:
             raise PeerGone(f"nobody answers at {host}:{port}: {error.strerror or error}") from error
+        except UnicodeError as error:
+            raise PeerGone(f"{host} is not the name of a host") from error
         wire = cls(sock)
+        sock.settimeout(silence_s)
         try:
             wire._greet(secret, server=False)
         except BaseException:

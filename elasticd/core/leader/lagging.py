@@ -39,7 +39,12 @@ def _said(before: Stragglers | None, found: Stragglers) -> tuple[Reason, ...]:
     then = {_key(one): one for one in before.slow} if before is not None else {}
     now = {_key(one): one for one in found.slow}
     fresh = [named(one) for key, one in now.items() if key not in then]
-    over = [_cleared(one) for key, one in then.items() if key not in now]
+    strained = {(one.node, one.slot) for one in found.slow if one.strained}
+    over = [
+        _cleared(one)
+        for key, one in then.items()
+        if key not in now and not (one.strained and (one.node, one.slot) in strained)
+    ]
     return (*fresh, *over)
 
 

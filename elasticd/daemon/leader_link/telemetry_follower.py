@@ -14,6 +14,7 @@ from elasticd.daemon.leader_link.telemetry_messages import ANSWER_MAX, Ask, Tele
 
 EVERY_S: Final = 1.0
 CONNECT_S: Final = 2.0
+SILENCE_S: Final = 5.0  # of a leader that is stopped, say: a person waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class _Connection:
     """A connection to the leader, and what the leader has answered so far."""
 
     def __init__(self, leader: Leadership) -> None:
-        self._wire = Wire.connect(leader.host, leader.port, leader.secret, CONNECT_S)
+        self._wire = Wire.connect(leader.host, leader.port, leader.secret, CONNECT_S, SILENCE_S)
         self._nodes: dict[str, NodeTelemetry] = {}
 
     def __enter__(self) -> Self:

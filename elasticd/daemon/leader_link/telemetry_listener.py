@@ -8,11 +8,12 @@ answer to one message before its next message is read, so memory is bounded, too
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
 import threading
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from elasticd.checkpoint.replication.wire import HEAD, NONCE, PeerGone, Seals, digest_of
 from elasticd.core.facts import NodeTelemetry
@@ -34,16 +35,26 @@ if TYPE_CHECKING:
     import asyncio
 
 CONNECTIONS_MAX: Final = 4096  # or a quarter of the files that this process may open, if that is less
-# The most connections that have not proved to know the secret; a further connection closes the oldest.
+# The most connections that have not proved to know the secret, or half of all connections if that is less; a
+# further connection closes the oldest.
 STRANGERS_MAX: Final = 256
 GREET_S: Final = 5.0  # the most time for a greeting
 IDLE_S: Final = 300.0  # the most time between two messages
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket at a free port of the address. Raise OSError if it cannot listen."""
+    """Return a socket at a free port of the address. Raise OSError if it cannot listen.
+
+    An address that no interface of this machine has is one of a router, which translates it: the socket then
+    listens on all interfaces.
+    """
     family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((address, 0), family=family, backlog=1024)
+    try:
+        return socket.create_server((address, 0), family=family, backlog=1024)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return socket.create_server(("", 0), family=family, backlog=1024)
 
 
 class TelemetryListener:
@@ -87,7 +98,9 @@ class TelemetryListener:
         import asyncio
 
         ended = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._over, ended.set)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_note)
+        loop.add_reader(self._over, ended.set)
         self._listener.setblocking(False)
         server = await asyncio.start_server(self._serve, sock=self._listener)
         await ended.wait()
@@ -103,8 +116,10 @@ class TelemetryListener:
             return
         self._open.add(writer)
         self._strangers[writer] = None
-        if len(self._strangers) > STRANGERS_MAX:
-            next(iter(self._strangers)).transport.abort()
+        if len(self._strangers) > min(STRANGERS_MAX, self._most // 2):
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]  # its task ends later
+            oldest.transport.abort()
         shown: PersistentMap[NodeTelemetry] = PersistentMap()
         try:
             async with asyncio.timeout(GREET_S):
@@ -118,6 +133,8 @@ class TelemetryListener:
                     writer.write(seals.head(len(content), digest_of(content)) + content)
                     await writer.drain()
         except (OSError, EOFError, TimeoutError):  # PeerGone is an OSError
+            pass
+        except asyncio.CancelledError:  # the listener ends; Python 3.11 would print a traceback
             pass
         finally:
             self._open.discard(writer)
@@ -138,6 +155,13 @@ class TelemetryListener:
         some = {name: known.nodes[name] for name in news[:BATCH_NODES]}
         batch = TelemetryBatch(tuple(some.values()), summary, more=len(news) > len(some))
         return batch, shown.updated(some)
+
+
+def _note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error as asyncio does, unless the error is an OSError. Without a free file asyncio tries again
+    to accept, and would log that a hundred times a second."""
+    if not isinstance(context.get("exception"), OSError):
+        loop.default_exception_handler(context)
 
 
 async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> Seals:

@@ -70,7 +70,7 @@ def answer(raw: bytes) -> Taken | TelemetryBatch | NotLeading:
         found: Taken | TelemetryBatch | NotLeading = _ANSWERS.decode(raw)
         match found:
             case Taken(heard):
-                validity.check(heard.kept)
+                validity.check(heard)
             case TelemetryBatch(nodes, summary):
                 validity.check((nodes, summary))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
