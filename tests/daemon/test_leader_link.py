@@ -17,7 +17,12 @@ from elasticd.core.facts import Leadership, NodeTelemetry, Progress, SlotProgres
 from elasticd.core.gathered import Gathered, hear
 from elasticd.core.ports import Heard
 from elasticd.daemon.gathering import Gathering
-from elasticd.daemon.leader_link import telemetry_follower, telemetry_listener, telemetry_messages
+from elasticd.daemon.leader_link import (
+    telemetry_follower,
+    telemetry_listener,
+    telemetry_messages,
+    telemetry_sender,
+)
 from elasticd.daemon.leader_link.telemetry_follower import JobTelemetry, TelemetryFollower, ask_leader
 from elasticd.daemon.leader_link.telemetry_listener import TelemetryListener
 from elasticd.daemon.leader_link.telemetry_messages import BATCH_NODES, Ask, NotLeading, Tell
@@ -145,6 +150,29 @@ def test_flush_waits_until_the_leader_has_the_last_and_not_for_a_leader_that_is_
         port = closed.getsockname()[1]
     link.tell(telemetry("b", 3), Leadership("z", "z#1", "127.0.0.1", port, SECRET))
     assert not link.flush(0.5)
+
+
+def test_an_agent_that_cannot_reach_the_leader_says_so_once(
+    cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    class Log:
+        def warning(self, event: str, **fields: Any) -> None:
+            said.put({"event": event, **fields})
+
+    monkeypatch.setattr(telemetry_sender.log, "get", lambda name: Log())
+    monkeypatch.setattr(telemetry_sender, "FIRST_S", 0.001)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    tells = sender(cleanup)
+    tells.tell(telemetry("b", 1), Leadership("a", "1", "127.0.0.1", port, SECRET))
+    warning = said.get(timeout=PATIENCE_S)
+    assert (warning["event"], warning["address"]) == ("leader.unreachable", f"127.0.0.1:{port}")
+    assert "training goes on" in warning["sentence"] and SECRET not in str(warning)
+    for _ in range(telemetry_sender.FAILURES_SAID):
+        tells.flush(PATIENCE_S)
+    assert said.empty()
 
 
 def test_who_does_not_know_the_secret_tells_and_learns_nothing(cleanup: ExitStack) -> None:

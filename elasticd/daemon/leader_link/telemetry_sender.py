@@ -15,10 +15,12 @@ from elasticd.core.facts import Leadership, NodeTelemetry
 from elasticd.core.ports import Heard
 from elasticd.daemon.leader_link import telemetry_messages
 from elasticd.daemon.leader_link.telemetry_messages import REQUEST_MAX, Taken, Tell
+from elasticd.telemetry import log
 
 FIRST_S: Final = 1.0  # between two messages, before the leader has said how often it wants to hear
 KEPT_S_MAX: Final = 2.0  # a connection is not kept for longer: a leader of many nodes has few connections
 RETRY_S_MAX: Final = 30.0
+FAILURES_SAID: Final = 5  # attempts that fail in a row, in about half a minute, until a warning says so
 
 
 class TelemetrySender:
@@ -97,9 +99,11 @@ class TelemetrySender:
             wire = self._connected(leader)
             wire.send_raw_message(telemetry_messages.encoded(Tell((_news(told, self._taken),))))
             answer = telemetry_messages.answer(wire.receive_raw_message(REQUEST_MAX))
-        except PeerGone:
+        except PeerGone as error:
             self._disconnect()
             answer = None
+            if self._failures + 1 == FAILURES_SAID:
+                _warn(leader, error)
         with self._change:
             self._tries += 1
             now = time.monotonic()
@@ -138,3 +142,12 @@ def _news(told: NodeTelemetry, taken: NodeTelemetry | None) -> NodeTelemetry:
         paces=told.paces if told.paces != taken.paces else None,
         ledger=told.ledger if told.ledger != taken.ledger else None,
     )
+
+
+def _warn(leader: Leadership, error: PeerGone) -> None:
+    where = f"{leader.host}:{leader.port}"
+    said = (
+        f"the leader's agent on {leader.node} cannot be reached at {where} ({error}): training goes on, but "
+        "`elasticd status` lacks this node's steps and times; see that the nodes reach each other's --address"
+    )
+    log.get("elasticd.agent").warning("leader.unreachable", sentence=said, node=leader.node, address=where)
