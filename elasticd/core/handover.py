@@ -37,8 +37,11 @@ def members(
     together, if there are such units.
     """
     holding = seating.newest_holders(nodes.values())
+    given = _have_given(round, nodes)
     if not any(set(heir.slots) & set(holding.get(heir.node, ())) for heir in heirs):
-        giving = {name: slots for name, slots in holding.items() if _can_give(round, nodes[name])}
+        able = ((name, slots) for name, slots in holding.items() if _can_give(round, nodes[name]))
+        left = {name: tuple(s for s in slots if (name, s) not in given) for name, slots in able}
+        giving = {name: slots for name, slots in left.items() if slots}
     else:
         giving = _parts_left_out(round, nodes, heirs, unit)
     if not giving:
@@ -65,7 +68,7 @@ def _parts_left_out(
         if _can_give(round, node)
         for slot in node.holders
         if slot in member.slots
-    }
+    } - _have_given(round, nodes)
     if not there:
         return {}
     taking = {(heir.node, slot) for heir in heirs for slot in heir.slots}
@@ -78,6 +81,22 @@ def _parts_left_out(
     for name, slot in sorted(there - taking):
         giving[name] = (*giving.get(name, ()), slot)
     return giving
+
+
+def _have_given(round: Round, nodes: Mapping[str, Node]) -> set[_Place]:
+    """Return the places of workers that have given in a handover round what they could, while all others of
+    the round still wait. What they gave may be no whole state: then nobody can make it whole."""
+    if not (round.handover and round.planned):
+        return set()
+    wait = {
+        (name, slot)
+        for name, member in round.by_node.items()
+        if (node := nodes.get(name)) is not None and node.incarnation == member.incarnation
+        for slot in node.ready
+    }
+    out = {place for rank, place in _places(round) if round.leaves_out(rank)}
+    kept = {place for _, place in _places(round)} - out
+    return out if kept and kept <= wait else set()
 
 
 def _places(round: Round) -> Iterator[tuple[int, _Place]]:

@@ -116,3 +116,14 @@ def test_a_unit_that_is_whole_has_all_parts() -> None:
 def test_a_worker_of_an_earlier_round_gives_nothing_and_neither_does_one_that_still_trains() -> None:
     assert giving({"a": 2, "b": 2}, *ALL[:2], parts("d", 0, 1)) == []
     assert giving({"a": 2, "b": 2}, *ALL[:2], parts("c", 0, 1, released=3)) == []
+
+
+def test_parts_that_make_no_whole_state_are_passed_on_once() -> None:
+    """Workers of a unit have died: what the others hold is not enough, and the next round begins without."""
+    heirs = members({"b": 2})
+    done = round(4, {"b": 2, "a": 2}, Phase.CLOSING, planned=True)
+    done = replace(done, handover=True, left_out=(RankRange(2, 4),))
+    waits = replace(node("b", 2, released=4), ready=(0, 1))
+    assert handover.members(done, {"a": parts("a", 0, 1), "b": waits}, heirs) == ()
+    one_has_died = replace(waits, ready=(0,))
+    assert handover.members(done, {"a": parts("a", 0, 1), "b": one_has_died}, heirs) != ()

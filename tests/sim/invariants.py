@@ -58,6 +58,7 @@ class Invariants:
         self._alone_since = (0, ("", 0), 0.0)  # the one slow worker of a round, and since when it is
         self.newest_step = 0
         self._larger_since: float | None = None  # since when a larger world could be made, all being well
+        self._slowest_s = 0.0  # the longest time of a worker for a step since then
         self.worlds = 0
         self.broken_by_user: set[int] = set()  # rounds in which user code failed by itself
         self.charged: set[int] = set()
@@ -249,12 +250,13 @@ class Invariants:
     def _check_idle(self, world: World) -> None:
         now, mended_at = self.cluster.clock.now(), self.cluster.mended_at
         if mended_at is None or self._could_have() <= world.size:
-            self._larger_since = None
+            self._larger_since, self._slowest_s = None, 0.0
             return
         self._larger_since = now if self._larger_since is None else self._larger_since
         since = max(self._larger_since, self.cluster.training.stuck_until)  # the others wait for who is stuck
-        job, slowest = self.cluster.training.job, max(w.own_s for w in world.workers.values())
-        patience_s = self.cluster.setup.policy.grow_cooldown_s + job.save_every * slowest + IDLE_S
+        self._slowest_s = max(self._slowest_s, *(w.own_s for w in world.workers.values()))
+        every_s = self.cluster.training.job.save_every * self._slowest_s
+        patience_s = self.cluster.setup.policy.grow_cooldown_s + every_s + IDLE_S
         if now - since > patience_s:
             raise Broken(
                 f"{self._could_have()} workers could train for {now - since:.0f} s, not {world.size}"
