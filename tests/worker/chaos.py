@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -407,12 +407,21 @@ def run(seed: int, plan: Plan | None = None, befell: Counter[str] | None = None)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def replay(seed: int) -> str:
-    return f"python -m tests.worker.chaos --seed {seed}"
+def replay(seed: int, module: str = "tests.worker.chaos") -> str:
+    return f"python -m {module} --seed {seed}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.worker.chaos", description=__doc__)
+def run_seeds(
+    module: str,
+    description: str | None,
+    run: Callable[[int, Counter[str]], list[str]],
+    draw: Callable[[int], object],
+) -> int:
+    """Run the seeds that the command line of ``python -m module`` names. Return the exit code.
+
+    ``run``: takes a seed, and counts in the counter what befell the run; returns what is wrong.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--runs", type=int, default=1, help="how many seeds from there on")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other run after so long")
@@ -425,13 +434,13 @@ def main() -> int:
         if time.monotonic() - began > 60 * asked.minutes:
             break
         started = time.monotonic()
-        wrong = run(seed, befell=befell)
+        wrong = run(seed, befell)
         made += 1
         took_s = time.monotonic() - started
         print(f"seed {seed}: {'WRONG' if wrong else 'right'} in {took_s:.1f} s; {draw(seed)}", flush=True)
         if wrong:
             failed.append(seed)
-            print(*(f"  {line}" for line in wrong), f"  replay: {replay(seed)}", sep="\n", flush=True)
+            print(*(f"  {line}" for line in wrong), f"  replay: {replay(seed, module)}", sep="\n", flush=True)
             if not asked.keep_going:
                 break
     faults = ", ".join(f"{kind} {count}" for kind, count in sorted(befell.items()) if count)
@@ -439,8 +448,12 @@ def main() -> int:
     print(f"seeds {asked.seed} to {asked.seed + made - 1}: {took}")
     print(f"what befell them: {faults or 'nothing'}")
     for seed in failed:
-        print(f"replay: {replay(seed)}")
+        print(f"replay: {replay(seed, module)}")
     return 1 if failed else 0
+
+
+def main() -> int:
+    return run_seeds("tests.worker.chaos", __doc__, lambda seed, befell: run(seed, befell=befell), draw)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ a checkpoint, so all state comes from memory, and what was in no worker's memory
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from elasticd.channel.worker_messages import Source
 from tests.worker import shardgpt
+from tests.worker.chaos import run_seeds
 from tests.worker.crew import Crew, Hand
 
 STEPS = 8
@@ -243,32 +243,7 @@ def _close(one: float, other: float) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.worker.shardchaos", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--runs", type=int, default=1, help="how many seeds from there on")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other run after so long")
-    parser.add_argument("--keep-going", action="store_true", help="count the failing seeds")
-    asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its workers end with it
-    began, failed, made = time.monotonic(), [], 0
-    befell: Counter[str] = Counter()
-    for seed in range(asked.seed, asked.seed + asked.runs):
-        if time.monotonic() - began > 60 * asked.minutes:
-            break
-        started = time.monotonic()
-        wrong = run(seed, befell)
-        made += 1
-        took_s = time.monotonic() - started
-        print(f"seed {seed}: {'WRONG' if wrong else 'right'} in {took_s:.1f} s; {draw(seed)}", flush=True)
-        if wrong:
-            failed.append(seed)
-            again = f"  replay: python -m tests.worker.shardchaos --seed {seed}"
-            print(*(f"  {line}" for line in wrong), again, sep="\n", flush=True)
-            if not asked.keep_going:
-                break
-    print(f"{made} runs in {time.monotonic() - began:.0f} s, {len(failed)} wrong")
-    print("what befell them:", ", ".join(f"{kind} {count}" for kind, count in sorted(befell.items())))
-    return 1 if failed else 0
+    return run_seeds("tests.worker.shardchaos", __doc__, run, draw)
 
 
 if __name__ == "__main__":
