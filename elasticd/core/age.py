@@ -17,6 +17,15 @@ class Age:
     agreed: int
     step: int
 
+    def may_share_state_with(self, newest: Age) -> bool:
+        """Whether workers of these two ages may have parts of one sharded state.
+
+        Within a round, workers are at most a commit apart. In a round that ended while its workers were given
+        their parts, some have agreed on the state and others have not; none has committed a step, and all
+        have the parts of the round before.
+        """
+        return self.agreed == newest.agreed or self.step == newest.step
+
     def is_behind(self, round: int, step: int) -> bool:
         """Whether a state that was kept in ``round``, after ``step``, is newer.
 

@@ -39,8 +39,10 @@ def members(
     holding = seating.newest_holders(nodes.values())
     given = _have_given(round, nodes)
     if not any(set(heir.slots) & set(holding.get(heir.node, ())) for heir in heirs):
-        able = ((name, slots) for name, slots in holding.items() if _can_give(round, nodes[name]))
-        left = {name: tuple(s for s in slots if (name, s) not in given) for name, slots in able}
+        having = {**holding, **_parts_of_the_same_state(nodes, holding)}
+        able = ((name, slots) for name, slots in having.items() if _can_give(round, nodes[name]))
+        spared = given | {(heir.node, slot) for heir in heirs for slot in heir.slots}
+        left = {name: tuple(s for s in slots if (name, s) not in spared) for name, slots in able}
         giving = {name: slots for name, slots in left.items() if slots}
     else:
         giving = _parts_left_out(round, nodes, heirs, unit)
@@ -54,6 +56,18 @@ def members(
         (name, nodes[name].incarnation, (*beside.get(name, ()), *slots)) for name, slots in giving.items()
     ]
     return seating.seat([*others, *leaving])
+
+
+def _parts_of_the_same_state(nodes: Mapping[str, Node], holding: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Return the slots of other nodes that may have parts of the newest sharded state, which the nodes of
+    ``holding`` have."""
+    newest = next((nodes[name].age for name in holding), None)
+    return {
+        name: node.holders
+        for name, node in nodes.items()
+        if node.sharded and node.age is not None and newest is not None
+        if node.age.may_share_state_with(newest)
+    }
 
 
 def _parts_left_out(

@@ -92,6 +92,26 @@ def giving(
 ALL = parts("a", 0, 1), parts("b", 0, 1), parts("c", 0, 1)
 
 
+@pytest.mark.parametrize(
+    "age", [Age(4, 8), Age(3, 9)], ids=["a commit behind", "its round ended before it agreed on the state"]
+)
+def test_all_that_may_have_a_part_of_the_newest_state_give_it(age: Age) -> None:
+    behind = replace(parts("c", 0, 1), age=age)
+    assert giving({"d": 2}, *ALL[:2], behind, node("d")) == [
+        (name, slot) for name in ("a", "b", "c") for slot in (0, 1)
+    ]
+
+
+def test_an_heir_that_has_a_part_keeps_it() -> None:
+    heir = replace(parts("c", 0, 1), age=Age(4, 8))
+    assert giving({"c": 1}, *ALL[:2], heir) == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("c", 1)]
+
+
+def test_a_part_of_an_older_state_is_not_given() -> None:
+    older = replace(parts("c", 0, 1), age=Age(3, 7))
+    assert {name for name, _ in giving({"d": 2}, *ALL[:2], older, node("d"))} == {"a", "b"}
+
+
 def test_who_has_handed_its_part_over_at_the_last_commit_gives_nothing_more() -> None:
     assert giving({"a": 2}, *ALL, out=2) == []
 

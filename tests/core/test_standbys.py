@@ -90,6 +90,16 @@ def test_a_node_says_which_of_its_waiting_workers_hold_the_newest_state() -> Non
     assert (own_record(one).age, own_record(one).holders) == (Age(1, 6), (1,))
 
 
+def test_of_a_sharded_state_workers_hold_parts_that_did_not_agree_on_it_before_their_round_ended() -> None:
+    """The round ended while its workers were given their parts. All have the parts of the round before."""
+    one = working()
+    one.sees("round", closing(ROUND))
+    one.told(WorkerWaiting(0, 1, age=Age(1, 5), sharded=True))
+    one.told(WorkerWaiting(1, 1, age=Age(0, 5), sharded=True))
+    one.store_closed(1234)
+    assert (own_record(one).age, own_record(one).holders) == (Age(1, 5), (0, 1))
+
+
 def test_spares_wait_beside_a_full_world_and_no_more_than_were_asked_for() -> None:
     one = Agent(IN_PLACE, slots=4)
     one.state = replace(one.state, config=replace(one.state.config, spares=1))

@@ -211,10 +211,9 @@ def _record(state: AgentState) -> Node:
 
 
 def _belongs(state: AgentState, age: Age, newest: Age | None) -> bool:
-    """Whether a state of this age is needed for the newest. Workers with parts of one state may be a commit
-    apart."""
+    """Whether a state of this age is the newest, or may have a part of the newest."""
     assert newest is not None
-    return age.agreed == newest.agreed if state.features.sharded else age == newest
+    return age.may_share_state_with(newest) if state.features.sharded else age == newest
 
 
 def _ready(state: AgentState) -> tuple[int, ...]:
