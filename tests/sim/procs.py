@@ -338,7 +338,8 @@ class SimWorker:
     which it had made ``steps_before`` before it came to its round. ``leaving``: it was told to leave, and
     is killed if it does not in time. ``ill``: what keeps it from its next step; what it is told meanwhile
     it hears once it is well. ``own_s``, ``delayed_s``: how long it computes, and has no processor, in its
-    present step; ``wait_s``, ``delay_s``: its waits and delays so far."""
+    present step; ``wait_s``, ``delay_s``: its waits and delays so far. ``awaits_news``: its world broke, and
+    it is in no collective, but waits for its agent to close the round."""
 
     procs: SimProcs
     slot: int
@@ -370,6 +371,7 @@ class SimWorker:
     agreed: int = 0
     held: dict[Point, frozenset[int]] = field(default_factory=dict)
     going: bool = False
+    awaits_news: bool = False
     _unheard: list[Callable[[], None]] = field(default_factory=list)
     _there: bool = False  # it has come to its run function
     _busy_until: float = 0.0  # in code of its own, and hears nothing
@@ -516,6 +518,7 @@ class SimWorker:
             return
         if training.job.dwells and random.random() < training.job.dwells:
             self._busy_until = clock.now() + random.uniform(*training.job.dwell_s)
+        self.awaits_news = True
 
         def say() -> None:
             if self.alive and self.acts and self.round == number and not self.stuck and not self.ill:
@@ -543,7 +546,7 @@ class SimWorker:
         self.procs.tell(WorkerWaiting(self.slot, self.round, self.made, self.age, sharded))
 
     def _leave_world(self) -> None:
-        world, self.world = self.world, None
+        world, self.world, self.awaits_news = self.world, None, False
         if world is not None:
             self.made = world.made
             if world.workers.get(self.rank) is self:
