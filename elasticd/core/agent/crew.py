@@ -167,7 +167,9 @@ def _cause(do: Decisions, crew: Crew) -> Cause:
         return round.closing
     if state.over:
         return Cause.STOPPED
-    return Cause.NODE_DRAINED if state.departure is not None else Cause.NODE_LOST
+    if state.departure is not None:
+        return Cause.NODE_DRAINED
+    return crew.report.exits[0].cause if crew.report.exits else Cause.NODE_LOST
 
 
 def continue_after_checkpoint(do: Decisions) -> None:

@@ -37,7 +37,7 @@ from elasticd.core.agent_messages import (
     WardenLost,
     WorkerExited,
 )
-from elasticd.core.facts import Node, Report
+from elasticd.core.facts import Node, Phase, Report
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.ports import (
     Answer,
@@ -312,8 +312,16 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
         do.reasons.append(
             WorkerEnded(event.round, exit.slot, exit.rank, exit.code, exit.message, exit.hung, log)
         )
-    if missed:
+    if missed or (end is Life.FAILED and _trains(do)):
         leave(do, False, SIGTERM, do.state.policy.broken_s)
+
+
+def _trains(do: Decisions) -> bool:
+    """Whether the workers train in place, in a round that is live. The end of one of them ends the round, so
+    the others on its node need not wait until the leader says so."""
+    crew, round = do.state.crew, do.state.round_of_crew
+    live = round is not None and round.phase is Phase.LIVE and not round.handover
+    return do.state.inplace and live and crew is not None and crew.order is None
 
 
 def _signalled(do: Decisions, signal: int) -> None:
