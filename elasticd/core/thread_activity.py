@@ -23,7 +23,7 @@ Stack = Sequence[Frame]  # innermost first
 
 class ActivityKind(StrEnum):
     COLLECTIVE = "collective"  # waits for other ranks
-    PROGRAM = "program"  # waits for a program or a process that the thread started, or for the saver
+    PROGRAM = "program"  # waits for a program or a process that the thread started, the saver, or the agent
     OWN = "own"  # runs the script's or a library's code
 
 
@@ -59,6 +59,8 @@ _ENDING = re.compile(
 )
 # In World.wait_for_value, a worker without a part of the batch waits for another rank to call a model.
 _WORLD = re.compile(r"elasticd[/\\]worker[/\\]world[/\\]group\.py$")
+# A worker whose world broke waits for its agent to close the round, and says so after a few seconds.
+_AWAITS_AGENT = ("link.py", "wait_for_leave")
 _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
@@ -86,6 +88,8 @@ def activity_of(stack: Stack) -> ThreadActivity | None:
         return ThreadActivity(ActivityKind.COLLECTIVE, place, "wait")
     if call := _FETCHED.search(inner.text) or (inner is own and _AWAITED.search(inner.text)):
         return ThreadActivity(ActivityKind.COLLECTIVE, place, call[1])
+    if any((_name(f.file), f.function) == _AWAITS_AGENT for f in stack[:4]):
+        return ThreadActivity(ActivityKind.PROGRAM, place, "waiting for its agent")
     if any(_waits_for_a_program(f) for f in stack[:4]):
         return ThreadActivity(ActivityKind.PROGRAM, place, "waiting for a program")
     return ThreadActivity(ActivityKind.OWN, place, _work(stack))

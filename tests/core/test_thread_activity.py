@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.core.thread_activity import ActivityKind, Frame, activity_of
+from elasticd.worker.agent_link.link import Link
 
 SITE = "/venv/lib/python3.11/site-packages"
 LIB = "/usr/lib/python3.11"
@@ -166,3 +167,14 @@ def test_a_worker_without_a_part_waits_for_the_calls_of_another_rank_and_is_not_
     ]
     assert at(*hears) == ("collective", "job.py:40", "wait")
     assert at((group, 330, "_await"), (group, 172, "ends_with_commit")) == ("own", "job.py:40", "")
+
+
+def test_a_worker_whose_world_broke_waits_for_its_agent_and_is_neither_asleep_nor_in_a_collective() -> None:
+    wait = Link.wait_for_leave.__code__
+    waits = (
+        (f"{LIB}/threading.py", 331, "wait"),
+        (f"{LIB}/threading.py", 359, "wait_for"),
+        (wait.co_filename, wait.co_firstlineno, wait.co_name),
+        (f"{SITE}/elasticd/worker/run.py", 120, "_await_the_end"),
+    )
+    assert at(*waits) == ("program", "job.py:40", "waiting for its agent")
