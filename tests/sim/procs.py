@@ -716,16 +716,22 @@ class SimProcs:
         assert not (held if of is None else held & {of}), f"a worker starts while {held} are being taken down"
 
     def take_down(self, worker: SimWorker) -> None:
-        """As the kernel does; only then the process is gone."""
-        training, pid = self.training, worker.pid
-        self.lingering[pid] = worker.slot, self.host.clock.now()
-        self.tell(WorkerLingers(worker.slot, pid))
+        """As the kernel does; only then the process is gone. ``lingering`` is what the agent has heard: a
+        slow agent hears of it late."""
+        training, slot, pid, ended_at = self.training, worker.slot, worker.pid, self.host.clock.now()
+        told = self.news
+
+        def lingers() -> None:
+            self.lingering[pid] = slot, ended_at
+            told(WorkerLingers(slot, pid))
 
         def gone() -> None:
             del self.lingering[pid]
-            self.tell(WorkerGone(pid))
+            told(WorkerGone(pid))
 
-        training.clock.after(training.kernel.uniform(*training.job.taken_down_s), gone)
+        self.host.call(lingers)
+        taken_down_s = training.kernel.uniform(*training.job.taken_down_s)
+        training.clock.after(taken_down_s, lambda: self.host.call(gone))
 
     def leave(
         self,
