@@ -109,7 +109,7 @@ class _NoLink:
 
     def tell(self, told: NodeTelemetry, leader: Leadership | None) -> None: ...
 
-    def flush(self, within_s: float) -> bool:
+    def flush(self, within_s: float, spread_s: float = 0.0) -> bool:
         return True
 
 
