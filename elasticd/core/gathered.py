@@ -19,7 +19,7 @@ from elasticd.core.persistent_map import PersistentMap
 KEPT_MAX: Final = 64  # nodes in a summary
 FORGOTTEN_MAX: Final = 10_000  # nodes whose return a leader still notices
 TELL_S: Final = 1.0  # the least time between two messages of an agent
-HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: a fifth of a processor
+HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: a quarter of a processor
 ENDED_PER_S: Final = 1000  # nodes that tell their last in a second, at the end of a job
 SUMMARY_BYTES_S: Final = 4096  # that a small summary adds to etcd in a second
 SUMMARY_S, SUMMARY_S_MAX = 1.0, 10.0  # between two writes of the summary

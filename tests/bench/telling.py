@@ -1,7 +1,13 @@
-"""The CPU time of a leader for what agents tell it: the real listener and gathering, over real sockets."""
+"""The CPU time of a leader for what agents tell it: the real listener and gathering, over real sockets.
+
+The agents are in a process of their own, ``python -m tests.bench.telling PORT KEPT``. Of each line that it
+reads, up to an empty line, it tells the leader as one agent. Then it prints a line.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -16,34 +22,11 @@ from elasticd.daemon.leader_link.telemetry_messages import REQUEST_MAX, Taken, T
 
 SECRET = "secret of the job"
 HOST = "127.0.0.1"
+KEPT = "kept"
 
 
 class NotTaken(Exception):
-    """The leader has not taken what an agent told it."""
-
-
-class _Agents:
-    """The agents of the job. ``kept``: they keep their connections."""
-
-    def __init__(self, port: int, *, kept: bool) -> None:
-        self._port = port
-        self._kept = kept
-        self._wires: dict[str, Wire] = {}
-
-    def tell(self, told: NodeTelemetry) -> None:
-        wire = self._wires.pop(told.node, None) or Wire.connect(HOST, self._port, SECRET)
-        wire.send_raw_message(telemetry_messages.encoded(Tell((told,))))
-        answer = telemetry_messages.answer(wire.receive_raw_message(REQUEST_MAX))
-        if not isinstance(answer, Taken):
-            raise NotTaken(f"{told.node} got the answer {answer}")
-        if self._kept:
-            self._wires[told.node] = wire
-        else:
-            wire.close()
-
-    def close(self) -> None:
-        for wire in self._wires.values():
-            wire.close()
+    """The leader has not taken what the agents told it."""
 
 
 def hearing_s(gathering: Gathering, rounds: Iterable[Sequence[NodeTelemetry]], *, kept: bool) -> float:
@@ -53,18 +36,51 @@ def hearing_s(gathering: Gathering, rounds: Iterable[Sequence[NodeTelemetry]], *
     agents. ``kept``: agents keep their connections.
     """
     socket = telemetry_listener.listen(HOST)
-    agents = _Agents(socket.getsockname()[1], kept=kept)
+    port = socket.getsockname()[1]
+    command = [sys.executable, "-m", "tests.bench.telling", str(port), KEPT if kept else ""]
     messages, began = 0, None
-    with TelemetryListener(socket, SECRET, gathering):
+    with (
+        TelemetryListener(socket, SECRET, gathering),
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agents,
+    ):
+        assert agents.stdin is not None and agents.stdout is not None
         thread = next(thread for thread in threading.enumerate() if thread.name == "elasticd-telemetry")
         clock = time.pthread_getcpuclockid(cast(int, thread.ident))
         for told in rounds:
-            for one in told:
-                agents.tell(one)
+            agents.stdin.writelines(telemetry_messages.encoded(Tell((one,))) + b"\n" for one in told)
+            agents.stdin.write(b"\n")
+            agents.stdin.flush()
+            if not agents.stdout.readline():
+                raise NotTaken("the process of the agents has ended")
             if began is None:
                 began = time.clock_gettime(clock)
             else:
                 messages += len(told)
         used = time.clock_gettime(clock) - (began or 0.0)
-        agents.close()
+        agents.stdin.close()
     return used / messages
+
+
+def _tell_all(port: int, *, kept: bool) -> None:
+    wires: dict[int, Wire] = {}
+    number = 0
+    for line in sys.stdin.buffer:
+        raw = line.rstrip()
+        if not raw:
+            number = 0
+            print("told", flush=True)
+            continue
+        wire = wires.get(number) or Wire.connect(HOST, port, SECRET)
+        wire.send_raw_message(raw)
+        answer = telemetry_messages.answer(wire.receive_raw_message(REQUEST_MAX))
+        if not isinstance(answer, Taken):
+            raise NotTaken(f"the answer is {answer}")
+        if kept:
+            wires[number] = wire
+        else:
+            wire.close()
+        number += 1
+
+
+if __name__ == "__main__":
+    _tell_all(int(sys.argv[1]), kept=sys.argv[2] == KEPT)
