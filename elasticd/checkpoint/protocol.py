@@ -131,10 +131,16 @@ class AskOffers:
 @dataclass(frozen=True, slots=True)
 class AskShards:
     """Asks for the shards of the state ``name``. The answer is a ``ShardHeld`` for each shard on this node,
-    and then ``SaverAddresses``, the addresses of the savers of ``nodes``."""
+    and then ``AllHeld``."""
 
     path: str
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskSavers:
+    """Asks for the addresses of the savers of ``nodes``. The answer is ``SaverAddresses``."""
+
     nodes: tuple[str, ...]
 
 
@@ -156,6 +162,7 @@ WorkerToSaver = (
     | AskKnown
     | AskOffers
     | AskShards
+    | AskSavers
     | AskAlive
 )
 
@@ -220,6 +227,11 @@ class ShardHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class AllHeld:
+    """The end of the answer to ``AskShards``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
     """The committed checkpoints."""
 
@@ -241,6 +253,8 @@ class Offers:
 
 @dataclass(frozen=True, slots=True)
 class SaverAddresses:
+    """The addresses of the savers that are known."""
+
     addresses: tuple[SaverAddress, ...]
 
 
@@ -257,6 +271,7 @@ SaverToWorker = (
     | SaveWritten
     | SaveFailed
     | ShardHeld
+    | AllHeld
     | Known
     | KnownUnreadable
     | Offers

@@ -19,7 +19,8 @@ from elasticd.core.persistent_map import PersistentMap
 KEPT_MAX: Final = 64  # nodes in a summary
 FORGOTTEN_MAX: Final = 10_000  # nodes whose return a leader still notices
 TELL_S: Final = 1.0  # the least time between two messages of an agent
-HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: a tenth of a processor
+HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: a quarter of a processor
+ENDED_PER_S: Final = 1000  # nodes that tell their last in a second, at the end of a job
 SUMMARY_BYTES_S: Final = 4096  # that a small summary adds to etcd in a second
 SUMMARY_S, SUMMARY_S_MAX = 1.0, 10.0  # between two writes of the summary
 SLOT_BYTES: Final = 280  # of a slot in a summary, about
@@ -29,7 +30,7 @@ SLOT_BYTES: Final = 280  # of a slot in a summary, about
 class Gathered:
     """``run``: of ``NodeLedger``. ``spent``, ``gone``: see ``Summary``. ``restored``: the summary of earlier
     leaders is part of this. ``forgotten``: the ledgers of nodes that are part of ``gone`` since this leader
-    leads: such a node may come back."""
+    leads: such a node may come back. ``ended``: how many of ``nodes`` have told their last."""
 
     run: int
     nodes: PersistentMap[NodeTelemetry] = field(default_factory=PersistentMap)
@@ -37,6 +38,7 @@ class Gathered:
     gone: Mapping[str, float] = field(default_factory=lambda: totals(()))
     restored: bool = False
     forgotten: PersistentMap[NodeLedger] = field(default_factory=PersistentMap)
+    ended: int = 0
 
     @property
     def ledgers(self) -> tuple[NodeLedger, ...]:
@@ -64,7 +66,8 @@ def hear(known: Gathered, told: NodeTelemetry) -> Gathered:
     if ledger is not None:
         old = (before.ledger,) if before is not None and before.ledger is not None else ()
         spent = _changed(spent, old, (ledger,))
-    return replace(known, nodes=known.nodes.updated({told.node: told}), spent=spent)
+    ended = known.ended + told.last - (before is not None and before.last)
+    return replace(known, nodes=known.nodes.updated({told.node: told}), spent=spent, ended=ended)
 
 
 def restore(known: Gathered, kept: Summary | None) -> Gathered:
@@ -112,13 +115,20 @@ def is_whole(known: Gathered, ended: Round | None) -> bool:
     known. ``ended``: None if the job goes on: nothing is awaited."""
     if ended is None:
         return True
-    last = {name for name, told in known.nodes.items() if told.last}
-    return len(last) >= ended.nodes and last.issuperset(ended.by_node)
+    if known.ended < ended.nodes:
+        return False  # asked after each node's last
+    return all(name in known.nodes and known.nodes[name].last for name in ended.by_node)
 
 
 def tell_every_s(nodes: int) -> float:
     """Return how often each of so many nodes tells the leader."""
     return max(TELL_S, nodes / HEARD_PER_S)
+
+
+def end_within_s(nodes: int) -> float:
+    """Return the time over which so many nodes tell their last at the end of a job; 0 for at once. A leader
+    cannot answer 10,000 nodes in two seconds."""
+    return nodes / ENDED_PER_S if nodes > ENDED_PER_S else 0.0
 
 
 def summarize_every_s(summary: Summary) -> float:
@@ -139,6 +149,7 @@ def _forget(known: Gathered, names: Iterable[str]) -> Gathered:
         nodes=known.nodes.updated(dict.fromkeys(names)),
         gone=_changed(known.gone, (), ledgers.values()),
         forgotten=known.forgotten.updated(dict(islice(ledgers.items(), room))),
+        ended=known.ended - sum(known.nodes[name].last for name in names),
     )
 
 

@@ -386,8 +386,9 @@ class LeaderLink(Protocol):
         """Tell the leader as soon as the leader wants to hear. What has not been sent until the next call is
         replaced. ``leader``: the leader as this agent knows it."""
 
-    def flush(self, within_s: float) -> bool:
-        """Wait until the leader has answered to what was told last. Return False if the leader does not."""
+    def flush(self, within_s: float, spread_s: float = 0.0) -> bool:
+        """Tell the leader at a moment of the next ``spread_s`` seconds that is this node's own. Wait until
+        the leader has answered; return False if it does not, ``within_s`` after the last moment."""
 
 
 class RoundStores(Protocol):

@@ -13,7 +13,7 @@ from elasticd.core.agent_messages import LeaveJob, WardenLost
 from elasticd.core.facts import Member, Round
 from elasticd.core.ports import Assignment
 from elasticd.core.reasons import Reason, ScriptCheckpointed
-from elasticd.daemon import edges, identity, openfiles, run_summary
+from elasticd.daemon import cycles, edges, identity, openfiles, run_summary
 from elasticd.daemon.config import CannotStart, RunConfig
 from elasticd.daemon.debugging import Debugging
 from elasticd.daemon.driver import Driver
@@ -74,6 +74,7 @@ def run(
 
 def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, str]:
     """Return the exit code and the text of the closing screen."""
+    cycles.look_rarely()
     clock = SteadyClock()
     began_at = clock()
     logger = log.get("elasticd.agent")

@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import cache
-from typing import Any, Final
+from functools import partial
+from types import NoneType
+from typing import Any, Final, get_type_hints
 
 from elasticd.core.facts import (
     Extent,
@@ -53,29 +54,7 @@ def problem(key: str, fact: Fact) -> str:
 
 def check(value: Any) -> None:
     """Check a record, or a part of one. Raises ValueError with a few words."""
-    if is_dataclass(value):
-        kind: Any = type(value)
-        for name, rule in _rules(kind):
-            try:
-                rule(getattr(value, name))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-        if isinstance(value, Round):
-            _members(value)
-        elif isinstance(value, NodeTelemetry):
-            _same_node(value)
-    elif isinstance(value, tuple):
-        for item in value:
-            check(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            check(item)
-    elif isinstance(value, bool | str | Enum) or value is None:
-        pass
-    elif isinstance(value, int):
-        _between(0, _INT_MAX)(value)
-    else:
-        _between(*_SECONDS)(value)
+    _CHECKS[type(value)](value)
 
 
 def _between(low: float, high: float) -> Callable[[Any], None]:
@@ -161,12 +140,69 @@ _BY_FIELD: Final[dict[tuple[type, str], Callable[[Any], None]]] = {
 }
 
 
-@cache
-def _rules(kind: type) -> tuple[tuple[str, Callable[[Any], None]], ...]:
-    return tuple(
-        (field.name, _BY_FIELD.get((kind, field.name)) or _BY_NAME.get(field.name, check))
+class _Checks(dict[type, Callable[[Any], None]]):
+    """The check of each type, made when the type is first seen: the leader checks millions of values."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], None]:
+        self[kind] = made = _check_of(kind)
+        return made
+
+
+_CHECKS: Final = _Checks()
+
+
+def _check_of(kind: type) -> Callable[[Any], None]:
+    if is_dataclass(kind):
+        return partial(_fields, _rules(kind), _WHOLE.get(kind, _anything))
+    if issubclass(kind, tuple):
+        return _items
+    if issubclass(kind, Mapping):
+        return _values
+    if issubclass(kind, bool | str | Enum | NoneType):
+        return _anything
+    return _between(0, _INT_MAX) if issubclass(kind, int) else _between(*_SECONDS)
+
+
+def _rules(kind: Any) -> tuple[tuple[str, Callable[[Any], None]], ...]:
+    hints = get_type_hints(kind)
+    rules = (
+        (
+            field.name,
+            _BY_FIELD.get((kind, field.name)) or _BY_NAME.get(field.name) or _rule_of(hints[field.name]),
+        )
         for field in fields(kind)
     )
+    return tuple((name, rule) for name, rule in rules if rule is not _anything)
+
+
+def _rule_of(hint: Any) -> Callable[[Any], None]:
+    """Return the rule for a field of this type, which decoding has checked."""
+    return _CHECKS[hint] if hint in (bool, str, int, float) else check
+
+
+def _anything(value: Any) -> None:
+    """Take any value."""
+
+
+def _fields(
+    rules: tuple[tuple[str, Callable[[Any], None]], ...], whole: Callable[[Any], None], value: Any
+) -> None:
+    for name, rule in rules:
+        try:
+            rule(getattr(value, name))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    whole(value)
+
+
+def _items(value: tuple[Any, ...]) -> None:
+    for item in value:
+        _CHECKS[type(item)](item)
+
+
+def _values(value: Mapping[Any, Any]) -> None:
+    for item in value.values():
+        _CHECKS[type(item)](item)
 
 
 def _same_node(told: NodeTelemetry) -> None:
@@ -191,3 +227,6 @@ def _members(round: Round) -> None:
             raise ValueError(f"members: {member.node} begins at rank {member.base_rank} in place of {rank}")
         rank += len(member.slots)
     _COUNT(rank)
+
+
+_WHOLE: Final[dict[Any, Callable[[Any], None]]] = {Round: _members, NodeTelemetry: _same_node}

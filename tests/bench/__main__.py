@@ -118,8 +118,10 @@ def forming(sizes: str, tries: int, c10d_most: int, c10d_timeout: float) -> None
 @click.option("--limit", default=600.0, help="Seconds of each size.")
 def scale(sizes: str, limit: float) -> None:
     """The cost of a leader's event by the number of nodes."""
+    from elasticd.daemon import cycles
     from tests.bench.scale import scale as measure
 
+    cycles.look_rarely()  # as an agent does
     click.echo(measure([int(size) for size in sizes.split(",")], limit))
 
 

@@ -26,6 +26,7 @@ from elasticd.core.agent_messages import Tick
 from elasticd.core.facts import (
     Exit,
     Fact,
+    Leadership,
     Limits,
     Member,
     MemberPart,
@@ -65,13 +66,16 @@ from elasticd.core.ports import (
 )
 from elasticd.core.straggler import PERIODS
 from elasticd.daemon.driver import JUDGE_S, Driver, Happening
-from elasticd.daemon.gathering import PacesTold
+from elasticd.daemon.gathering import Gathering, PacesTold
 from elasticd.daemon.leader_link import telemetry_messages
 from elasticd.daemon.leader_link.telemetry_messages import Taken, Tell
+from elasticd.daemon.leader_link.telemetry_sender import KEPT_S_MAX
 from elasticd.etcd import records
+from tests.bench.telling import hearing_s
 
 WORKERS = 8  # of a node
 RENEWAL_BYTES = 40  # of a lease: the request, or its answer
+HEARD_AGENTS, HEARD_ROUNDS = 200, 8  # played over sockets: a message costs the same in a job of any size
 ONE_BY_ONE = 20  # events of a kind; the rest comes to the leader at once
 POLICY = Policy(straggler_drain=False)
 TRACEBACK = (
@@ -80,6 +84,7 @@ TRACEBACK = (
 
 QUIET = "a quiet event"
 REPORT = "a report"
+TOLD = "a node's telemetry"
 PACES = "a node's paces"
 PERIOD = "the last paces of a period"
 LOST = "a lost node"
@@ -89,12 +94,23 @@ RELEASE = "a release"
 FORMING = "a forming"
 FAILURE = "a release with failures"
 REFORMING = "a re-forming, all failed"
-OF_ONE_NODE = (QUIET, REPORT, PACES, STANDSTILL, STILL, RELEASE, FAILURE)
+OF_ONE_NODE = (QUIET, REPORT, TOLD, PACES, STANDSTILL, STILL, RELEASE, FAILURE)
 OF_ALL_NODES = (PERIOD, LOST, FORMING, REFORMING)
 
 
 class Missing(Exception):
     """A figure is missing."""
+
+
+class _NoLink:
+    """The leader's own agent tells itself."""
+
+    def listen(self, heard: Callable[[Heard], None]) -> None: ...
+
+    def tell(self, told: NodeTelemetry, leader: Leadership | None) -> None: ...
+
+    def flush(self, within_s: float, spread_s: float = 0.0) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -313,18 +329,31 @@ class Leader:
         self.settle(kind)
 
     def _handle(self, kind: str, event: Happening) -> None:
+        with self._costing(kind):
+            self.driver.handle(event, self._now)
+
+    @contextmanager
+    def _costing(self, kind: str) -> Iterator[None]:
         if time.monotonic() > self._until:
             raise Missing(f"{kind or 'the start'} was not over in time")
         if not kind:
-            self.driver.handle(event, self._now)
+            yield
         elif self._counting:
             with counted() as count:
-                self.driver.handle(event, self._now)
+                yield
             self.costs[kind].ops.append(count())
         else:
             began = time.thread_time()
-            self.driver.handle(event, self._now)
+            yield
             self.costs[kind].cpu_s.append(time.thread_time() - began)
+
+    def gathering(self) -> Gathering:
+        """Return what hears the agents, and has heard none."""
+        made = Gathering(self.driver.state, self.etcd, _NoLink())
+        made.begin(lambda news: None)
+        made.attend(self.driver.state, self.driver.view, self._now)
+        self.etcd.list_what_was_asked()
+        return made
 
     def telemetry(self, member: Member, period: int) -> NodeTelemetry:
         """What the agent of the member tells after a while."""
@@ -367,6 +396,18 @@ class Leader:
             name = self.names[n]
             told = Report(name, self._records[name].incarnation, self.round.number, steps=n)
             self.see(REPORT, {f"reports/{name}": told})
+
+    def tell(self) -> None:
+        """All nodes tell their telemetry, and a few tell more of it."""
+        gathering, members = self.gathering(), self.round.members
+        gathering.hear([self.telemetry(member, 1) for member in members])
+        for member in members[-ONE_BY_ONE:]:
+            raw = telemetry_messages.encoded(Tell((self.telemetry(member, 2),)))
+            with self._costing(TOLD):
+                told = telemetry_messages.request(raw)
+                heard = gathering.hear(told.nodes) if isinstance(told, Tell) else None
+            if heard is None or heard.again:
+                raise Missing("the leader does not know the agents")
 
     def compare(self, periods: int) -> None:
         """All nodes report their paces, a few one by one."""
@@ -498,6 +539,7 @@ class Figures:
     reforming: tuple[float, float]  # messages and bytes of an agent, at the loss of a node
     minute: tuple[float, float]  # the same, of a quiet minute
     told: tuple[float, float]  # messages and bytes between an agent and the leader in a quiet minute
+    hearing_s: float  # the leader's CPU time for the messages of all agents in a quiet minute
     memory: int
 
     @classmethod
@@ -508,9 +550,9 @@ class Figures:
         ops = {kind: _event(kind, cost.ops) for kind, cost in costed.costs.items()}
         etcd = timed.etcd
         reforming = etcd.messages[LOST] / nodes, etcd.bytes[LOST] / nodes
-        return cls(
-            nodes, cpu_s, ops, reforming, _quiet_minute(timed), _told(timed, nodes), _memory(nodes, until)
-        )
+        minute, told, memory = _quiet_minute(timed), _told(timed, nodes), _memory(nodes, until)
+        hearing = _hearing_s(timed, nodes, cpu_s[PACES])
+        return cls(nodes, cpu_s, ops, reforming, minute, told, hearing, memory)
 
 
 def play(nodes: int, *, counting: bool = False, until: float = math.inf) -> Leader:
@@ -519,6 +561,7 @@ def play(nodes: int, *, counting: bool = False, until: float = math.inf) -> Lead
     leader.form()
     leader.stay_quiet()
     leader.report()
+    leader.tell()
     leader.compare(2 if counting else PERIODS + 1)
     leader.stand_still()
     leader.etcd.what = LOST
@@ -548,9 +591,8 @@ def _quiet_minute(leader: Leader) -> tuple[float, float]:
 
 def _told(leader: Leader, nodes: int) -> tuple[float, float]:
     """Return the messages and bytes between an agent and the leader of a job of so many nodes."""
-    every_s = gathered.tell_every_s(nodes)
+    every_s, paced_s, kept_s = _periods(nodes)
     told = leader.telemetry(leader.round.members[-1], 1000)
-    paced_s, kept_s = max(every_s, POLICY.straggler_window_s / PERIODS), max(every_s, KEPT_MOST_S)
     parts = (
         (replace(told, paces=None, ledger=None), every_s),
         (replace(told, progress=None, ledger=None), paced_s),
@@ -559,6 +601,28 @@ def _told(leader: Leader, nodes: int) -> tuple[float, float]:
     size = sum(60 / s * len(telemetry_messages.encoded(Tell((part,)))) for part, s in parts)
     answer = len(telemetry_messages.encoded(Taken(Heard(every_s))))
     return 2 * 60 / every_s, size + 60 / every_s * (answer + 2 * HEAD.size)
+
+
+def _periods(nodes: int) -> tuple[float, float, float]:
+    """Return how often each of so many agents tells its progress, its paces and its ledger."""
+    every_s = gathered.tell_every_s(nodes)
+    return every_s, max(every_s, POLICY.straggler_window_s / PERIODS), max(every_s, KEPT_MOST_S)
+
+
+def _hearing_s(leader: Leader, nodes: int, paces_s: float) -> float:
+    """Return the CPU time of the leader's threads for all that so many agents tell in a minute. ``paces_s``:
+    for the paces of one node, once they are heard."""
+    every_s, paced_s, kept_s = _periods(nodes)
+    members = leader.round.members[-HEARD_AGENTS:]
+
+    def told(member: Member, number: int) -> NodeTelemetry:
+        whole, at_s = leader.telemetry(member, number + 1), number * every_s + member.base_rank
+        news = replace(whole, paces=whole.paces if at_s % paced_s < every_s else None)
+        return news if at_s % kept_s < every_s else replace(news, ledger=None)
+
+    rounds = ([told(member, number) for member in members] for number in range(HEARD_ROUNDS))
+    each_s = hearing_s(leader.gathering(), rounds, kept=every_s <= KEPT_S_MAX)
+    return nodes * (60 / every_s * each_s + 60 / paced_s * paces_s)
 
 
 def _memory(nodes: int, until: float) -> int:
@@ -587,6 +651,8 @@ def scale(sizes: Sequence[int], limit_s: float) -> str:
         "and telling the leader": [each.told for each in found],
     }.items():
         lines.append(f"{name:<26}" + "".join(f"{f'{m:,.0f} messages, {_size(b)}':>28}" for m, b in of))
+    hearing = (f"{each.hearing_s:,.1f} s of CPU time" for each in found)
+    lines.append(f"{'and hearing all agents':<26}" + "".join(f"{one:>28}" for one in hearing))
     lines.append(f"{'memory of the leader':<26}" + "".join(f"{_size(each.memory):>28}" for each in found))
     return "\n".join(lines)
 

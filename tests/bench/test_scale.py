@@ -125,7 +125,7 @@ def test_the_leader_hears_a_bounded_number_of_bytes_however_large_the_job_is(nod
 def test_all_figures_are_printed() -> None:
     lines = scale([25, 30], limit_s=600.0).splitlines()
     assert lines[0].split() == ["8", "workers", "a", "node", "25", "nodes", "30", "nodes"]
-    assert len(lines) == 2 + len(OF_ONE_NODE) + len(OF_ALL_NODES) + 4
+    assert len(lines) == 2 + len(OF_ONE_NODE) + len(OF_ALL_NODES) + 5
     assert all(sum(c.isdigit() for c in line) for line in lines[2:])
 
 

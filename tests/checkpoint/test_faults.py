@@ -27,6 +27,7 @@ from elasticd.checkpoint.protocol import (
     SAVER_TO_WORKER,
     WORKER_TO_SAVER,
     Alive,
+    AllHeld,
     AskAlive,
     AskShards,
     BufferFree,
@@ -37,7 +38,6 @@ from elasticd.checkpoint.protocol import (
     PlanShard,
     SaveCommitted,
     SaveFailed,
-    SaverAddresses,
     SaverChannel,
     SaverToWorker,
     SaveShard,
@@ -634,14 +634,14 @@ def test_a_peer_that_does_not_read_its_answers_stops_no_other_and_gets_all_when_
     asked = 0
     with contextlib.suppress(ChannelClosed):
         while True:
-            deaf.send(AskShards(str(tmp_path / "run"), folder, ()))
+            deaf.send(AskShards(str(tmp_path / "run"), folder))
             asked += 1
     good = joins(name, 0, 1, path=tmp_path / "other")
     hands_over(good, 5, folder)
     good.socket.settimeout(30.0)
     hears(good, SaveCommitted)
     got: list[type[SaverToWorker]] = []
-    while got.count(SaverAddresses) < asked:
+    while got.count(AllHeld) < asked:
         message, files = deaf.receive()
         close_all(files)
         got.append(type(message))

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elasticd.checkpoint.client.memory_tier import SaverQueries
+from elasticd.checkpoint.client.memory_tier import HolderLost, SaverQueries
 from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Label, Replica
@@ -218,6 +218,28 @@ def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tm
         assert {offer.name for offer in queries.survey()} == {
             folder_name(1, 1, "0000000a", n) for n in range(3000)
         }
+        queries.close()
+
+
+class Many(Alone):
+    """A job of so many nodes that nobody may list their savers."""
+
+    def find(self, node: str) -> SaverAddress:
+        if node == "lost":
+            raise PeerGone(node)
+        return SaverAddress(node, "127.0.0.1", 1, "secret")
+
+    def others(self) -> list[SaverAddress]:
+        raise AssertionError("all addresses are listed")
+
+
+def test_a_worker_asks_only_for_the_addresses_of_nodes_that_it_reads_from(tmp_path: Path) -> None:
+    here, me = etcd_peers.listen("a", "127.0.0.1")
+    with served(replication=Replication(me, here, Many())) as name:
+        queries = SaverQueries(name, str(tmp_path))
+        assert queries._savers({"b", "c"}).keys() == {"b", "c"}
+        with pytest.raises(HolderLost, match="lost: the address of its saver is not known"):
+            queries._savers({"b", "lost"})
         queries.close()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elasticd.core import gathered
-from elasticd.core.facts import NodeLedger, NodeTelemetry, Phase, Progress, SlotTime, Summary
+from elasticd.core.facts import Extent, NodeLedger, NodeTelemetry, Phase, Progress, SlotTime, Summary
 from elasticd.core.gathered import KEPT_MAX, Gathered, hear, restore, summarize
 from elasticd.etcd import records
 from tests.bench.scale import counted
@@ -114,6 +114,39 @@ def test_the_end_is_whole_once_all_members_of_the_last_round_have_told_their_las
     it = hear(known(a=1.0, b=1.0), replace(telemetry("a", 2.0), last=True))
     assert not gathered.is_whole(it, over) and gathered.is_whole(it, None)
     assert gathered.is_whole(hear(it, replace(telemetry("b", 2.0), last=True)), over)
+
+
+def test_nodes_that_have_told_their_last_are_counted_until_they_are_back_or_forgotten() -> None:
+    names = [f"n{n:03}" for n in range(200)]
+    it = known(**dict.fromkeys(names, 1.0))
+    for name in names[:100] * 2:
+        it = hear(it, replace(telemetry(name, 2.0), last=True))
+    assert it.ended == 100
+    it = hear(it, telemetry("n000", 2.0, number=2))
+    assert it.ended == 99
+    it, _ = summarize(it, "n000", {"n000"}, 200.0)
+    assert 0 < it.ended == sum(told.last for told in it.nodes.values()) < KEPT_MAX
+    for name in names:
+        it = hear(it, telemetry(name, 3.0, number=2))
+    assert it.ended == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "within_s"), [(1, 0.0), (64, 0.0), (1000, 0.0), (2000, 2.0), (10_000, 10.0)]
+)
+def test_the_nodes_of_a_large_job_tell_their_last_one_after_the_other(nodes: int, within_s: float) -> None:
+    assert gathered.end_within_s(nodes) == within_s
+
+
+def test_whether_the_end_is_whole_costs_the_leader_no_more_in_a_large_job() -> None:
+    costs = []
+    for nodes in (10, 1000):
+        it = known(**{f"n{n:05}": 1.0 for n in range(nodes)})
+        over = replace(round(3, {}, Phase.ENDED), extent=Extent(nodes, nodes, 0, 1, "d"))
+        with counted() as count:
+            assert not gathered.is_whole(it, over)
+        costs.append(count())
+    assert 0 < costs[1] <= costs[0]
 
 
 @pytest.mark.parametrize(("nodes", "every_s"), [(1, 1.0), (100, 1.0), (1000, 2.0), (10_000, 20.0)])

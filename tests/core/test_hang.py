@@ -354,7 +354,7 @@ def test_a_verdict_stays_while_nothing_moves(seen: list[Look]) -> None:
         assert judged(later) is not None
 
 
-def test_the_verdict_on_a_deadlock_of_a_large_job_is_a_value_that_etcd_takes() -> None:
+def test_the_verdict_on_a_deadlock_of_a_large_job_is_small_since_every_agent_reads_it() -> None:
     world_size = 80_000
     looks = [replace(look, place=f"/home/someone/project/{'x' * 60}.py:1234") for look in world("waiting")]
     found = judged([replace(looks[0], rank=n, node=f"node-{n // 8:05}") for n in range(world_size)])
@@ -364,4 +364,4 @@ def test_the_verdict_on_a_deadlock_of_a_large_job_is_a_value_that_etcd_takes() -
         world_size - GUILTY_MAX,
     )
     assert found.why is Why.DEADLOCK and found.others == 0
-    assert len(records.encode("hang", Hang(7, found))) < 1_500_000 / 2
+    assert len(records.encode("hang", Hang(7, found))) < 20_000

@@ -74,7 +74,7 @@ class Link:
     def tell(self, told: NodeTelemetry, leader: Leadership | None) -> None:
         self.told.append(told)
 
-    def flush(self, within_s: float) -> bool:
+    def flush(self, within_s: float, spread_s: float = 0.0) -> bool:
         self.flushed = True
         return True
 

@@ -6,6 +6,7 @@ import errno
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, cast
@@ -146,9 +147,13 @@ def test_flush_waits_until_the_leader_has_the_last_and_not_for_a_leader_that_is_
     leader.next()
     link.tell(telemetry("b", 2), there)
     assert link.flush(PATIENCE_S) and leader.next().progress == telemetry("b", 2).progress
+    link.tell(telemetry("b", 3), there)
+    began = time.monotonic()
+    assert link.flush(PATIENCE_S, 0.1) and leader.next().progress == telemetry("b", 3).progress
+    assert time.monotonic() - began >= 0.1 * link._spread > 0.01, "each node has a moment of its own"
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    link.tell(telemetry("b", 3), Leadership("z", "z#1", "127.0.0.1", port, SECRET))
+    link.tell(telemetry("b", 4), Leadership("z", "z#1", "127.0.0.1", port, SECRET))
     assert not link.flush(0.5)
 
 

@@ -112,7 +112,7 @@ class SimLink:
             wait_s = max(0.0, self._due - self._agent.clock.now())
             self._timer = self._agent.host.after(wait_s, self._send)
 
-    def flush(self, within_s: float) -> bool:
+    def flush(self, within_s: float, spread_s: float = 0.0) -> bool:
         return True
 
     def _send(self) -> None:

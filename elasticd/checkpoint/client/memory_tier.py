@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -13,8 +13,10 @@ from elasticd.channel.framing import close_all
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Index, decode_index
 from elasticd.checkpoint.protocol import (
+    AllHeld,
     AskKnown,
     AskOffers,
+    AskSavers,
     AskShards,
     Known,
     KnownUnreadable,
@@ -50,27 +52,30 @@ class HolderLost(Exception):
 
 @dataclass(slots=True)
 class Recalled:
-    """A whole state in memory. ``near``: the shards on this node, as open files by rank. ``far``: the savers
-    of other nodes that have the other shards, by rank."""
+    """A whole state in memory. ``near``: the shards on this node, as open files by rank. ``holders``: the
+    nodes that have the shards, by rank. ``savers`` finds the savers of some nodes: only of those that data is
+    read from, since a large job has thousands."""
 
     path: str
     name: str
     index: Index
     near: Mapping[int, int]
-    far: Mapping[int, SaverAddress]
+    holders: Sequence[tuple[str, ...]]
+    savers: Callable[[Set[str]], Mapping[str, SaverAddress]]
     read: set[str] = field(default_factory=set)  # nodes that data was read from; "" is this node
 
     def fill(self, ranges: Iterable[WantedRange]) -> None:
         """Fill the ranges. Raises HolderLost; their contents are then undefined."""
-        by_saver: dict[SaverAddress, list[WantedRange]] = {}
+        far: dict[str, list[WantedRange]] = {}
         for wanted in ranges:
             if wanted.file in self.near:
                 self._read_here(wanted)
             elif len(wanted.into):
-                by_saver.setdefault(self.far[wanted.file], []).append(wanted)
-        if by_saver:
-            with ThreadPoolExecutor(min(8, len(by_saver)), "recall") as pool:
-                list(pool.map(self._read_there, by_saver.keys(), by_saver.values()))
+                far.setdefault(self.holders[wanted.file][0], []).append(wanted)
+        if far:
+            savers = self.savers(far.keys())
+            with ThreadPoolExecutor(min(8, len(far)), "recall") as pool:
+                list(pool.map(self._read_there, (savers[node] for node in far), far.values()))
 
     def close(self) -> None:
         close_all(self.near.values())
@@ -115,36 +120,24 @@ class SaverQueries:
     def recall(self, choice: WholeState) -> Recalled:
         """Return the chosen state. Raises HolderLost if the state is not as offered."""
         near: dict[int, int] = {}
-        far: dict[int, SaverAddress] = {}
         raw = b""
-        wanted = sorted({nodes[0] for nodes in choice.holders})
-        savers: dict[str, SaverAddress] = {}
         try:
-            for message, files in self._ask(AskShards(self._path, choice.name, tuple(wanted))):
+            for message, files in self._ask(AskShards(self._path, choice.name)):
                 match message, files:
-                    case SaverAddresses(addresses), _:
-                        savers = {its.node: its for its in addresses}
+                    case AllHeld(), _:
                         break
                     case ShardHeld(rank), [memory, layout]:
                         raw = raw or Layout.of(layout).index
                         close_all((layout,) if rank not in near else (layout, memory))
                         near.setdefault(rank, memory)
-            for rank, nodes in enumerate(choice.holders):
-                if rank not in near:
-                    saver = next((savers[node] for node in nodes if node in savers), None)
-                    if saver is None:
-                        raise HolderLost(
-                            nodes[0], f"no address is known of a saver that has the shard of rank {rank}"
-                        )
-                    far[rank] = saver
-            index = _index(raw) if raw else self._index_of(choice.name, next(iter(far.values())))
+            index = _index(raw) if raw else self._index_of(choice.name, choice.holders[0][0])
             if len(index.files) != len(choice.holders):
                 raise HolderLost("", f"{choice.name} in memory is not of {len(choice.holders)} ranks")
         except BaseException:
             close_all(near.values())
             self.close()  # close the connection, so that unread answers are dropped
             raise
-        return Recalled(self._path, choice.name, index, near, far)
+        return Recalled(self._path, choice.name, index, near, choice.holders, self._savers)
 
     def committed(self, *, own: bool) -> Checkpoint | None:
         """Return the committed checkpoints. ``own``: only this job's, which only a saver knows.
@@ -167,12 +160,24 @@ class SaverQueries:
             self._line.close()
         self._line = None
 
-    def _index_of(self, name: str, saver: SaverAddress) -> Index:
+    def _index_of(self, name: str, node: str) -> Index:
         try:
-            with PeerSaver(saver) as peer:
+            with PeerSaver(self._savers({node})[node]) as peer:
                 return decode_index(peer.index(self._path, name))
         except (PeerGone, ValueError) as error:
-            raise HolderLost(saver.node, str(error)) from error
+            raise HolderLost(node, str(error)) from error
+
+    def _savers(self, nodes: Set[str]) -> dict[str, SaverAddress]:
+        """Return the savers of the nodes. Raises HolderLost if one is not known."""
+        savers: dict[str, SaverAddress] = {}
+        for message, _ in self._ask(AskSavers(tuple(sorted(nodes)))):
+            if isinstance(message, SaverAddresses):
+                savers = {its.node: its for its in message.addresses}
+                break
+        for node in sorted(nodes):
+            if node not in savers:
+                raise HolderLost(node, "the address of its saver is not known")
+        return savers
 
     def _ask(self, question: WorkerToSaver) -> Iterator[tuple[SaverToWorker, list[int]]]:
         """Yield the saver's answers, until the saver is lost. The caller stops at the last one."""

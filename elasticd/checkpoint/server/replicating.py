@@ -22,6 +22,7 @@ from elasticd.core.facts import SaverAddress
 _CALLERS_MAX: Final = 64  # the most callers served at the same time; further callers wait
 # The most connections that are not authenticated yet; a further connection closes the oldest.
 _STRANGERS_MAX: Final = 256
+_FEW: Final = 16  # addresses that are looked up one by one
 _SPARE: Final = 0.1  # the share of available memory that stays free
 
 
@@ -119,11 +120,18 @@ class Replication:
         self.jobs.run(self._senders, look, looked)
 
     def addresses(self, nodes: Iterable[str], then: Callable[[list[SaverAddress]], None]) -> None:
-        """Call ``then`` with the addresses of the known nodes among ``nodes``."""
+        """Call ``then`` with the addresses of the known nodes among ``nodes``. Few are looked up one by one:
+        in a large job all addresses are a megabyte for each worker."""
         wanted = set(nodes)
 
         def look() -> list[SaverAddress]:
-            return [saver for saver in self._peers.others() if saver.node in wanted]
+            if len(wanted) > _FEW:
+                return [saver for saver in self._peers.others() if saver.node in wanted]
+            found = []
+            for node in sorted(wanted):
+                with contextlib.suppress(PeerGone):
+                    found.append(self._peers.find(node))
+            return found
 
         self.jobs.run(
             self._senders, look, lambda found: then([] if isinstance(found, BaseException) else found)

@@ -26,9 +26,11 @@ from elasticd.checkpoint.protocol import (
     WORKER_TO_SAVER,
     Admitted,
     Alive,
+    AllHeld,
     AskAlive,
     AskKnown,
     AskOffers,
+    AskSavers,
     AskShards,
     AwaitSaves,
     BufferCopied,
@@ -297,6 +299,8 @@ class Saver:
                 self._tell_offers(client, path)
             case AskShards():
                 self._lend(client, message)
+            case AskSavers(nodes):
+                self._tell_addresses(client, nodes)
             case AskAlive():
                 client.line.try_send(Alive())
             case _:
@@ -413,12 +417,14 @@ class Saver:
                     client.line.post(ShardHeld(replica.label.rank), (replica.memory.fd, layout))
                 finally:
                     os.close(layout)
+        client.line.try_send(AllHeld())
 
+    def _tell_addresses(self, client: _Client, nodes: tuple[str, ...]) -> None:
         def found(addresses: list[SaverAddress]) -> None:
             client.line.try_send(SaverAddresses(tuple(addresses)))
 
         if self._replication is not None:
-            self._replication.addresses(message.nodes, found)
+            self._replication.addresses(nodes, found)
         else:
             found([])
 

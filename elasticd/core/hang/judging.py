@@ -27,7 +27,7 @@ REPEAT_S = 30.0  # the time after which a verdict without effect may be repeated
 FIRST_S = (
     300.0  # how long a worker may be asleep before a round's first step: data may come over a slow network
 )
-GUILTY_MAX = 1000  # workers that a verdict names: 250 kB in etcd, where a value may have 1.5 MiB
+GUILTY_MAX = 64  # workers that a verdict names: 16 kB in etcd, which brings the verdict to every agent
 GAPS_ENOUGH = 5  # with fewer times between steps, limits are wide: the first steps compile and connect
 # A worker below all of these limits is asleep. A worker that sends a file over a slow network uses hardly any
 # CPU, but wakes up for each piece. Background threads wake up by themselves.

@@ -3,6 +3,7 @@ except at the end (``flush``)."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -38,7 +39,8 @@ class TelemetrySender:
         self._due = 0.0  # by time.monotonic
         self._failures = 0  # in a row
         self._tries = 0
-        self._hurried = self._closed = False
+        self._hurry_at = math.inf  # as ``_due``, whatever the leader wants
+        self._closed = False
         self._listener: Callable[[Heard], None] = lambda heard: None
         self._thread = threading.Thread(target=self._run, name="elasticd-tell", daemon=True)
         self._thread.start()
@@ -54,13 +56,15 @@ class TelemetrySender:
             self._told, self._leader = told, leader
             self._change.notify_all()
 
-    def flush(self, within_s: float) -> bool:
+    def flush(self, within_s: float, spread_s: float = 0.0) -> bool:
         with self._change:
             if self._leader is None or not self._leader.port:
                 return False
-            self._hurried, tries = True, self._tries
+            self._hurry_at, tries = time.monotonic() + self._spread * spread_s, self._tries
             self._change.notify_all()
-            self._change.wait_for(lambda: self._taken == self._told or self._tries > tries + 1, within_s)
+            self._change.wait_for(
+                lambda: self._taken == self._told or self._tries > tries + 1, spread_s + within_s
+            )
             return self._taken == self._told
 
     def close(self) -> None:
@@ -84,10 +88,10 @@ class TelemetrySender:
                 taken = told == self._taken and leader == self._taker
                 if told is None or leader is None or not leader.port or (taken and not told.asks):
                     self._change.wait()
-                elif now < self._due and not self._hurried:
-                    self._change.wait(self._due - now)
+                elif now < (due := min(self._due, self._hurry_at)):
+                    self._change.wait(due - now)
                 else:
-                    self._hurried = False
+                    self._hurry_at = math.inf if now >= self._hurry_at else self._hurry_at
                     return told, leader
             return None
 
