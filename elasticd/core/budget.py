@@ -16,6 +16,7 @@ from elasticd.core.facts import (
     Cause,
     Charge,
     Failure,
+    Laggard,
     Policy,
     Quarantine,
     Report,
@@ -205,13 +206,20 @@ def failing_slot(budget: Budget, policy: Policy) -> tuple[str, int] | None:
 
 
 def quarantine(
-    budget: Budget, place: tuple[str, int], policy: Policy, now: float, *, at_least_s: float = 0.0
+    budget: Budget,
+    place: tuple[str, int],
+    policy: Policy,
+    now: float,
+    *,
+    at_least_s: float = 0.0,
+    faults: tuple[Laggard, ...] = (),
 ) -> Budget:
-    """Return the budget with the slot in quarantine. Each quarantine is longer than the one before; one is
-    forgotten ``restart_window_s`` after its end."""
+    """Return the budget with the slot in quarantine, for these faults. Each quarantine is longer than the one
+    before; one is forgotten ``restart_window_s`` after its end."""
     known = {(q.node, q.slot): q for q in budget.quarantines if q.until + policy.restart_window_s > now}
     before = known.pop(place, None)
     times = before.times + 1 if before else 1
     doublings = min(times - 1, 64)  # limited, so that 2.0**doublings does not overflow
     length_s = max(at_least_s, min(policy.quarantine_s * 2.0**doublings, policy.quarantine_max_s))
-    return replace(budget, quarantines=(*known.values(), Quarantine(*place, now + length_s, times)))
+    added = Quarantine(*place, now + length_s, times, faults)
+    return replace(budget, quarantines=(*known.values(), added))
