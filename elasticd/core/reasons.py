@@ -108,7 +108,8 @@ class SlotQuarantined:
 
 @dataclass(frozen=True, slots=True)
 class SlotDrained:
-    """The slot is left out, because its worker is a straggler or its GPU has errors: ``faults``."""
+    """The slot is left out, because its worker is a straggler or its GPU has errors. ``faults``: in words
+    (``why``) in the log."""
 
     node: str
     slot: int
