@@ -25,6 +25,7 @@ from elasticd.core.facts import (
 )
 
 _IMPORT_ERROR = re.compile(r"(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b")
+BAD_USAGE = 2  # the exit code of a program that refuses its arguments, as argparse has it
 PROGRESS_AFTER_S = 60.0  # a round that lived this long made progress, even if no step was seen
 ASTRAY_MAX = 3  # rollbacks from one step; the next try may succeed, after a flipped bit or with other data
 
@@ -84,20 +85,24 @@ def may_repeat(failure: Failure, before: Failure | None) -> bool:
 
 def why_unrunnable(budget: Budget, round: Round, failure: Failure, reports: Iterable[Report]) -> str | None:
     """Return why a restart cannot help: on every node of the job's first round the script failed to import,
-    with the same error as in ``failure``. None otherwise."""
+    with the same error as in ``failure``, or refused its input. None otherwise."""
     if budget.total or round.cause is not Cause.START:
         return None
-    error = failure.exit.message
-    if not _IMPORT_ERROR.match(error):
+    error, refused = failure.exit.message, failure.exit.code == BAD_USAGE
+    if not refused and not _IMPORT_ERROR.match(error):
         return None
     nodes = set()
     for report in _of_members(round, reports):
-        errors = {exit.message for exit in report.exits if exit.failed}
-        if errors - {error}:
+        failed = [exit for exit in report.exits if exit.failed]
+        if any(exit.code != BAD_USAGE if refused else exit.message != error for exit in failed):
             return None
-        if errors:
+        if failed:
             nodes.add(report.node)
-    return f"the script cannot be run: {error.splitlines()[0]}" if nodes == round.by_node.keys() else None
+    if nodes != round.by_node.keys():
+        return None
+    if refused:
+        return f"the script refuses its input: it ended with exit code {BAD_USAGE}"
+    return f"the script cannot be run: {error.splitlines()[0]}"
 
 
 def charge(
