@@ -16,6 +16,7 @@ from elasticd.core.facts import (
     Cause,
     Charge,
     Failure,
+    Laggard,
     Policy,
     Quarantine,
     Report,
@@ -24,6 +25,7 @@ from elasticd.core.facts import (
 )
 
 _IMPORT_ERROR = re.compile(r"(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b")
+BAD_USAGE = 2  # the exit code of a program that refuses its arguments, as argparse has it
 PROGRESS_AFTER_S = 60.0  # a round that lived this long made progress, even if no step was seen
 ASTRAY_MAX = 3  # rollbacks from one step; the next try may succeed, after a flipped bit or with other data
 
@@ -83,20 +85,24 @@ def may_repeat(failure: Failure, before: Failure | None) -> bool:
 
 def why_unrunnable(budget: Budget, round: Round, failure: Failure, reports: Iterable[Report]) -> str | None:
     """Return why a restart cannot help: on every node of the job's first round the script failed to import,
-    with the same error as in ``failure``. None otherwise."""
+    with the same error as in ``failure``, or refused its input. None otherwise."""
     if budget.total or round.cause is not Cause.START:
         return None
-    error = failure.exit.message
-    if not _IMPORT_ERROR.match(error):
+    error, refused = failure.exit.message, failure.exit.code == BAD_USAGE
+    if not refused and not _IMPORT_ERROR.match(error):
         return None
     nodes = set()
     for report in _of_members(round, reports):
-        errors = {exit.message for exit in report.exits if exit.failed}
-        if errors - {error}:
+        failed = [exit for exit in report.exits if exit.failed]
+        if any(exit.code != BAD_USAGE if refused else exit.message != error for exit in failed):
             return None
-        if errors:
+        if failed:
             nodes.add(report.node)
-    return f"the script cannot be run: {error.splitlines()[0]}" if nodes == round.by_node.keys() else None
+    if nodes != round.by_node.keys():
+        return None
+    if refused:
+        return f"the script refuses its input: it ended with exit code {BAD_USAGE}"
+    return f"the script cannot be run: {error.splitlines()[0]}"
 
 
 def charge(
@@ -205,13 +211,20 @@ def failing_slot(budget: Budget, policy: Policy) -> tuple[str, int] | None:
 
 
 def quarantine(
-    budget: Budget, place: tuple[str, int], policy: Policy, now: float, *, at_least_s: float = 0.0
+    budget: Budget,
+    place: tuple[str, int],
+    policy: Policy,
+    now: float,
+    *,
+    at_least_s: float = 0.0,
+    faults: tuple[Laggard, ...] = (),
 ) -> Budget:
-    """Return the budget with the slot in quarantine. Each quarantine is longer than the one before; one is
-    forgotten ``restart_window_s`` after its end."""
+    """Return the budget with the slot in quarantine, for these faults. Each quarantine is longer than the one
+    before; one is forgotten ``restart_window_s`` after its end."""
     known = {(q.node, q.slot): q for q in budget.quarantines if q.until + policy.restart_window_s > now}
     before = known.pop(place, None)
     times = before.times + 1 if before else 1
     doublings = min(times - 1, 64)  # limited, so that 2.0**doublings does not overflow
     length_s = max(at_least_s, min(policy.quarantine_s * 2.0**doublings, policy.quarantine_max_s))
-    return replace(budget, quarantines=(*known.values(), Quarantine(*place, now + length_s, times)))
+    added = Quarantine(*place, now + length_s, times, faults)
+    return replace(budget, quarantines=(*known.values(), added))

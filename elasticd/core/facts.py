@@ -464,12 +464,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A slot that is left out of the world until ``until`` (seconds since the epoch)."""
+    """A slot that is left out of the world until ``until`` (seconds since the epoch). ``faults``: for what it
+    was drained; none if it kept failing alone."""
 
     node: str
     slot: int
     until: float
     times: int
+    faults: tuple[Laggard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elasticd.core.facts import Cause, Failure, Outcome
+from elasticd.core.facts import Cause, Failure, Laggard, Outcome
 from elasticd.core.hang.judging import Verdict
 from elasticd.core.page_layout import Use
 
@@ -108,11 +108,13 @@ class SlotQuarantined:
 
 @dataclass(frozen=True, slots=True)
 class SlotDrained:
-    """The slot is left out, because its worker is a straggler or its GPU has errors."""
+    """The slot is left out, because its worker is a straggler or its GPU has errors. ``faults``: in words
+    (``why``) in the log."""
 
     node: str
     slot: int
     until: float
+    faults: tuple[Laggard, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,11 +240,10 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"{failure(failed)}; {left}"
         case r.SlotQuarantined(node, slot, until):
             return f"slot {slot} on {node} keeps failing alone and is left out for {span(until - now)}"
-        case r.SlotDrained(node, slot, until):
-            return f"slot {slot} on {node} is left out for {span(until - now)}"
+        case r.SlotDrained(node, slot, until, faults):
+            return f"slot {slot} on {node} is left out for {span(until - now)}: {left_out(faults)}"
         case r.WorkerStraggling(node, slot, rank, ratio):
-            slower = f"takes {ratio - 1:.0%} longer for a step than its peers".replace("%", " %")
-            return f"rank {rank} (slot {slot} on {node}) {slower}"
+            return f"rank {rank} (slot {slot} on {node}) takes {_longer(ratio)} for a step than its peers"
         case r.WorkerKeepsUp(node, slot, rank):
             return f"rank {rank} (slot {slot} on {node}) keeps up with its peers again"
         case r.SlotBad(node, slot, rank, why):
@@ -371,6 +370,26 @@ def worker_line(event: str, fields: Mapping[str, object]) -> str:
 def laggard(one: Laggard) -> str:
     """Return the worker that lags behind, or has a bad or a strained GPU, in a clause without a full stop."""
     return sentence(named(one), 0.0)
+
+
+def left_out(faults: Sequence[Laggard]) -> str:
+    """Return why a slot is left out, in clauses without a full stop."""
+    return "; ".join(map(_fault, faults)) or "it keeps failing alone"
+
+
+def _fault(one: Laggard) -> str:
+    if not one.why:
+        return f"its worker took {_longer(one.ratio)} for a step than its peers"
+    return f"its GPU is {'strained' if one.strained else 'unreliable'}: {one.why}"
+
+
+def _longer(ratio: float) -> str:
+    return f"{100 * (ratio - 1):.0f} % longer"
+
+
+def draining(asked: bool) -> str:
+    """Return why a node leaves the job, in a clause without a full stop. ``asked``: by the operator."""
+    return f"{_asker(0) if asked else 'a signal'} asked for it"
 
 
 def _asker(signal_number: int) -> str:
@@ -553,6 +572,8 @@ def event(reason: r.Reason) -> LogEvent:
         value: object = getattr(reason, f.name)
         if isinstance(reason, r.Draining):
             flat["asked_by"] = _asker(reason.signal).strip("`")
+        elif isinstance(reason, r.SlotDrained) and f.name == "faults":
+            flat["why"] = left_out(reason.faults)
         elif isinstance(value, Failure):
             flat |= {
                 "failed_node": value.node,

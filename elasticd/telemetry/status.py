@@ -20,6 +20,7 @@ from elasticd.core import round_parts, seating
 from elasticd.core.facts import (
     Budget,
     Checkpoint,
+    Drained,
     Exit,
     Fact,
     Failure,
@@ -64,7 +65,8 @@ class SlotState(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SlotStatus:
     """One slot of a node and its worker, if it has one. ``rank``: None if the slot is not in this round.
-    ``step``: see ``JobStatus``. ``until_gone``: the worker starts once the process with this pid is gone."""
+    ``step``: see ``JobStatus``. ``until_gone``: the worker starts once the process with this pid is gone.
+    ``why``: why the slot is in quarantine, in a clause without a full stop."""
 
     slot: int
     state: SlotState
@@ -74,13 +76,14 @@ class SlotStatus:
     steps_per_s: float | None = None
     quarantined_until: float | None = None
     until_gone: int | None = None
+    why: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
     """One node of the job. ``state``: "member" of the round, "waiting" for the next, "draining", or "lost" (a
     member whose lease has expired). ``own_bytes``, ``replica_bytes``: see ``Progress``. ``time``: seconds of
-    the node's slots by kind, as the node last reported."""
+    the node's slots by kind, as the node last reported. ``why``: why a node is draining, as of a slot."""
 
     node: str
     state: str
@@ -90,6 +93,7 @@ class NodeStatus:
     own_bytes: int = 0
     replica_bytes: int = 0
     time: Mapping[str, float] | None = None
+    why: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,13 +367,18 @@ class _Picture:
             kept.own_bytes if kept else 0,
             kept.replica_bytes if kept else 0,
             totals([told]) if told else None,
+            self._why_draining(node) if node is not None and node.draining else None,
         )
+
+    def _why_draining(self, node: Node) -> str:
+        asked = self.spec is not None and Drained(node.name, node.incarnation) in self.spec.drained
+        return describe.draining(asked)
 
     def _slots(self, name: str, node: Node | None, member: Member | None) -> Iterator[SlotStatus]:
         """Yield the status of each slot that the job uses or may use."""
         most = self.spec.limits.max if self.spec else None
         quarantines = self.budget.quarantines if self.budget else ()
-        out = {q.slot: q.until for q in quarantines if q.node == name and q.until > self.now}
+        out = {q.slot: q for q in quarantines if q.node == name and q.until > self.now}
         states = self.local.states if self.local and self.local.agent.node == name else {}
         beats = self.beats.get(name, {})
         held_back = self.progress[name].held_back if name in self.progress else {}
@@ -395,7 +404,8 @@ class _Picture:
             elif slot in states:
                 yield SlotStatus(slot, states[slot])
             elif slot in out:
-                yield SlotStatus(slot, SlotState.QUARANTINED, quarantined_until=out[slot])
+                until, why = out[slot].until, describe.left_out(out[slot].faults)
+                yield SlotStatus(slot, SlotState.QUARANTINED, quarantined_until=until, why=why)
             else:
                 yield SlotStatus(slot, SlotState.READY if slot in ready else SlotState.IDLE)
 

@@ -9,6 +9,7 @@ from elasticd.telemetry import describe
 from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.nodenames import short_names
 from elasticd.telemetry.status import JobStatus, SlotStatus
+from elasticd.telemetry.statustext import left_out
 
 REFRESH_S = 2
 
@@ -61,7 +62,11 @@ def render(s: JobStatus) -> str:
     ]
     failed = f"Last failure, at {_clock(s.last_failure.at)}: {s.last_failure.text}" if s.last_failure else ""
     lags = "; ".join(map(describe.laggard, s.stragglers))
-    notes = [f"<p class=note>{escape(text)}</p>" for text in (agent.unready, s.waiting, lags, failed) if text]
+    notes = [
+        f"<p class=note>{escape(text)}</p>"
+        for text in (agent.unready, s.waiting, lags, *left_out(s), failed)
+        if text
+    ]
     spent = describe.spent(own.time) if own is not None and own.time else ""
     names = short_names({node.node for node in s.nodes})
     told = ((_clock(event.at), escape(event.text)) for event in reversed(agent.events))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from elasticd.telemetry import describe
 from elasticd.telemetry.status import JobStatus, Note, SlotState, SlotStatus
 
@@ -45,7 +47,8 @@ def lines(s: JobStatus) -> list[str]:
             told.append(f"  its log   {f.log} (on {f.node})")
     for node in s.nodes:
         where = f" at {node.address}" if node.address else ""
-        told.append(f"  {node.node}{where}: {node.state}, {describe.count(len(node.slots), 'slot')}")
+        state = f"{node.state} ({node.why})" if node.why else node.state
+        told.append(f"  {node.node}{where}: {state}, {describe.count(len(node.slots), 'slot')}")
         if node.own_bytes or node.replica_bytes:
             told.append(
                 f"    memory  {describe.size(node.own_bytes)} of its checkpoints, "
@@ -71,16 +74,32 @@ def notes(s: JobStatus) -> tuple[Note, ...]:
         told.append(Note(s.at, _FULL))
     if s.stragglers:
         told.append(Note(s.at, "; ".join(map(describe.laggard, s.stragglers))))
+    told += [Note(s.at, text) for text in left_out(s)]
     return tuple(sorted(told, key=lambda note: note.at))
+
+
+def left_out(s: JobStatus) -> Iterator[str]:
+    """Yield why nodes and slots are left out, a clause for each."""
+    for node in s.nodes:
+        if node.why:
+            yield f"node {node.node} is draining: {node.why}"
+        for slot in node.slots:
+            if slot.why:
+                yield f"slot {slot.slot} on {node.node} is left out{_for_another(slot, s.at)}: {slot.why}"
+
+
+def _for_another(slot: SlotStatus, now: float) -> str:
+    until = slot.quarantined_until
+    return "" if until is None else f" for another {describe.span(until - now)}"
 
 
 def _slot(slot: SlotStatus, now: float) -> str:
     text = f"slot {slot.slot}  "
     if slot.rank is not None:
         text += f"rank {slot.rank}  "
-    text += slot.state
-    if slot.quarantined_until is not None:
-        text += f" for another {describe.span(slot.quarantined_until - now)}"
+    text += slot.state + _for_another(slot, now)
+    if slot.why:
+        text += f": {slot.why}"
     if slot.until_gone is not None:
         text += f", {describe.awaits(slot.until_gone)}"
     if slot.step is not None:

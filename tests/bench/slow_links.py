@@ -14,13 +14,14 @@ NEW_NETWORK = 0x40000000  # of unshare(2)
 PROGRAMS = (
     Program("ddp", "--epochs=90", 500, accuracy=90),
     Program("local_sgd", "--method=average", 500, accuracy=90),
+    Program("local_sgd", "--method=average --fragments=2", 500, accuracy=90),
 )
 
 
 def slow_links(rates: Sequence[int]) -> Iterator[str]:
     """Yield the rows of a table in Markdown: the images that two workers handle in a second over a link of
     each rate in Mbit/s (0: without a limit), and the quality on held-out data. Then yield what local SGD says
-    it sent.
+    it sent, as a whole and in fragments.
 
     The link is the loopback interface in a network of this process's own, with a token bucket filter. The
     caller must be root. Raises OSError or CalledProcessError if there can be no such network.
@@ -28,7 +29,7 @@ def slow_links(rates: Sequence[int]) -> Iterator[str]:
     if ctypes.CDLL(None, use_errno=True).unshare(NEW_NETWORK):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     _run("ip link set lo up")
-    said: list[str] = []
+    sent: list[str] = []
     yield "| link | program | images/s | held-out |"
     yield "|---|---|---|---|"
     for rate in rates:
@@ -36,10 +37,11 @@ def slow_links(rates: Sequence[int]) -> Iterator[str]:
             _run(f"tc qdisc replace dev lo root tbf rate {rate}mbit burst 64kb latency 1s")
         for program in PROGRAMS:
             pace, said = samples_per_s(None, program)
+            sent += [line for line in said if line.startswith("sent ") and line not in sent]
             quality = program.require_quality(said).removeprefix("held-out: ")
             link = f"{rate} Mbit/s" if rate else "no limit"
-            yield f"| {link} | {program.name}.py | {pace:,.0f} | {quality} |"
-    yield from (line for line in said if line.startswith("sent "))
+            yield f"| {link} | `{program.name}.py {program.arguments}` | {pace:,.0f} | {quality} |"
+    yield from sent
 
 
 def _run(command: str) -> None:

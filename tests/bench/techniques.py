@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,6 @@ from tests.workers.programs import (
     Program,
     applies,
     end,
-    killed,
     start,
     steps_until,
 )
@@ -46,7 +47,7 @@ def techniques(names: Sequence[str], faults: Sequence[str], *, torchrun: bool = 
                 cells = [_met(etcd.url, program, fault) for fault in faults]
                 if torchrun:
                     cells.append(_killed_under_torchrun(etcd.url, program))
-                yield f"| {program.name}.py | {' | '.join(cells)} |"
+                yield f"| {_title(program)} | {' | '.join(cells)} |"
     finally:
         etcd.close()
 
@@ -66,19 +67,20 @@ def _met(etcd: str, program: Program, fault: str) -> str:
 def costs(names: Sequence[str], turns: int) -> Iterator[str]:
     """Yield the rows of a table in Markdown: of each program the samples that two workers handle in a second,
     their ratio to those of the same model with DistributedDataParallel, and the time from a worker's death to
-    the next step of a later world. Each is the median of so many turns; a turn runs each program once."""
+    the next step of a later world. Each is the median of so many turns. In a turn each program trains, and
+    then loses a worker; a program in units trains with one unit, and loses a worker of two in another run."""
     programs = [program for program in PROGRAMS if not names or program.name in names]
     beside = {program.beside for program in programs}
     paced = [program for program in PROGRAMS if program in programs or program.name in beside]
     paces: dict[str, list[float]] = {program.name: [] for program in paced}
-    recoveries: dict[str, list[float]] = {program.name: [] for program in programs}
+    recoveries: dict[str, list[float]] = {program.name: [] for program in paced}
     etcd = Etcd()
     try:
         for _ in range(turns):
             for program in paced:
-                paces[program.name].append(samples_per_s(etcd.url, program)[0])
-            for program in programs:
-                recoveries[program.name].append(_recovery_s(etcd.url, program))
+                pace, recovery_s = _pace_and_recovery(etcd.url, program)
+                paces[program.name].append(pace)
+                recoveries[program.name].append(recovery_s)
     finally:
         etcd.close()
     yield "| program | samples/s | against DDP | worker killed, until the next step |"
@@ -97,20 +99,30 @@ def samples_per_s(etcd: str | None, program: Program) -> tuple[float, list[str]]
     def train(cluster: Cluster) -> tuple[float, list[str]]:
         (agent,) = start(cluster, program, "mark", "mark")
         end(program, agent)
-        began, ended = (_noted_at(cluster.folder / str(steps_until(program, n))) for n in (0, 1))
-        samples = program.samples * (steps_until(program, 1) - steps_until(program, 0))
-        return samples / (ended - began), agent.out
+        return _pace(cluster, program), agent.out
 
     return _in_cluster(etcd, train)
 
 
-def _recovery_s(etcd: str, program: Program) -> float:
-    def lose_a_worker(cluster: Cluster) -> float:
-        killed(cluster, program)
-        died, over = (cluster.folder / f"{program.after}{which}" for which in ("", "-over"))
-        return _noted_at(over) - _noted_at(died)
+def _pace_and_recovery(etcd: str, program: Program) -> tuple[float, float]:
+    """Return how many samples two workers handle in a second, and the seconds from a worker's death to the
+    next step of a later world."""
 
-    return _in_cluster(etcd, lose_a_worker)
+    def lose_a_worker(cluster: Cluster) -> tuple[float, float]:
+        end(program, *start(cluster, program, "mark", "kill"))
+        died, over = (cluster.folder / f"{steps_until(program, 1)}{which}" for which in ("", "-over"))
+        return _pace(cluster, program), _noted_at(over) - _noted_at(died)
+
+    pace, recovery_s = _in_cluster(etcd, lose_a_worker)
+    if program.workers > WORKERS:
+        pace, _ = samples_per_s(etcd, program)
+    return pace, recovery_s
+
+
+def _pace(cluster: Cluster, program: Program) -> float:
+    """Return the samples a second between the first two faults, of which the first only is noted."""
+    began, ended = (_noted_at(cluster.folder / str(steps_until(program, n))) for n in (0, 1))
+    return program.samples * (steps_until(program, 1) - steps_until(program, 0)) / (ended - began)
 
 
 def _in_cluster(etcd: str | None, act: Callable[[Cluster], T]) -> T:
@@ -150,10 +162,19 @@ def _killed_under_torchrun(etcd: str, program: Program) -> str:
     return _cell(program.require_quality(ran.stdout.splitlines()), took)
 
 
+def _title(program: Program) -> str:
+    """Return the first cell of a program's row."""
+    title = f"{program.name}.py"
+    if program.unit > 1:
+        title += f", {program.workers // program.unit} x {program.unit} workers"
+    return title if program.loss == math.inf else f"{title} (loss)"
+
+
 def _cell(quality: str, took: Sequence[str]) -> str:
     """Return the cell of a table. ``quality``: the line with which a program ends."""
-    found = quality.partition("held-out")[2].strip(" :").replace("balanced accuracy ", "")
-    return ", ".join([found.partition(", loss")[0], *filter(None, took)])
+    found = re.search(r"accuracy ([\d.]+)%|loss.* ([\d.]+)", quality)
+    assert found is not None, quality
+    return ", ".join([f"{found[1]} %" if found[1] else found[2], *filter(None, took)])
 
 
 def _seconds(folder: Path, steps: int) -> str:

@@ -360,6 +360,30 @@ def test_a_script_that_cannot_be_imported_is_not_tried_again(
         assert (after.outcome, after.why) == (Outcome.FAILED, f"the script cannot be run: {messages[0]}")
 
 
+@pytest.mark.parametrize(
+    ("codes", "steps", "ends"),
+    [
+        pytest.param([2, 2], 0, True, id="on both nodes"),
+        pytest.param([2, None], 0, False, id="on one of two nodes"),
+        pytest.param([2, 1], 0, False, id="another error beside it"),
+        pytest.param([2, 2], 1, False, id="after a step"),
+    ],
+)
+def test_a_script_that_refuses_its_input_is_not_tried_again(
+    codes: list[int | None], steps: int, ends: bool
+) -> None:
+    exits = [() if c is None else (replace(exit(0, n), code=c, message=f"{n}"),) for n, c in enumerate(codes)]
+    seen = closing(
+        Cause.WORKER_FAILED,
+        {"a": 1, "b": 1},
+        [node(name, released=5) for name in "ab"],
+        [report(name, 5, *of, steps=steps) for name, of in zip("ab", exits, strict=True)],
+    )
+    after = written(decide(seen, NOW), "round")
+    assert isinstance(after, Round) and (after.phase is Phase.ENDED) is ends
+    assert not ends or after.why == "the script refuses its input: it ended with exit code 2"
+
+
 @pytest.mark.parametrize("closing_for", [Cause.GREW, Cause.SCALED])
 def test_one_that_raised_is_charged_though_its_round_was_closed_for_another_to_come(
     closing_for: Cause,

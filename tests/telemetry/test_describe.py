@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from elasticd.core import reasons as r
-from elasticd.core.facts import Cause, Exit, Failure, Outcome, Round
+from elasticd.core.facts import Cause, Exit, Failure, Laggard, Outcome, Round
 from elasticd.core.facts import Phase as RoundPhase
 from elasticd.core.hang.judging import Doing, Look, Verdict, Why
 from elasticd.core.page_layout import Use
@@ -45,7 +45,7 @@ EXAMPLES: dict[type, r.Reason] = {
         r.RoundClosing(7, Cause.WORKER_FAILED, (), FAILED),
         r.FailureCharged(FAILED, 1, 10),
         r.SlotQuarantined("a", 2, NOW + 30),
-        r.SlotDrained("a", 2, NOW + 600),
+        r.SlotDrained("a", 2, NOW + 600, (Laggard("a", 2, 6, 1.25),)),
         r.WorkerStraggling("a", 2, 6, 1.25),
         r.WorkerKeepsUp("a", 2, 6),
         r.SlotBad("a", 2, 6, "its driver reports XID 79"),

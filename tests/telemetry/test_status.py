@@ -18,6 +18,7 @@ from elasticd.core.facts import (
     Cause,
     Charge,
     Checkpoint,
+    Drained,
     Exit,
     Fact,
     Failure,
@@ -75,6 +76,37 @@ FACTS: dict[str, Shown] = {
     "progress/b": Progress("b", 3, (SlotProgress(0, 0, 71, 50, NOW), SlotProgress(1, 1, 72, 40, NOW))),
     "budget": Budget((Charge(NOW - 9, "a", 0, True),), 1, (Quarantine("a", 0, NOW + 30, 1),)),
 }
+
+
+SLOW = Laggard("a", 0, 0, 1.6)
+HOT = Laggard("a", 0, 0, 0.0, "it is hot", strained=True)
+BAD = Laggard("a", 0, 0, 0.0, "its driver reports XID 79")
+
+
+@pytest.mark.parametrize(
+    ("faults", "why"),
+    [
+        ((), "it keeps failing alone"),
+        ((BAD,), "its GPU is unreliable: its driver reports XID 79"),
+        (
+            (SLOW, HOT),
+            "its worker took 60 % longer for a step than its peers; its GPU is strained: it is hot",
+        ),
+    ],
+)
+def test_a_slot_that_is_left_out_says_why(faults: tuple[Laggard, ...], why: str) -> None:
+    budget = Budget(quarantines=(Quarantine("a", 0, NOW + 30, 1, faults),))
+    r = job_status("j", {**FACTS, "budget": budget}, NOW)
+    assert [s.why for n in r.nodes for s in n.slots if s.state == "quarantined"] == [why]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"), [("c-1", "`elasticd drain` asked for it"), ("c-0", "a signal asked for it")]
+)
+def test_a_node_that_leaves_says_who_asked_for_it(asked: str, why: str) -> None:
+    spec = replace(SPEC, drain=(Drained("c", asked),))
+    r = job_status("j", {**FACTS, "spec": spec, "nodes/c": replace(node("c"), draining=True)}, NOW)
+    assert [(n.state, n.why) for n in r.nodes if n.node == "c"] == [("draining", why)]
 
 
 def test_a_live_job_is_told_whole() -> None:

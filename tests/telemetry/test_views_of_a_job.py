@@ -81,6 +81,17 @@ LEAVES = agent(unready="this node is leaving the job")
 OVER: dict[str, Any] = {"phase": "ended", "outcome": "failed", "why": "the budget is spent"}
 WAITS = {"waiting": "waiting for 1 more worker"}
 HELD_BACK = (node("a", running(0), SlotStatus(1, SlotState.STARTING, 1, until_gone=4711)),)
+OUT = (
+    node(
+        "a",
+        running(0),
+        SlotStatus(
+            1, SlotState.QUARANTINED, quarantined_until=AT + 130, why="its GPU is strained: it is hot"
+        ),
+        state="draining",
+        why="`elasticd drain` asked for it",
+    ),
+)
 AWAITS = "starting, waits for process 4711 to be taken down by the kernel"
 UNSTEPPED = {"step": None, "steps_per_s": None}
 
@@ -108,6 +119,10 @@ UNSTEPPED = {"step": None, "steps_per_s": None}
         ("live top", "slot 1 rank 1 starting, waits for process 4711", {"nodes": HELD_BACK}),
         ("status", f"slot 1  rank 1  {AWAITS}", {"nodes": HELD_BACK}),
         ("page", f"● {AWAITS} 1", {"nodes": HELD_BACK}),
+        ("status", "slot 1  quarantined for another 30 s: its GPU is strained: it is hot", {"nodes": OUT}),
+        ("top page", "slot 1 on a is left out for another 30 s: its GPU is strained", {"nodes": OUT}),
+        ("status", "a at 10.0.0.97: draining (`elasticd drain` asked for it), 2 slots", {"nodes": OUT}),
+        ("top page", "node a is draining: `elasticd drain` asked for it", {"nodes": OUT}),
         ("live top page", "waiting for 1 more worker", WAITS),
         ("status", "waiting   for 1 more worker", WAITS),
         ("live top", "round 7  failed", OVER),

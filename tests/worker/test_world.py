@@ -259,6 +259,13 @@ def test_a_wait_that_others_answer_returns_and_one_that_fails_says_why(
     assert not waits._Ends.open
 
 
+def test_a_thread_that_waited_as_the_world_ended_waits_for_nobody_else(waits_end: None) -> None:
+    """It has given two answers: that of the end, and its own."""
+    with pytest.raises(dist.DistNetworkError, match="the world ended before"):
+        waits._in_another_thread(waits.end)
+    assert not waits._Substitute.idle
+
+
 @dataclass(frozen=True)
 class _Group:
     abort: Callable[[], None]

@@ -81,7 +81,7 @@ PROGRAMS = [
     Program("parameter_server", "--gradients=400 --snapshot-every=50", 120, accuracy=85, rank=0, samples=32),
     Program("accumulation", "--steps=80", 20, accuracy=90, samples=256),
     Program("growing_batch", "--epochs=5", 30, accuracy=85),
-    Program("data_parallel", "--epochs=5", 60, accuracy=90, rank=0, workers=1, same_bits=True),
+    Program("data_parallel", "--epochs=5", 50, accuracy=90, rank=0, workers=1, same_bits=True),
     Program("layers_on_devices", "--epochs=5", 30, accuracy=90),
     Program("train_gpt", f"{GPT} --steps=40 --snapshot-every=5 --sample=0", 10, loss=3.6, **OF_GPT),
     Program("pipeline", "--steps=110 --unit=2", 30, accuracy=85, workers=4, unit=2),

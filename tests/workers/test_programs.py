@@ -89,6 +89,23 @@ def test_the_only_unit_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.slow
+def test_diloco_in_fragments_sends_less_at_once_and_survives_a_kill(
+    clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    whole = next(program for program in PROGRAMS if program.name == "local_sgd")
+    said = "goes on after 25 of 25 steps of its own"
+    parts = replace(whole, arguments=f"{whole.arguments} --fragments=2", says=said)
+    at_once = []
+    for program in (whole, parts):
+        (agent,) = start(clusters(shared_etcd), program, "kill")
+        end(program, agent)
+        require_one_kill(program, agent)
+        assert program.says in agent.out
+        at_once += [int(kilobytes) for kilobytes in re.findall(r"([0-9]+) kB at once", "\n".join(agent.out))]
+    assert at_once == [104, 66]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p.same_bits], ids=str)
 def test_a_worker_that_is_killed_changes_no_bit_of_the_weights(
     program: Program, clusters: Callable[[str | None], Cluster], shared_etcd: str
@@ -127,6 +144,8 @@ def test_a_program_runs_under_plain_torchrun(
         ("data_parallel", [], "2", "give it one worker, or use ddp.py"),
         ("accumulation", ["--global-batch=2"], "3", "give at least one image for each worker"),
         ("layers_on_devices", ["--devices=7"], "1", "the model has only 6 layers"),
+        ("local_sgd", ["--fragments=4"], "1", "4 fragments: the model has fewer layers with weights"),
+        ("local_sgd", ["--fragments=3"], "1", "--inner-steps 100 is no multiple of --fragments 3"),
         ("pipeline", ["--unit=7"], "7", "the model has only 6 layers"),
     ],
 )

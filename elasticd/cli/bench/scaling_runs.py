@@ -18,7 +18,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd.cli.bench.scaling import STEPS_MIN, StepRecord, WorldMeasured, counted, measure, spent_s
+from elasticd.cli.bench.scaling import (
+    STEPS_MIN,
+    WARM_UP_S,
+    StepRecord,
+    WorldMeasured,
+    counted,
+    measure,
+    spent_s,
+)
 from elasticd.cli.command_error import CommandError
 from elasticd.procs.errorfile import read_tail, tail_of
 from elasticd.procs.linux import die_with_parent
@@ -172,7 +180,8 @@ class _Heard:
         least = min(map(len, self._made.values()))
         return CommandError(
             f"the script {waited} under {how}, after {count(least, 'step')}, which are too few to measure: "
-            "let it run for longer, or give a smaller --warm-up"
+            f"those of the first {WARM_UP_S:g} s, and {self._asked.warm_up} steps, do not count; let it run "
+            "for longer, or give a smaller --warm-up"
         )
 
 

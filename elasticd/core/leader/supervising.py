@@ -103,11 +103,12 @@ def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | N
         if member is None or laggard.slot not in member.slots:
             continue
         length_s = max(spec.policy.quarantine_max_s, spec.policy.quarantine_s)
-        without = budgets.quarantine(view.budget, place, spec.policy, now, at_least_s=length_s)
+        faults = tuple(one for one in found.slow if (one.node, one.slot) == place)
+        without = budgets.quarantine(view.budget, place, spec.policy, now, at_least_s=length_s, faults=faults)
         if view.roll.world_without(without.quarantines, now) < spec.limits.min:
             continue
         plan = close(view, round, Cause.SLOT_DRAINED, True, now, nodes=(laggard.node,), budget=without)
-        drained = SlotDrained(*place, without.quarantines[-1].until)
+        drained = SlotDrained(*place, without.quarantines[-1].until, faults)
         return replace(
             plan,
             guards=(*plan.guards, view.unchanged("budget")),

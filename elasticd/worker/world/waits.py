@@ -19,7 +19,7 @@ import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -67,82 +67,103 @@ class FromAnyone(Message):
 class _Ends:
     """The ends of worlds in this process. ``so_far``: their number. ``before``: their number at the start of
     the present world. ``patched``: whether ``Work.wait`` ends with the world. ``functional``: the same of
-    functional collectives. ``open``: the futures that fail at the next end."""
+    functional collectives. ``open``: what fails at the next end."""
 
     news = threading.Lock()
     so_far = before = 0
     patched = False
     functional: torch.library.Library | None = None
-    open: ClassVar[set[Future[Any]]] = set()
+    open: ClassVar[set[Future[Any] | _Substitute]] = set()
 
 
 class _Substitute:
     """A thread that waits in place of others, one at a time. ``idle``: the threads that nobody needs.
-    ``calls``: what to call, and the future for its value and its error; None ends the thread."""
+    ``calls``: what to call; None ends the thread. ``answers``: the value and the error of each call. They are
+    queues, since a hand-over by torch's futures takes longer."""
 
     idle: ClassVar[list[_Substitute]] = []
 
     def __init__(self) -> None:
-        self.calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="elasticd-wait", daemon=True).start()
 
+    def set_exception(self, error: Exception) -> None:
+        """Have the caller of the present call raise the error, as a future does."""
+        self.answers.put((None, error))
+
     def _run(self) -> None:
-        while (asked := self.calls.get()) is not None:
-            call, answer = asked
+        while (call := self.calls.get()) is not None:
             try:
-                answer.set_result((call(), None))
+                self.answers.put((call(), None))
             except Exception as error:  # noqa: BLE001  # the caller raises the error
-                answer.set_result((None, error))
-            del asked, call, answer  # which refer to the group
+                self.answers.put((None, error))
+            del call  # which refers to the group
 
 
 def _in_another_thread(call: Callable[[], T]) -> T:
     """Return what the call returns in another thread, or raise what it raises there. Raises RuntimeError also
     when the world ends; the other thread then ends with the call."""
-    answer: Future[tuple[T, Exception | None]] = Future()
-    answered = until_end(answer)
     try:
         substitute = _Substitute.idle.pop()
     except IndexError:
         substitute = _Substitute()
-    if not answered.done():  # else the world is over already
-        substitute.calls.put((call, answer))
     try:
-        value, error = answered.wait()
+        if not _open(substitute):
+            raise dist.DistNetworkError(_OVER)
+        substitute.calls.put(call)
+        value, error = substitute.answers.get()
     except BaseException:
+        _close(substitute)
         substitute.calls.put(None)
         raise
-    _Substitute.idle.append(substitute)
+    if _close(substitute):
+        _Substitute.idle.append(substitute)
+    else:  # there may be two answers, as the world has ended
+        substitute.calls.put(None)
     if error is not None:
         raise error
-    return value
+    return cast("T", value)
+
+
+def _open(waiting: Future[Any] | _Substitute) -> bool:
+    """Have that fail when the present world ends. Return whether the world has not ended yet."""
+    with _Ends.news:
+        if _Ends.so_far != _Ends.before:
+            return False
+        _Ends.open.add(waiting)
+        return True
+
+
+def _close(waiting: Future[Any] | _Substitute) -> bool:
+    """Undo ``_open``. Return whether the world has not ended since."""
+    with _Ends.news:
+        try:
+            _Ends.open.remove(waiting)
+        except KeyError:
+            return False
+        return True
 
 
 def end() -> None:
     """End all waits: the world is over. Any thread may call it."""
     with _Ends.news:
         _Ends.so_far += 1
-        futures, _Ends.open = _Ends.open, set()
-    for future in futures:
-        _fail(future, dist.DistNetworkError(_OVER))
+        waiting, _Ends.open = _Ends.open, set()
+    for one in waiting:
+        _fail(one, dist.DistNetworkError(_OVER))
 
 
 def until_end(of: Future[T]) -> Future[T]:
     """Return a future that completes as the given one does, and fails when the present world ends."""
     future: Future[T] = Future()
-    with _Ends.news:
-        is_over = _Ends.so_far != _Ends.before
-        if not is_over:
-            _Ends.open.add(future)
-    if is_over:
+    if not _open(future):
         _fail(future, dist.DistNetworkError(_OVER))
         return future
 
     def complete(of: Future[T]) -> None:
-        with _Ends.news:
-            if future not in _Ends.open:  # the world has ended
-                return
-            _Ends.open.remove(future)
+        if not _close(future):
+            return
         try:
             future.set_result(of.value())
         except RuntimeError as error:
@@ -152,8 +173,8 @@ def until_end(of: Future[T]) -> Future[T]:
     return future
 
 
-def _fail(future: Future[T], error: Exception) -> None:
-    future.set_exception(error)  # type: ignore[arg-type]  # torch annotates the type of a result
+def _fail(waiting: Future[Any] | _Substitute, error: Exception) -> None:
+    waiting.set_exception(error)
 
 
 def use_group_timeouts() -> None:
