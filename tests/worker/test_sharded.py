@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from elasticd.channel.worker_messages import Source
+from elasticd.data.audit import judge
+from elasticd.data.auditnotes import FOLDER, lines
 from tests.worker import shardjob
 from tests.worker.crew import Crew, outcome_alone
 from tests.worker.jobs import NOTHING, Accident, Gate, reads
@@ -47,6 +49,15 @@ def assert_like(crew: Crew, folder: Path, survivors: Iterable[int], undisturbed:
         assert reads(folder, name, "outcome")[-1] == close(undisturbed["outcome"])
 
 
+def assert_each_sample_is_used_once(folder: Path) -> None:
+    """By the notes that the workers have written for an audit."""
+    notes = {path.name: lines(path.read_bytes()) for path in (folder / FOLDER).iterdir()}
+    verdict = judge(notes)
+    assert verdict.findings == ()
+    assert [(epoch.used, epoch.over) for epoch in verdict.epochs] == [(STEPS * shardjob.BATCH, True)]
+    assert verdict.weights.keys() == {4, STEPS}
+
+
 OTHERS = [("forward", 0), ("summed", 2), ("stepped", 1)]
 
 
@@ -68,9 +79,10 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
 
 def test_a_newcomer_is_given_its_shard_at_a_commit(crew, tmp_path, undisturbed):
     gate = Gate(tmp_path / "gate")
-    crew.start(shardjob.train, str(tmp_path), "0", Accident("start", 3, gate.wait), redundancy=0)
+    more = {"redundancy": 0, "virtual_ranks": 5}
+    crew.start(shardjob.train, str(tmp_path), "0", Accident("start", 3, gate.wait), **more)
     for name in "12":
-        crew.start(shardjob.train, str(tmp_path), name, redundancy=0)
+        crew.start(shardjob.train, str(tmp_path), name, **more)
     crew.all_waiting(*crew.hands)
     crew.form(*crew.hands[:2])
     gate.until_somebody_waits()
@@ -79,6 +91,7 @@ def test_a_newcomer_is_given_its_shard_at_a_commit(crew, tmp_path, undisturbed):
     crew.all_ended()
     assert_like(crew, tmp_path, range(3), undisturbed)
     assert crew.settled == [(1, 2), (2, 3)]
+    assert_each_sample_is_used_once(tmp_path)
     assert reads(tmp_path, "0", "entered")[0] == 0 and reads(tmp_path, "2", "entered")[0] >= 4
 
 
@@ -164,13 +177,15 @@ def test_replicas_of_a_shard_stand_in_for_it_and_the_mesh_of_a_world_has_replica
     """Two replicas of a model on two workers each. A world of three has one model on all workers."""
     gate = Gate(tmp_path / "gate")
     accidents = Accident("start", 5, gate.wait), Accident("stepped", 2), NOTHING, NOTHING
-    crew.begin(tmp_path, *accidents, job=shardjob.train, unit=2)
+    more = {"unit": 2, "virtual_ranks": 3}
+    crew.begin(tmp_path, *accidents, job=shardjob.train, **more)
     crew.until(lambda: crew.round == 2)
     gate.until_somebody_waits()
-    crew.grow(crew.start(shardjob.train, str(tmp_path), "4", unit=2))
+    crew.grow(crew.start(shardjob.train, str(tmp_path), "4", **more))
     gate.open()
     crew.all_ended()
     assert_like(crew, tmp_path, (0, 2, 3, 4), undisturbed)
+    assert_each_sample_is_used_once(tmp_path)
     assert crew.settled == [(1, 4), (2, 3), (3, 4)]
     assert all(reads(tmp_path, str(i), "mesh") == [[2, 2], [3], [2, 2]] for i in (0, 2, 3))
     assert all(crew.hands[i].entered[1].source == Source.REPLICA for i in (0, 2, 3))
