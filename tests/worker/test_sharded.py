@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from elasticd.channel.worker_messages import Source
-from elasticd.data.audit import judge
-from elasticd.data.auditnotes import FOLDER, lines
 from tests.worker import shardjob
+from tests.worker.audited import assert_each_sample_is_used_once
 from tests.worker.crew import Crew, outcome_alone
 from tests.worker.jobs import NOTHING, Accident, Gate, reads
 from tests.worker.shardjob import STEPS
@@ -49,15 +48,6 @@ def assert_like(crew: Crew, folder: Path, survivors: Iterable[int], undisturbed:
         assert reads(folder, name, "outcome")[-1] == close(undisturbed["outcome"])
 
 
-def assert_each_sample_is_used_once(folder: Path) -> None:
-    """By the notes that the workers have written for an audit."""
-    notes = {path.name: lines(path.read_bytes()) for path in (folder / FOLDER).iterdir()}
-    verdict = judge(notes)
-    assert verdict.findings == ()
-    assert [(epoch.used, epoch.over) for epoch in verdict.epochs] == [(STEPS * shardjob.BATCH, True)]
-    assert verdict.weights.keys() == {4, STEPS}
-
-
 OTHERS = [("forward", 0), ("summed", 2), ("stepped", 1)]
 
 
@@ -91,7 +81,7 @@ def test_a_newcomer_is_given_its_shard_at_a_commit(crew, tmp_path, undisturbed):
     crew.all_ended()
     assert_like(crew, tmp_path, range(3), undisturbed)
     assert crew.settled == [(1, 2), (2, 3)]
-    assert_each_sample_is_used_once(tmp_path)
+    assert_each_sample_is_used_once(tmp_path, STEPS * shardjob.BATCH)
     assert reads(tmp_path, "0", "entered")[0] == 0 and reads(tmp_path, "2", "entered")[0] >= 4
 
 
@@ -185,7 +175,7 @@ def test_replicas_of_a_shard_stand_in_for_it_and_the_mesh_of_a_world_has_replica
     gate.open()
     crew.all_ended()
     assert_like(crew, tmp_path, (0, 2, 3, 4), undisturbed)
-    assert_each_sample_is_used_once(tmp_path)
+    assert_each_sample_is_used_once(tmp_path, STEPS * shardjob.BATCH)
     assert crew.settled == [(1, 4), (2, 3), (3, 4)]
     assert all(reads(tmp_path, str(i), "mesh") == [[2, 2], [3], [2, 2]] for i in (0, 2, 3))
     assert all(crew.hands[i].entered[1].source == Source.REPLICA for i in (0, 2, 3))
