@@ -533,6 +533,8 @@ class SlotProgress:
     ``at``: seconds since the epoch; 0 for never. ``step``: optimizer steps in this round. ``base``: the job's
     step at which the worker began this round, if the script reports it. ``held_s``: the total time for which
     checkpoints held the worker up. ``committed``: the job's last committed step, if the script reports it.
+    ``shard_bytes`` and ``copies_bytes``: of a sharded model, the worker's part of the state, and the host's
+    memory for copies of parts.
     """
 
     slot: int
@@ -543,6 +545,8 @@ class SlotProgress:
     base: int | None = None
     held_s: float = 0.0
     committed: int | None = None
+    shard_bytes: int = 0
+    copies_bytes: int = 0
 
     @property
     def of_job(self) -> int:

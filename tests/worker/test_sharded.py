@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elasticd.channel.worker_messages import Source
+from elasticd.worker.sharding.expected_state import expected_slots
 from tests.worker import shardjob
 from tests.worker.audited import assert_each_sample_is_used_once
 from tests.worker.crew import Crew, outcome_alone
@@ -65,6 +69,41 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
     assert_like(crew, tmp_path, survivors, undisturbed)
     assert crew.settled == [(1, 3), (2, 2)]
     assert all(crew.hands[i].entered[-1].source == Source.COPY for i in survivors)
+    assert_told_of_memory(crew)
+
+
+def assert_told_of_memory(crew: Crew) -> None:
+    """Before the first step the workers of two worlds say the same of the whole state, though the optimizer
+    had none in the first. Each keeps two commits of its shard and of that of one other worker."""
+    worlds = [[m for hand in crew.hands for m in hand.entered if m.round == round] for round in (1, 2)]
+    elements = sum(p.numel() for p in shardjob.Net().parameters())
+    frozen = sum(p.numel() for p in shardjob.Net().frozen.parameters())
+    whole = 8 * (elements + 2 * (elements - frozen))  # in float64, with two moments
+    for told in worlds:
+        assert sum(m.shard_bytes for m in told) == pytest.approx(whole, abs=16 * 3 * 6 * len(told))
+        assert sum(m.copies_bytes for m in told) == 4 * sum(m.shard_bytes for m in told)
+
+
+@pytest.mark.parametrize(
+    ("make", "slots"),
+    [
+        (torch.optim.AdamW, {"exp_avg", "exp_avg_sq"}),
+        (functools.partial(torch.optim.Adam, amsgrad=True), {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        (functools.partial(torch.optim.SGD, lr=0.1), set()),
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), {"momentum_buffer"}),
+        (functools.partial(torch.optim.LBFGS, lr=0.1), set()),
+        (shardjob.Odd, set()),
+    ],
+)
+def test_what_an_optimizer_will_keep_is_known_before_its_first_step(make: Any, slots: set[str]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+    optimizer = make([parameter])
+    steps: list[object] = []
+    hook = register_optimizer_step_post_hook(lambda *step: steps.append(step))
+    found = expected_slots(optimizer, optimizer.param_groups[0], parameter)
+    hook.remove()
+    assert found == dict.fromkeys(slots, torch.bfloat16)
+    assert not optimizer.state and not steps and parameter.grad is None
 
 
 def test_a_newcomer_is_given_its_shard_at_a_commit(crew, tmp_path, undisturbed):

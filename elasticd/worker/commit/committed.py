@@ -109,6 +109,13 @@ class CommittedState:
         return Holds.SHARD if isinstance(self.shards, ShardedState) else Holds.WHOLE
 
     @property
+    def shard_sizes(self) -> tuple[int, int]:
+        """Bytes of a sharded model: of this worker's shard, and of its copies of shards; 0 for others."""
+        if not isinstance(self.shards, ShardedState):
+            return 0, 0
+        return self.shards.sizes.shard, self.shards.sizes.copies
+
+    @property
     def growth(self) -> tuple[int, float]:
         """The size of a batch that grows with the world, and the factor for the learning rates; 0 and 1 if
         the batch does not grow."""
