@@ -163,6 +163,8 @@ class CommittedState:
         """Leave the world and go back to the last commit, unless parameters without a copy have changed
         since."""
         self.world = None
+        if self.saves is not None:
+            self.saves.leave()
         self.comparison.leave()
         self.reduction.close()
         self.reduction = AveragedReduction(self.models)
