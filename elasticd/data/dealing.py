@@ -10,7 +10,7 @@ The batch is cut into virtual ranks, and the virtual ranks are dealt to the work
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 
@@ -20,7 +20,8 @@ class Portion:
 
     ``samples``: their indices in the global batch. ``weight``: the weight of their mean in the mean over the
     global batch. ``opens`` and ``closes``: whether this is the first and the last portion of its virtual
-    rank. ``last``: whether this is the worker's last portion.
+    rank. ``last``: whether this is the worker's last portion. ``counts``: whether the portion is a part of
+    the batch; if not, the worker repeats samples with the weight 0, because other workers have more portions.
     """
 
     virtual_rank: int
@@ -29,6 +30,7 @@ class Portion:
     opens: bool
     closes: bool
     last: bool
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,22 @@ def parts_of(
         Portion(v, piece, len(piece) / samples, opens, closes, last=i == len(cuts) - 1)
         for i, (v, piece, opens, closes) in enumerate(cuts)
     ]
+
+
+def evened_parts_of(
+    rank: int, world: int, *, samples: int, virtual_ranks: int, accumulate: int = 1
+) -> list[Portion]:
+    """Return a worker's portions of a global batch, followed by portions that do not count, so that all
+    workers have equally many. For models whose forward pass is a collective."""
+    cut = {"samples": samples, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
+    parts = parts_of(rank, world, **cut)
+    lacks = max(counts_of(world, **cut)) - len(parts)
+    if not lacks:
+        return parts
+    repeated = (parts or parts_of(world - 1, world, **cut))[-1]  # the last worker always has a portion
+    more = replace(repeated, weight=0.0, opens=False, closes=False, last=False, counts=False)
+    parts = [replace(part, last=False) for part in parts]
+    return [*parts, *[more] * (lacks - 1), replace(more, last=True)]
 
 
 @lru_cache(maxsize=16)  # all batches have the same size, except the last of an epoch

@@ -66,7 +66,8 @@ class SlotState(StrEnum):
 class SlotStatus:
     """One slot of a node and its worker, if it has one. ``rank``: None if the slot is not in this round.
     ``step``: see ``JobStatus``. ``until_gone``: the worker starts once the process with this pid is gone.
-    ``why``: why the slot is in quarantine, in a clause without a full stop."""
+    ``why``: why the slot is in quarantine, in a clause without a full stop.
+    ``shard_bytes``, ``copies_bytes``: see ``SlotProgress``."""
 
     slot: int
     state: SlotState
@@ -77,6 +78,8 @@ class SlotStatus:
     quarantined_until: float | None = None
     until_gone: int | None = None
     why: str | None = None
+    shard_bytes: int = 0
+    copies_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +403,8 @@ class _Picture:
                     (beat.pid or None) if beat else None,
                     beat.of_job if beat else None,
                     self._rate(name, beat) if beat and state is SlotState.RUNNING else None,
+                    shard_bytes=beat.shard_bytes if beat else 0,
+                    copies_bytes=beat.copies_bytes if beat else 0,
                 )
             elif slot in states:
                 yield SlotStatus(slot, states[slot])

@@ -1,12 +1,13 @@
 """Every sample of an epoch is in one batch, and every sample of a batch is one worker's, in a world of any
 size."""
 
+from dataclasses import replace
 from itertools import cycle
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.data.dealing import Portion, cut, deal, next_batch, parts_of
+from elasticd.data.dealing import Portion, cut, deal, evened_parts_of, next_batch, parts_of
 
 counts = st.integers(1, 40)
 
@@ -71,3 +72,17 @@ def test_a_worker_knows_its_last_part_and_where_a_virtual_rank_begins_and_ends(
         assert [p.closes for p in parts] == [
             i == len(parts) - 1 or of_whom[i + 1] != v for i, v in enumerate(of_whom)
         ]
+
+
+@given(counts, counts, st.integers(1, 60), st.integers(1, 4))
+def test_workers_that_compute_together_have_equally_many_parts_of_which_the_same_count(
+    virtual_ranks, world, samples, accumulate
+):
+    cut = {"samples": samples, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
+    evened = [evened_parts_of(rank, world, **cut) for rank in range(world)]
+    assert len({len(parts) for parts in evened}) == 1
+    for rank, parts in enumerate(evened):
+        bare = [replace(part, last=False) for part in parts if part.counts]
+        assert bare == [replace(part, last=False) for part in parts_of(rank, world, **cut)]
+        assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert all(part.weight == 0 and part.samples for part in parts if not part.counts)

@@ -92,6 +92,7 @@ OUT = (
         why="`elasticd drain` asked for it",
     ),
 )
+SHARDED = (node("a", running(0, shard_bytes=3 * 10**9, copies_bytes=12 * 10**9)),)
 AWAITS = "starting, waits for process 4711 to be taken down by the kernel"
 UNSTEPPED = {"step": None, "steps_per_s": None}
 
@@ -123,6 +124,7 @@ UNSTEPPED = {"step": None, "steps_per_s": None}
         ("top page", "slot 1 on a is left out for another 30 s: its GPU is strained", {"nodes": OUT}),
         ("status", "a at 10.0.0.97: draining (`elasticd drain` asked for it), 2 slots", {"nodes": OUT}),
         ("top page", "node a is draining: `elasticd drain` asked for it", {"nodes": OUT}),
+        ("status", "pid 4711  3 GB of the model, 12 GB of copies", {"nodes": SHARDED}),
         ("live top page", "waiting for 1 more worker", WAITS),
         ("status", "waiting   for 1 more worker", WAITS),
         ("live top", "round 7  failed", OVER),

@@ -1,12 +1,15 @@
 """``python -m tests.worker.shardchaos``: losses and resizes of worlds that train the small GPT in FSDP2 or
 HSDP, drawn from a seed. The losses of all steps are compared with those of an undisturbed run.
 
-Workers are real processes, and are really killed and stopped; the crew takes the agent's place. No script has
-a checkpoint, so all state comes from memory, and what was in no worker's memory would end the run.
+Workers are real processes, and are really killed and stopped; the crew takes the agent's place. Most scripts
+have no checkpoint, so all state comes from the workers' memory, and what no worker has would end the run.
+The others have a saver beside the workers, and may lose more workers at once than there are copies: then the
+state comes from the saver's memory, and never from the disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -19,10 +22,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elasticd.channel.worker_messages import Source
+from elasticd.data.audit import judge
+from elasticd.data.auditnotes import FOLDER, lines
+from tests.checkpoint.faults import Helper
 from tests.worker import shardgpt
 from tests.worker.chaos import run_seeds
 from tests.worker.crew import Crew, Hand
@@ -31,13 +37,15 @@ STEPS = 8
 TOLERANCE = 1e-7  # of sums in another order, in float64
 PER_NODE = 2
 FROM_WORKERS = (Source.SURVIVOR, Source.REPLICA, Source.COPY)
+FROM_MEMORY = (*FROM_WORKERS, Source.MEMORY)
 PAUSE_S = 0.2  # how long a worker stays stopped, until its agent notices
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happens once step ``step`` is made. ``kind``: kill, stop, node, grow, shrink, or twice,
-    which is to shrink again before the next world. ``many``: the number of workers."""
+    """What happens once step ``step`` is made. ``kind``: kill, stop, node, grow, shrink; twice, which is to
+    shrink again before the next world; or lose, which is to kill more than there are copies. ``many``: the
+    number of workers."""
 
     kind: str
     step: int
@@ -49,18 +57,39 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
+    """``saves``: a saver has the commits. ``virtual_ranks``: 0, or the samples come from worker.Data."""
+
     workers: int
     redundancy: int
     unit: int
     events: tuple[Event, ...]
+    saves: bool = False
+    virtual_ranks: int = 0
 
     def __str__(self) -> str:
         mode = f"HSDP of {self.unit}" if self.unit > 1 else "FSDP2"
         events = ", ".join(map(str, self.events))
-        return f"{mode}, {self.workers} workers, redundancy {self.redundancy}; {events}"
+        more = ", saves" * self.saves + f", Data in {self.virtual_ranks}" * (self.virtual_ranks > 0)
+        return f"{mode}, {self.workers} workers, redundancy {self.redundancy}{more}; {events}"
 
 
 def draw(seed: int) -> Plan:
+    """Return the plan of a seed. Half of the plans have worker.Data, a fourth a saver and a loss of more
+    workers than there are copies, and a worker is lost in most worlds of eight."""
+    plan, chance = _simple(seed), random.Random(f"more shards {seed}")
+    if chance.random() < 0.5:
+        plan = replace(plan, virtual_ranks=chance.randint(1, 8))
+    if plan.events[0].many == 6 and plan.redundancy and chance.random() < 0.7:
+        there, back = plan.events
+        loss = Event(chance.choice(["kill", "stop"]), there.step + 1, plan.redundancy)
+        return replace(plan, events=(there, loss, replace(back, many=back.many - loss.many)))
+    if chance.random() < 0.25:
+        loss = Event("lose", max(3, plan.events[-1].step), max(PER_NODE, plan.redundancy + 1))
+        return replace(plan, events=(*plan.events[:-1], loss), saves=True)
+    return plan
+
+
+def _simple(seed: int) -> Plan:
     """Losses are at most as many at once as the redundancy, and each comes after a commit of its world."""
     chance = random.Random(f"shards {seed}")
     unit, redundancy = chance.choice([1, 1, 2]), chance.choice([0, 1, 1, 2])
@@ -92,23 +121,30 @@ class Agent(Crew):
         super().__init__()
         self.plan, self.folder, self._chance = plan, folder, chance
         self._made = -1
+        self._saver, self._helper = "", contextlib.ExitStack()
         self._news = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._news.bind("\0" + self.address + "-news")
         self._selector.register(self._news, 1, self._told)
+        self.reads = 0  # of checkpoints from disk
         self.losses: dict[int, set[float]] = {}
         self.outcomes: list[list[float]] = []
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
+        self._helper.close()
         self._news.close()
 
     def add(self) -> Hand:
         plan, name = self.plan, str(len(self.hands))
         news = self.address + "-news"
-        return self.start(shardgpt.work, str(self.folder), name, news, STEPS, plan.redundancy, plan.unit)
+        asked = str(self.folder), name, news, STEPS, plan.redundancy, plan.unit
+        more = {"saver": self._saver, "virtual_ranks": plan.virtual_ranks}
+        return self.start(shardgpt.work, *asked, **more)
 
     def see_through(self) -> None:
         """Run the training. Raises AssertionError if it does not end."""
+        if self.plan.saves:
+            self._saver, _ = self._helper.enter_context(Helper("forker.py")).saver(linger_s=None)
         self.form(*[self.add() for _ in range(self.plan.workers)])
         for event in self.plan.events:
             self.until(functools.partial(self._is_due, event))
@@ -126,7 +162,7 @@ class Agent(Crew):
         members = [hand for hand in self.members if hand.status is None]
         chosen = self._chance.sample(members, min(event.many, len(members) - 1))
         match event.kind:
-            case "kill":
+            case "kill" | "lose":
                 self._signal(signal.SIGKILL, chosen)
             case "stop":
                 self._signal(signal.SIGSTOP, chosen)
@@ -173,6 +209,8 @@ class Agent(Crew):
         _, what, step, values = json.loads(self._news.recv(1 << 16))
         if what == "outcome":
             self.outcomes.append(values)
+        elif what == "read":
+            self.reads += 1
         else:
             self.losses.setdefault(step, set()).add(values)
             self._made = max(self._made, step)
@@ -204,8 +242,12 @@ def run(seed: int, befell: Counter[str] | None = None) -> list[str]:
                 return [str(error)[:2000], *_errors(folder)]
             if befell is not None:
                 befell.update(event.kind for event in plan.events)
+                befell["read from disk"] += agent.reads
                 befell.update(f"from {m.source}" for hand in agent.hands for m in hand.entered if m.step)
-            return _differences(agent, losses, outcome) + (_errors(folder) if _failed(agent) else [])
+            audited = _audited(folder) if plan.virtual_ranks else []
+            return (
+                _differences(agent, losses, outcome) + audited + (_errors(folder) if _failed(agent) else [])
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -231,11 +273,22 @@ def _differences(agent: Agent, losses: dict[int, set[float]], outcome: list[floa
     for values in agent.outcomes:
         if not all(map(_close, values, outcome)):
             found.append(f"the weights are {values}, not {outcome}"[:300])
+    right_sources = FROM_MEMORY if agent.plan.saves else FROM_WORKERS
     for hand in agent.hands:
         found += [
-            f"{m.source} in round {m.round}" for m in hand.entered if m.step and m.source not in FROM_WORKERS
+            f"{m.source} in round {m.round}" for m in hand.entered if m.step and m.source not in right_sources
         ]
+    if agent.reads:
+        found.append(f"checkpoints were read from disk {agent.reads} times, and memory had the state")
     return found
+
+
+def _audited(folder: Path) -> list[str]:
+    """Return what the workers' notes say against their samples."""
+    verdict = judge({path.name: lines(path.read_bytes()) for path in (folder / FOLDER).iterdir()})
+    used = [(epoch.used, epoch.over) for epoch in verdict.epochs]
+    right = [(STEPS * shardgpt.BATCH, True)]
+    return [str(one)[:300] for one in verdict.findings] + ([f"samples: {used}"] if used != right else [])
 
 
 def _close(one: float, other: float) -> bool:

@@ -3,10 +3,13 @@ those of one global batch, whatever the number of workers, but for rounding."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from elasticd import worker
+from elasticd.checkpoint.client import resuming
+from elasticd.data.auditnotes import FOLDER, VARIABLE
+from elasticd.worker.steps import Step
 from tests.worker.jobs import begin
 
 BATCH, CONTEXT = 12, 8
@@ -44,20 +50,61 @@ def shard(model: Any, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def work(address: str, folder: str, name: str, news: str, steps: int, redundancy: int, unit: int) -> None:
-    """A whole script. ``news``: the socket that is told of each committed step, and of the outcome."""
-    begin(address, folder, name)
+class Batches(torch.utils.data.Dataset[torch.Tensor]):
+    """The samples of all steps, in order."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def __len__(self) -> int:
+        return self._steps * BATCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return text_of(index // BATCH)[index % BATCH]
+
+
+@functools.cache
+def text_of(step: int) -> torch.Tensor:
+    return torch.randint(0, 31, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(step))
+
+
+def work(
+    address: str,
+    folder: str,
+    name: str,
+    news: str,
+    steps: int,
+    redundancy: int,
+    unit: int,
+    *,
+    saver: str = "",
+    virtual_ranks: int = 0,
+) -> None:
+    """A whole script. ``news``: the socket that is told of each committed step, of the outcome, and of each
+    read from disk. ``saver``: commits are saved, in its memory and on disk. ``virtual_ranks``: 0, or the
+    samples come from worker.Data, in so many virtual ranks, and are noted for an audit."""
+    begin(address, folder, name, saver)
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     told.connect("\0" + news)
+    options: dict[str, Any] = {}
+    if saver:
+        tell_of_reads(lambda: told.send(json.dumps([name, "read", 0, 0]).encode()))
+        options["checkpoints"] = f"{folder}/checkpoints"
+    if virtual_ranks:
+        os.environ[VARIABLE] = str(Path(folder) / FOLDER)
+        data = worker.Data(Batches(steps), global_batch=BATCH, shuffle=False, virtual_ranks=virtual_ranks)
+        options["data"] = data
     torch.manual_seed(5)
     model = gpt.GPT(SHAPE).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    state = worker.State(model=model, optimizer=optimizer, shard=shard, redundancy=redundancy, unit=unit)
+    options |= {"shard": shard, "redundancy": redundancy, "unit": unit}
+    state = worker.State(model=model, optimizer=optimizer, **options)
 
     @worker.run
     def run(state: worker.State) -> None:
-        for step in state.steps(steps):
-            loss = learn(state, step)
+        for begun in state.steps(steps):
+            step = begun if isinstance(begun, int) else begun.number
+            loss = learn(state, begun) if isinstance(begun, int) else learn_of_data(state, begun)
             nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
             state.optimizer.step()
             state.optimizer.zero_grad()
@@ -71,8 +118,7 @@ def work(address: str, folder: str, name: str, news: str, steps: int, redundancy
 
 def learn(state: worker.State, step: int) -> float:
     """Compute the gradients of a step. Return the loss of its global batch."""
-    size = worker.world_size()
-    text = torch.randint(0, 31, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(step))
+    size, text = worker.world_size(), text_of(step)
     mine = text[worker.rank() :: size]
     logits = state.model(mine[:, :-1]) if len(mine) else state.model(text[:1, :-1])[:0]
     targets = mine[:, 1:].flatten()
@@ -81,3 +127,26 @@ def learn(state: worker.State, step: int) -> float:
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item()
+
+
+def learn_of_data(state: worker.State, step: Step) -> float:
+    """The same, with this worker's batches of the step."""
+    total = torch.zeros((), dtype=torch.float64)
+    for text in step:
+        logits = state.model(text[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        total += loss.detach() * step.weight
+        step.backward(loss)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def tell_of_reads(tell: Callable[[], object]) -> None:
+    """Call ``tell`` whenever this worker reads a checkpoint from disk."""
+    read = resuming.fill
+
+    def fill(*args: Any, **options: Any) -> None:
+        tell()
+        read(*args, **options)
+
+    resuming.fill = fill

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +15,25 @@ import torch.distributed as dist
 import torch.distributed.checkpoint  # parts of DTensors are found with it
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 from elasticd import worker
+from elasticd.data.auditnotes import EVERY, FOLDER, VARIABLE
 from elasticd.worker.sharding import agreement, sharded_state
-from tests.worker.jobs import NOTHING, Accident, begin, commit
+from elasticd.worker.steps import Step
+from tests.worker.jobs import NOTHING, Accident, begin, commit, hear_of_leaving
 
 STEPS = 8
 BATCH = 12
+
+
+class Body(nn.Linear):
+    """A layer with code of its own: torch compiles no layer of torch by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
 
 
 class Net(nn.Module):
@@ -29,7 +41,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Linear(4, 5)
+        self.body = Body(4, 5)
         self.inner = nn.Linear(5, 5, bias=False)
         self.tied = nn.Linear(5, 5, bias=False)
         self.tied.weight = self.inner.weight
@@ -37,65 +49,126 @@ class Net(nn.Module):
         self.head = nn.Linear(7, 1)
         self.register_buffer("calls", torch.zeros(()))
         self.scale = 1.0
+        self.recomputes = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.calls += 1
-        x = torch.tanh(self.tied(self.inner(torch.tanh(self.body(x)))))
+        x = checkpoint(self.middle, x, use_reentrant=False) if self.recomputes else self.middle(x)
         return self.head(self.frozen(x)) * self.scale
 
-
-def shard(model: Net, mesh: DeviceMesh) -> None:
-    fully_shard(model.body, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.tied(self.inner(torch.tanh(self.body(x)))))
 
 
-def make(**options: Any) -> worker.State:
+def shard(model: Net, mesh: DeviceMesh, feature: str = "") -> None:
+    """``feature``: what else FSDP2 or torch does with the model."""
+    options: dict[str, Any] = {}
+    if feature == "mixed":  # rounding is that of float32
+        options["mp_policy"] = MixedPrecisionPolicy(torch.float32, torch.float64)
+    if feature == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if feature == "compiled":
+        model.body.compile(backend=count_graphs)
+    fully_shard(model.body, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+
+graphs: list[torch.fx.GraphModule] = []  # that this process has compiled
+
+
+def count_graphs(graph: torch.fx.GraphModule, _: Any) -> Any:
+    graphs.append(graph)
+    return graph.forward
+
+
+def make(feature: str = "", **options: Any) -> worker.State:
     torch.manual_seed(3)
     model = Net().double()
+    model.recomputes = feature == "recomputed"
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=0.02
     )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    options = {"shard": shard, **options}
+    options = {"shard": functools.partial(shard, feature=feature), **options}
     return worker.State(model=model, optimizer=optimizer, schedule=schedule, drawn=0.0, **options)
 
 
-def gradients(state: worker.State, step: int, accident: Accident) -> float:
+class Batches(torch.utils.data.Dataset[torch.Tensor]):
+    """The samples of all steps, in order."""
+
+    def __len__(self) -> int:
+        return STEPS * BATCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return batch_of(index // BATCH)[index % BATCH]
+
+
+@functools.cache
+def batch_of(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 4, generator=generator, dtype=torch.float64)
+
+
+def gradients(state: worker.State, step: Step | int, accident: Accident) -> float:
     """Compute this step's gradients. Return the loss of the global batch."""
     model, many = state.model, BATCH // worker.world_size()
-    accident("start", step)
+    number = step if isinstance(step, int) else step.number
+    accident("start", number)
     drawn = torch.rand(1, dtype=torch.float64).item()
     state.drawn += drawn
-    generator = torch.Generator().manual_seed(step)
-    batch = torch.randn(BATCH, 4, generator=generator, dtype=torch.float64)
-    mine = batch[worker.rank() * many : (worker.rank() + 1) * many]
-    loss = (model(mine) - drawn).square().mean()
-    accident("forward", step)
-    loss.backward()
-    accident("summed", step)
-    total = loss.detach().clone()
+    total = torch.zeros((), dtype=torch.float64)
+    if isinstance(step, int):
+        mine = batch_of(step)[worker.rank() * many : (worker.rank() + 1) * many]
+        loss = (model(mine) - drawn).square().mean()
+        accident("forward", step)
+        loss.backward()
+        total += loss.detach() / worker.world_size()
+    else:
+        for turn, samples in enumerate(step):
+            model.train(turn == 0)  # the model counts one call a step, however many batches a worker has
+            loss = (model(samples) - drawn).square().mean()
+            accident("forward", number)
+            total += loss.detach() * step.weight
+            step.backward(loss)
+        model.train()
+    accident("summed", number)
     dist.all_reduce(total)
-    return total.item() / worker.world_size()
+    return total.item()
 
 
 def train(
-    address: str, folder: str, name: str, accident: Accident = NOTHING, *, saver: str = "", **options: Any
+    address: str,
+    folder: str,
+    name: str,
+    accident: Accident = NOTHING,
+    *,
+    saver: str = "",
+    virtual_ranks: int = 0,
+    accumulate: int = 1,
+    **options: Any,
 ) -> None:
-    """A whole script. Without an address: in a world of its own."""
+    """A whole script. Without an address: in a world of its own. ``virtual_ranks``: 0, or the samples come
+    from worker.Data, in so many virtual ranks, each in ``accumulate`` batches, and are noted for an audit."""
     journal = begin(address, folder, name, saver)
+    hear_of_leaving()
     trip(accident)
+    if virtual_ranks:
+        os.environ |= {VARIABLE: str(Path(folder) / FOLDER), EVERY: "4"}
+        cut = {"global_batch": BATCH, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
+        options["data"] = worker.Data(Batches(), shuffle=False, **cut)
     state = make(**options)
 
     @worker.run
     def run(state: worker.State) -> None:
         journal.write(entered=state.step, world=worker.world_size())
         journal.write(mesh=[*next(state.model.parameters()).device_mesh.shape])
-        for step in state.steps(STEPS):
+        for begun in state.steps(STEPS):
+            step = begun if isinstance(begun, int) else begun.number
             state.model.scale = 1.0 + 0.01 * step
-            loss = gradients(state, step, accident)
+            loss = gradients(state, begun, accident)
             norm = nn.utils.clip_grad_norm_(state.model.parameters(), 0.5)
             state.optimizer.step()
             accident("stepped", step)
@@ -106,7 +179,7 @@ def train(
             if accident.point == "saved" and state.step == accident.step:
                 state._committed.saves.checkpoints.wait()
             accident("saved", state.step)
-        journal.write(outcome=outcome(state))
+        journal.write(outcome=outcome(state), graphs=len(graphs))
 
     run(state)
 
@@ -176,9 +249,10 @@ REFUSED = {
     "undo": "State takes no undo= with shard=",
     "wrap": "State takes no wrap= with shard=",
     "restore": "State takes no restore= with shard=",
-    "data": "State takes no data= with shard= yet",
+    "data": "State takes no Data(consistent=True) with shard=",
     "optimizer": "optimizer keeps a tensor of the shape [3] for body.weight, of the shape [5, 4]",
     "elsewhere": "optimizer keeps parameters in its attribute known",
+    "compiled": "head was compiled by its compile(), which the copies that shard= is given",
 }
 
 
@@ -195,6 +269,12 @@ class Knowing(torch.optim.SGD):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
         self.known = {"all": 0, **dict(enumerate(self.param_groups[0]["params"]))}
+
+
+def partly_compiled() -> Net:
+    net = Net()
+    net.head.compile(backend="eager")
+    return net
 
 
 def by_columns(model: Net, mesh: DeviceMesh) -> None:
@@ -223,9 +303,10 @@ def refusals() -> dict[str, str]:
         "undo": {"undo": True},
         "wrap": {"wrap": None},
         "restore": {"restore": lambda state: None},
-        "data": {"data": worker.Data([1, 2], global_batch=2)},
+        "data": {"data": worker.Data([1, 2], global_batch=2, consistent=True)},
         "optimizer": {"optimizer": Odd},
         "elsewhere": {"optimizer": Knowing},
+        "compiled": {"model": partly_compiled},
     }  # fmt: skip
     said = dict.fromkeys(given, "nothing")
     for name, options in given.items():

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker
 
-from elasticd.data.dealing import Batch, Portion, counts_of, parts_of
+from elasticd.data.dealing import Batch, Portion, counts_of, evened_parts_of, parts_of
 from elasticd.data.order import transform_seed
 from elasticd.worker.commit.plaindata import number_of
 from elasticd.worker.commit.randomness import OwnRandomness
@@ -95,7 +95,8 @@ class Indexed(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """The rule by which global batches of ``size`` samples are cut into parts, and this worker's ``rank``."""
+    """The rule by which global batches of ``size`` samples are cut into parts, and this worker's ``rank``.
+    ``evens``: all workers have equally many parts, some of which may not count."""
 
     rank: int
     world: int
@@ -103,16 +104,18 @@ class Cutting:
     virtual_ranks: int
     accumulate: int
     drop_last: bool
+    evens: bool = False
 
     def parts(self, samples: int) -> list[Portion]:
         """Return this worker's parts of a batch of ``samples`` samples."""
         cut = {"samples": samples, "virtual_ranks": self.virtual_ranks, "accumulate": self.accumulate}
-        return parts_of(self.rank, self.world, **cut)
+        return (evened_parts_of if self.evens else parts_of)(self.rank, self.world, **cut)
 
     def counts(self, samples: int) -> tuple[int, ...]:
         """Return the number of parts of a batch of ``samples`` samples that each worker has, by rank."""
         cut = {"samples": samples, "virtual_ranks": self.virtual_ranks, "accumulate": self.accumulate}
-        return counts_of(self.world, **cut)
+        counts = counts_of(self.world, **cut)
+        return (max(counts),) * self.world if self.evens else counts
 
 
 class Stream(IterableDataset[Any]):
