@@ -10,7 +10,7 @@ The batch is cut into virtual ranks, and the virtual ranks are dealt to the work
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 
@@ -20,7 +20,8 @@ class Portion:
 
     ``samples``: their indices in the global batch. ``weight``: the weight of their mean in the mean over the
     global batch. ``opens`` and ``closes``: whether this is the first and the last portion of its virtual
-    rank. ``last``: whether this is the worker's last portion.
+    rank. ``last``: whether this is the worker's last portion. ``counts``: whether the portion is a part of
+    the batch; if not, the worker repeats samples with the weight 0, because other workers have more portions.
     """
 
     virtual_rank: int
@@ -29,6 +30,7 @@ class Portion:
     opens: bool
     closes: bool
     last: bool
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +82,45 @@ def parts_of(
     batch = cut(samples, virtual_ranks)
     cuts = []
     for v in deal(virtual_ranks, world)[rank]:
-        first = batch[v].start
-        pieces = [range(first + p.start, first + p.stop) for p in cut(len(batch[v]), accumulate) if p]
+        pieces = _pieces(batch[v], accumulate)
         cuts += [(v, piece, piece is pieces[0], piece is pieces[-1]) for piece in pieces]
     return [
         Portion(v, piece, len(piece) / samples, opens, closes, last=i == len(cuts) - 1)
         for i, (v, piece, opens, closes) in enumerate(cuts)
     ]
+
+
+def parts_in_turns(
+    rank: int, world: int, *, samples: int, virtual_ranks: int, accumulate: int = 1
+) -> list[Portion]:
+    """Return a worker's portions of a global batch for a model whose forward pass is a collective: all
+    workers have equally many.
+
+    In turn t, worker r has virtual rank ``t * world + r``. So the workers have neighbouring virtual ranks at
+    a time. A worker that has fewer portions in a turn begins the turn with portions that do not count. Their
+    virtual rank may not exist.
+    """
+    batch = cut(samples, virtual_ranks)
+    repeated = _pieces(batch[-1], accumulate)[0]  # the last virtual rank always has samples
+    found: list[Portion] = []
+    for first in range(0, virtual_ranks, world):
+        pieces = [_pieces(its, accumulate) for its in batch[first : first + world]]
+        mine = pieces[rank] if rank < len(pieces) else []
+        longest = max(map(len, pieces))
+        missing = longest - len(mine)
+        for place in range(longest):
+            counts = place >= missing
+            piece = mine[place - missing] if counts else repeated
+            opens, closes = place == (missing if mine else 0), place == longest - 1
+            weight = len(piece) / samples if counts else 0.0
+            found.append(Portion(first + rank, piece, weight, opens, closes, last=False, counts=counts))
+    return [*found[:-1], replace(found[-1], last=True)]
+
+
+def _pieces(samples: range, accumulate: int) -> list[range]:
+    """Return the pieces of a virtual rank's samples, without empty ones."""
+    first = samples.start
+    return [range(first + p.start, first + p.stop) for p in cut(len(samples), accumulate) if p]
 
 
 @lru_cache(maxsize=16)  # all batches have the same size, except the last of an epoch

@@ -111,6 +111,7 @@ class Data:
         self._accumulate = accumulate
         self.seed, self.epochs, self.consistent, self._drop_last = seed, epochs, consistent, drop_last
         self._asked_ranks = virtual_ranks
+        self._in_turns = False
         self.virtual_ranks = virtual_ranks or int(
             os.environ.get(WORLD_MAX) or os.environ.get("WORLD_SIZE") or 1
         )
@@ -128,6 +129,10 @@ class Data:
         self.read = (
             0  # a digest of the first samples read from a stream in this world; 0 before the first share
         )
+
+    def deal_in_turns(self) -> None:
+        """Deal batches out for a model whose forward pass is a collective: see ``parts_in_turns``."""
+        self._in_turns = True
 
     @property
     def epoch(self) -> int:
@@ -216,7 +221,8 @@ class Data:
 
     def _cutting(self, rank: int, world: int) -> Cutting:
         ranks = self.virtual_ranks if self._global_batch else world
-        return Cutting(rank, world, self._size(world), ranks, self._accumulate, self._drop_last)
+        size = self._size(world)
+        return Cutting(rank, world, size, ranks, self._accumulate, self._drop_last, self._in_turns)
 
     @property
     def is_stream(self) -> bool:

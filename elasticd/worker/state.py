@@ -17,14 +17,14 @@ from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.data import Data
-from elasticd.worker.gradients.consistent import consistent_arithmetic
+from elasticd.worker.gradients.consistent import consistent_arithmetic, refuse_layouts
 from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_parallel, to_wrap
 from elasticd.worker.sharding.sharded_model import Shard, ShardedModel
 from elasticd.worker.sharding.sharded_state import ShardedState
 from elasticd.worker.splitting.split_model import Split, SplitModel
 from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.steps import Epoch, StepLoop
-from elasticd.worker.world.group import asked_unit
+from elasticd.worker.world.group import asked_unit, device
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoints import Checkpoints
@@ -104,6 +104,7 @@ class State:
         given = {name: value for name, value in named.items() if value is not None}
         self._contents = contents = Contents({**given, **others})
         shards: ShardedState | SplitState | None = None
+        consistent = data is not None and data.consistent
         if split is not None:
             if not callable(split):
                 raise TypeError(
@@ -117,11 +118,16 @@ class State:
         if shard is not None:
             if not callable(shard):
                 raise TypeError("shard= is a function that calls fully_shard: give a value another name")
-            _refuse_with_shards("shard", data, restore, undo, wrap)
+            _refuse_with_shards("shard", None if consistent else data, restore, undo, wrap)
+            if data is not None:
+                arithmetic = consistent_arithmetic(contents.modules, wraps=False, device=device())
+                refuse_layouts(contents.modules, contents.optimizers, device())
+                contents.stateful["_arithmetic"] = arithmetic
+                data.deal_in_turns()
             shards = ShardedState(ShardedModel(contents, shard, asked_unit(unit)), redundancy)
             wrap = None
         names = to_wrap(contents.modules, contents.trained) if wrap is not None else []
-        if data is not None and data.consistent:
+        if consistent and shard is None:
             arithmetic = consistent_arithmetic(contents.modules, wraps=wrap is not data_parallel)
             contents.stateful["_arithmetic"] = arithmetic
             names = []

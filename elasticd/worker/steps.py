@@ -77,7 +77,7 @@ class Step:
     @property
     def used(self) -> int:
         """The number of this worker's samples in the step."""
-        return sum(len(part.samples) for part in self._share.parts)
+        return sum(len(part.samples) for part in self._share.parts if part.counts)
 
     def __repr__(self) -> str:
         return f"<step {self.number}: {self.samples} samples from {self.position} of epoch {self.epoch}>"
@@ -133,7 +133,8 @@ class Step:
             )
         self._fetched = None
         if self._taken is not None:
-            self._losses.append((fetched._replace(values=None), loss.detach()))
+            if fetched.part.counts:
+                self._losses.append((fetched._replace(values=None), loss.detach()))
             if fetched.part.last:
                 self._note_taken()
         self._reduction.backward(loss, fetched.part)

@@ -125,8 +125,7 @@ class CommittedState:
         self.uncommitted.enter(world)
         self.comparison.enter(world, self.step)
         if self._is_consistent and self.data is not None:
-            modules, ranks, seed = [*self.contents.modules.values()], self.data.virtual_ranks, self.data.seed
-            self.reduction = ConsistentReduction(modules, ranks, seed, lambda: self.place, world)
+            self.reduction = self._consistent_reduction(self.data, world)
         else:
             self.reduction = AveragedReduction(self.models, world if len(self.models) > 1 else None)
         if self._rates is not None:
@@ -136,6 +135,16 @@ class CommittedState:
             about = (*self.data.committed, self.data.facts) if self.data is not None else None
             number = world.number if world is not None else int(os.environ.get("ELASTICD_ROUND", "1"))
             self.recorder.entered(number, rank(), world_size(), self.step, about)
+
+    def _consistent_reduction(self, data: Data, world: World | None) -> Reduction:
+        modules, ranks, seed = [*self.contents.modules.values()], data.virtual_ranks, data.seed
+        if isinstance(self.shards, ShardedState):
+            # Imported here, since it imports parts of torch that only sharded models need.
+            from elasticd.worker.gradients.sharded_reduction import ShardedReduction
+
+            spans = self.shards.spans
+            return ShardedReduction(modules[0], spans, ranks, seed, lambda: self.place, world)
+        return ConsistentReduction(modules, ranks, seed, lambda: self.place, world)
 
     def leave(self) -> None:
         """Leave the world and go back to the last commit, unless parameters without a copy have changed

@@ -37,6 +37,11 @@ class ShardedState:
         self._groups: Sequence[tuple[int, ...]] = ()
         self._said = False
 
+    @property
+    def spans(self) -> Sequence[Spans]:
+        """The part of each parameter that each rank has in the present world."""
+        return self._spans
+
     def generation(self, point: CommitPoint) -> Generation | None:
         return next((its for its in self.generations if its.point == point), None)
 
