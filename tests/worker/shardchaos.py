@@ -1,5 +1,6 @@
 """``python -m tests.worker.shardchaos``: losses and resizes of worlds that train the small GPT in FSDP2 or
-HSDP, drawn from a seed. The losses of all steps are compared with those of an undisturbed run.
+HSDP, drawn from a seed. The losses of all steps are compared with those of an undisturbed run. Every second
+training is in consistent mode: its losses and weights must have the bits of an undisturbed run of DDP.
 
 Workers are real processes, and are really killed and stopped; the crew takes the agent's place. No script has
 a checkpoint, so all state comes from memory, and what was in no worker's memory would end the run.
@@ -53,9 +54,10 @@ class Plan:
     redundancy: int
     unit: int
     events: tuple[Event, ...]
+    mode: str = ""
 
     def __str__(self) -> str:
-        mode = f"HSDP of {self.unit}" if self.unit > 1 else "FSDP2"
+        mode = f"{self.mode} {f'HSDP of {self.unit}' if self.unit > 1 else 'FSDP2'}".strip()
         events = ", ".join(map(str, self.events))
         return f"{mode}, {self.workers} workers, redundancy {self.redundancy}; {events}"
 
@@ -63,10 +65,11 @@ class Plan:
 def draw(seed: int) -> Plan:
     """Losses are at most as many at once as the redundancy, and each comes after a commit of its world."""
     chance = random.Random(f"shards {seed}")
+    mode = random.Random(f"mode {seed}").choice(["", shardgpt.CONSISTENT])
     unit, redundancy = chance.choice([1, 1, 2]), chance.choice([0, 1, 1, 2])
     if chance.random() < 0.15:
         there = Event("grow", 1, 6), Event("shrink", 4, 6)
-        return Plan(2, redundancy, unit, there)
+        return Plan(2, redundancy, unit, there, mode)
     kinds = ["grow", "shrink", "twice"] + ["kill", "kill", "stop", "node"] * (redundancy > 0)
     steps = sorted(chance.sample(range(1, STEPS - 1), chance.choice([1, 2, 2, 3])))
     workers = left = chance.randint(3, 5)
@@ -82,7 +85,7 @@ def draw(seed: int) -> Plan:
             event = Event("grow", step, many)
         left += many if event.kind == "grow" else -loses
         events.append(event)
-    return Plan(workers, redundancy, unit, tuple(events))
+    return Plan(workers, redundancy, unit, tuple(events), mode)
 
 
 class Agent(Crew):
@@ -96,7 +99,7 @@ class Agent(Crew):
         self._news.bind("\0" + self.address + "-news")
         self._selector.register(self._news, 1, self._told)
         self.losses: dict[int, set[float]] = {}
-        self.outcomes: list[list[float]] = []
+        self.outcomes: list[list[float | str]] = []
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -105,7 +108,8 @@ class Agent(Crew):
     def add(self) -> Hand:
         plan, name = self.plan, str(len(self.hands))
         news = self.address + "-news"
-        return self.start(shardgpt.work, str(self.folder), name, news, STEPS, plan.redundancy, plan.unit)
+        options = plan.redundancy, plan.unit, plan.mode
+        return self.start(shardgpt.work, str(self.folder), name, news, STEPS, *options)
 
     def see_through(self) -> None:
         """Run the training. Raises AssertionError if it does not end."""
@@ -179,11 +183,12 @@ class Agent(Crew):
 
 
 @functools.cache
-def undisturbed() -> tuple[dict[int, set[float]], list[float]]:
-    """The losses of each step, and the outcome, of one worker."""
+def undisturbed(mode: str) -> tuple[dict[int, set[float]], list[float | str]]:
+    """The losses of each step, and the outcome, of one worker. The model is whole in consistent mode."""
     folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
     try:
-        with Agent(Plan(1, 0, 1, ()), folder, random.Random(0)) as agent:
+        mode = shardgpt.WHOLE if mode else ""
+        with Agent(Plan(1, 0, 1, (), mode), folder, random.Random(0)) as agent:
             agent.see_through()
             return agent.losses, agent.outcomes[0]
     finally:
@@ -194,7 +199,7 @@ def run(seed: int, befell: Counter[str] | None = None) -> list[str]:
     """Return what is wrong with the run of that seed. ``befell`` counts the events, and where
     state came from."""
     plan = draw(seed)
-    losses, outcome = undisturbed()
+    losses, outcome = undisturbed(plan.mode)
     folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
     try:
         with Agent(plan, folder, random.Random(f"victims {seed}")) as agent:
@@ -220,16 +225,16 @@ def _errors(folder: Path) -> list[str]:
     return [f"{name}: {lines[-1][:300]}" for name, lines in said.items() if lines]
 
 
-def _differences(agent: Agent, losses: dict[int, set[float]], outcome: list[float]) -> list[str]:
-    found = _failed(agent)
+def _differences(agent: Agent, losses: dict[int, set[float]], outcome: list[float | str]) -> list[str]:
+    found, mode = _failed(agent), agent.plan.mode
     if not agent.outcomes:
         found.append(f"no worker has come to the end: {agent}")
     for step, [right] in sorted(losses.items()):
-        wrong = [loss for loss in agent.losses.get(step, {math.nan}) if not _close(loss, right)]
+        wrong = [loss for loss in agent.losses.get(step, {math.nan}) if not _close(loss, right, mode)]
         if wrong:
             found.append(f"step {step} had the loss {wrong}, not {right}")
     for values in agent.outcomes:
-        if not all(map(_close, values, outcome)):
+        if not all(_close(*pair, mode) for pair in zip(values, outcome, strict=True)):
             found.append(f"the weights are {values}, not {outcome}"[:300])
     for hand in agent.hands:
         found += [
@@ -238,7 +243,9 @@ def _differences(agent: Agent, losses: dict[int, set[float]], outcome: list[floa
     return found
 
 
-def _close(one: float, other: float) -> bool:
+def _close(one: float | str, other: float | str, mode: str) -> bool:
+    if mode or isinstance(one, str) or isinstance(other, str):
+        return one == other
     return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 

@@ -1,8 +1,9 @@
 """The small GPT of workers/gpt.py in FSDP2 or HSDP, with elasticd.worker. Each step's loss and gradients are
-those of one global batch, whatever the number of workers, but for rounding."""
+those of one global batch, whatever the number of workers: but for rounding, or, in consistent mode, exactly."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import socket
@@ -21,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from elasticd import worker
 from tests.worker.jobs import begin
 
-BATCH, CONTEXT = 12, 8
+BATCH, CONTEXT, VIRTUAL_RANKS = 12, 8, 6
+CONSISTENT, WHOLE = "consistent", "whole"
 PROGRAM = Path(__file__).parents[2] / "workers/gpt.py"
 
 
@@ -44,29 +46,54 @@ def shard(model: Any, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def work(address: str, folder: str, name: str, news: str, steps: int, redundancy: int, unit: int) -> None:
-    """A whole script. ``news``: the socket that is told of each committed step, and of the outcome."""
+def work(
+    address: str, folder: str, name: str, news: str, steps: int, redundancy: int, unit: int, mode: str = ""
+) -> None:
+    """A whole script. ``news``: the socket that is told of each committed step, and of the outcome. ``mode``:
+    "" without consistent mode, ``CONSISTENT``, or ``WHOLE``, which is that mode for a model that is not
+    sharded."""
     begin(address, folder, name)
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     told.connect("\0" + news)
     torch.manual_seed(5)
-    model = gpt.GPT(SHAPE).double()
+    model = gpt.GPT(SHAPE)
+    options: dict[str, Any] = {"shard": shard, "redundancy": redundancy, "unit": unit}
+    if mode:
+        text = torch.randint(0, 31, (steps * BATCH, CONTEXT + 1))
+        data = worker.Data(text, global_batch=BATCH, virtual_ranks=VIRTUAL_RANKS, consistent=True)
+        options = {"data": data} if mode == WHOLE else {**options, "data": data}
+    else:
+        model = model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    state = worker.State(model=model, optimizer=optimizer, shard=shard, redundancy=redundancy, unit=unit)
+    state = worker.State(model=model, optimizer=optimizer, **options)
 
     @worker.run
     def run(state: worker.State) -> None:
         for step in state.steps(steps):
-            loss = learn(state, step)
+            loss = learn_in_parts(state, step) if mode else learn(state, step)
             nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
             state.optimizer.step()
             state.optimizer.zero_grad()
-            told.send(json.dumps([name, "step", step, loss]).encode())
+            told.send(json.dumps([name, "step", step.number if mode else step, loss]).encode())
             state.commit()
-        weights = [p.full_tensor().sum().item() for p in state.model.parameters()]
-        told.send(json.dumps([name, "outcome", steps, weights]).encode())
+        weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in state.model.parameters()]
+        found = [digest(p) if mode else p.sum().item() for p in weights]
+        told.send(json.dumps([name, "outcome", steps, found]).encode())
 
     run(state)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def learn_in_parts(state: worker.State, step: Any) -> float:
+    """Compute the gradients of a step of consistent mode. Return the loss of its global batch."""
+    for text in step:
+        logits = state.model(text[:, :-1])
+        step.backward(nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()))
+    loss: float = step.loss.item()
+    return loss
 
 
 def learn(state: worker.State, step: int) -> float:
