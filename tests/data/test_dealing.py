@@ -1,12 +1,13 @@
 """Every sample of an epoch is in one batch, and every sample of a batch is one worker's, in a world of any
 size."""
 
+from dataclasses import replace
 from itertools import cycle
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.data.dealing import Portion, cut, deal, next_batch, parts_of
+from elasticd.data.dealing import Portion, cut, deal, next_batch, parts_in_turns, parts_of
 
 counts = st.integers(1, 40)
 
@@ -71,3 +72,34 @@ def test_a_worker_knows_its_last_part_and_where_a_virtual_rank_begins_and_ends(
         assert [p.closes for p in parts] == [
             i == len(parts) - 1 or of_whom[i + 1] != v for i, v in enumerate(of_whom)
         ]
+
+
+@given(counts, counts, st.integers(1, 60), st.integers(1, 4))
+def test_in_turns_all_workers_have_as_many_parts_and_end_each_turn_together(
+    virtual_ranks, world, samples, accumulate
+):
+    cutting = {"samples": samples, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
+    dealt = [parts_in_turns(rank, world, **cutting) for rank in range(world)]
+    computed = sorted((p for parts in dealt for p in parts if p.counts), key=lambda p: p.samples.start)
+    assert [replace(p, last=False) for p in computed] == [
+        replace(p, last=False) for p in parts_of(0, 1, **cutting)
+    ]
+    for together in zip(*dealt, strict=True):
+        assert [p.virtual_rank % world for p in together] == list(range(world))
+        assert len({p.virtual_rank // world for p in together}) == 1
+        assert len({p.closes for p in together}) == 1
+        assert all(p.samples and (p.weight > 0) == p.counts for p in together)
+    for parts in dealt:
+        assert [p.last for p in parts] == [False] * (len(parts) - 1) + [True]
+        opened = [p.virtual_rank for p in parts if p.opens]
+        assert opened == [p.virtual_rank for p in parts if p.closes] == sorted(set(opened))
+
+
+def test_a_worker_with_fewer_parts_repeats_some_that_do_not_count():
+    def seen(rank):
+        return [
+            (p.virtual_rank, p.samples, p.weight) for p in parts_in_turns(rank, 2, samples=6, virtual_ranks=3)
+        ]
+
+    assert seen(0) == [(0, range(2), 1 / 3), (2, range(4, 6), 1 / 3)]
+    assert seen(1) == [(1, range(2, 4), 1 / 3), (3, range(4, 6), 0.0)]

@@ -1,5 +1,6 @@
 """The small GPT of workers/gpt.py in FSDP2 or HSDP, with elasticd.worker. Each step's loss and gradients are
-those of one global batch, whatever the number of workers: but for rounding, or, in consistent mode, exactly."""
+those of one global batch, whatever the number of workers, but for rounding. In consistent mode they are the
+same to the bit."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel.distributed import _find_tensors
 
 from elasticd.data.dealing import Portion
 from elasticd.data.summing import plan_sums
@@ -78,8 +79,10 @@ class ShardedReduction:
         self._group = replicas(spans)[self._rank]
         self._units = _units(model, self._parameters)
         self._hooks = [
-            unit.module.register_forward_pre_hook(partial(self._before_forward, unit)) for unit in self._units
+            unit.module.register_forward_pre_hook(partial(self._before_forward, number), with_kwargs=True)
+            for number, unit in enumerate(self._units)
         ]
+        self._awaited = [0] * len(self._units)  # inputs of the unit whose gradients are still to come
         self._loss: torch.Tensor | None = None
         self._hooked: dict[int, tuple[torch.Tensor, torch.utils.hooks.RemovableHandle]] = {}
         self._end_norms = whole_norms.take_whole(self._parameters[0].device_mesh)
@@ -105,6 +108,7 @@ class ShardedReduction:
             if part.counts:
                 randomness.seed_all(self._seed, *self._place(), part.virtual_rank)
         self._passes += 1
+        self._awaited = [0] * len(self._units)
         yield
 
     def backward(self, loss: torch.Tensor, part: Portion) -> None:
@@ -114,6 +118,7 @@ class ShardedReduction:
             self._loss = mine if self._loss is None else self._loss + mine
         self._counts, self._closes, self._computes = part.counts, part.closes, True
         self._seen = bytearray(len(self._parameters))
+        self._missing = [len(sums.members) for sums in self._sums]
         try:
             weighted.backward()  # type: ignore[no-untyped-call]
         finally:
@@ -153,7 +158,6 @@ class ShardedReduction:
             self._world.sums_begun += 1
         self._under_way = True
         self._turn = self._passes = self._sent = 0
-        self._missing = [len(sums.members) for sums in self._sums]
         self._held: dict[int, torch.Tensor] = {}  # the gradients of the present virtual rank
         self._used = bytearray(len(self._parameters))
         self._exchanges: deque[_Exchange] = deque()
@@ -176,9 +180,11 @@ class ShardedReduction:
         for number, unit in enumerate(self._units):
             for parameter in sorted({place[2] for place in unit.places} & {*trained}):
                 members.setdefault((number, self._parameters[parameter].dtype), []).append(parameter)
-        for (_, dtype), its in sorted(members.items(), key=lambda item: -item[1][0]):
+        self._places: list[list[int]] = [[] for _ in self._units]  # of each unit's sums, in ``_sums``
+        for (number, dtype), its in sorted(members.items(), key=lambda item: -item[1][0]):
             pieces = [tuple(of_rank[parameter] for parameter in its) for of_rank in self._pieces]
             like = torch.empty(0, dtype=dtype, device=device())
+            self._places[number].append(len(self._sums))
             self._sums.append(OwnedSums(its, pieces, self._rank, self._virtual_ranks, like))
         self._sums_of = {n: place for place, sums in enumerate(self._sums) for n in sums.members}
         self._rooms: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -198,24 +204,31 @@ class ShardedReduction:
 
     # ------------------------------------------------------------ backward passes
 
-    def _before_forward(self, unit: _Unit, *_: Any) -> None:
-        """Watch the gradients of the parameters that fully_shard has gathered for this module."""
+    def _before_forward(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Watch the gradients of the parameters that fully_shard has gathered for this module, and those of
+        its inputs."""
         if not torch.is_grad_enabled():
             return
-        for module, name, number in unit.places:
+        for module, name, parameter in self._units[number].places:
             whole: Any = module._parameters[name]
             if not whole.requires_grad or isinstance(whole, DTensor):
                 continue
-            known = self._hooked.get(number)
+            known = self._hooked.get(parameter)
             if known is None or known[0] is not whole:
-                hook = whole.register_post_accumulate_grad_hook(partial(self._arrived, number))
-                self._hooked[number] = whole, hook
+                hook = whole.register_post_accumulate_grad_hook(partial(self._arrived, parameter))
+                self._hooked[parameter] = whole, hook
+        if self._under_way and not self._computes:  # else the forward pass is computed again
+            for tensor in _find_tensors((args, kwargs)):  # type: ignore[no-untyped-call]
+                if tensor.requires_grad:
+                    self._awaited[number] += 1
+                    tensor.register_hook(partial(self._passed, number))
 
     def _arrived(self, number: int, whole: torch.Tensor) -> None:
         """Take the gradient of a parameter."""
         if not self._computes:
             return
-        if self._seen[number]:
+        place = self._sums_of.get(number)
+        if self._seen[number] or (self._closes and place is not None and place < self._sent):
             raise RuntimeError(TWICE)
         self._seen[number] = 1
         gradient, whole.grad = whole.grad, None
@@ -224,8 +237,23 @@ class ShardedReduction:
             held = self._held.setdefault(number, gradient)
             if held is not gradient:
                 held += gradient
-        if self._closes and number in self._sums_of:
-            self._missing[self._sums_of[number]] -= 1
+        if place is not None:
+            self._missing[place] -= 1
+            self._send_ready()
+
+    def _passed(self, number: int, _: torch.Tensor) -> None:
+        """Note that the backward pass has computed the gradient of a unit's input. After the last input, none
+        of the unit's parameters gets a gradient any more."""
+        if not self._computes:
+            return
+        self._awaited[number] -= 1
+        if not self._awaited[number]:
+            for place in self._places[number]:
+                self._missing[place] = 0
+            self._send_ready()
+
+    def _send_ready(self) -> None:
+        if self._closes:
             with torch.no_grad():
                 while self._sent < len(self._sums) and not self._missing[self._sent]:
                     self._send_next()
@@ -277,7 +305,6 @@ class ShardedReduction:
 
     def _begin_turn(self, turn: int) -> None:
         self._turn, self._sent = turn, 0
-        self._missing = [len(sums.members) for sums in self._sums]
         self._used = bytearray(len(self._parameters))
 
     def _skip_to(self, turn: int) -> None:
