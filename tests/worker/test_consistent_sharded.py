@@ -43,7 +43,7 @@ class Part(nn.Module):
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         up = self.up(x).flatten(0, 1)
-        x = x + self.seldom(x) if bool(x.sum() > 0) else x
+        x = x + self.seldom(x) if int(1000 * x.sum()) % 2 else x
         return x + self.down(self.drop(torch.tanh(self.norm(up))).view(*x.shape[:2], -1))
 
 
@@ -53,7 +53,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 7)
-        self.blocks = nn.ModuleList(Part(recomputes) for recomputes in (False, True, False))
+        self.blocks = nn.ModuleList(Part(recomputes) for recomputes in (False, True, False, False))
         self.frozen = nn.Linear(7, 7).requires_grad_(False)
         self.never = nn.Linear(2, 2)
         self.inner = nn.Linear(7, 7, bias=False)
