@@ -58,7 +58,8 @@ class State:
       another node's, or from the newest checkpoint.
     * restore: called as ``restore(state)`` on one worker when there is no state anywhere, as at the start. It
       may load something into the objects, and returns the step of what it loaded, or None.
-    * data: the data to train with; ``steps`` then yields this worker's share of it.
+    * data: the data to train with; ``steps`` then yields this worker's share of it. With ``shard``, the data
+      must be consistent.
     * undo: copy parameters and optimizers' state at each commit as well, so that every step can be undone
       (see below).
     * compare: compare the workers' parameters, and whatever else must be the same, now and then. A difference
@@ -219,11 +220,12 @@ def _refuse_with_shards(
     which of the two is given."""
     if data is not None:
         whose = "worker's samples from the step, worker.rank() and worker.world_size()"
+        but = ", except with consistent=True" if by == "shard" else ""
         if by == "split":
             whose = "unit's samples from the step and its number, worker.mesh().get_local_rank('replicate')"
         raise TypeError(
-            f"State takes no data= with {by}= yet: derive each {whose}, and give each worker as many batches "
-            "as the others"
+            f"State takes no data= with {by}= yet{but}: derive each {whose}, and give each worker as many "
+            "batches as the others"
         )
     if restore is not None:
         raise TypeError(f"State takes no restore= with {by}=: load the weights before State gets the model")
