@@ -89,7 +89,7 @@ class Entered:
     """The worker has joined the group, has the state, and calls the user's function. ``group_s`` and
     ``state_s``: how long it took to join and to get the state. ``batch`` and ``rates``: the samples of a
     batch that grows with the world, and the factor of its learning rates; ``batch`` is 0 where it does not
-    grow."""
+    grow. ``shard_bytes`` and ``copies_bytes``: see ``SlotProgress``, with what the optimizers will keep."""
 
     round: int
     step: int
@@ -98,6 +98,8 @@ class Entered:
     batch: int = 0
     rates: float = 1.0
     source: Source = Source.SCRIPT
+    shard_bytes: int = 0
+    copies_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

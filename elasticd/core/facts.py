@@ -176,8 +176,9 @@ class Node:
     the newest round without a worker left on this node (0 before the first). A member of round n gets work in
     a later round only after it has released n. ``told``: the ``Report.ends`` of that round; the leader may
     see the report later than this record. ``fenced``: the newest round whose workers were killed
-    here because the lease was running out. ``store_port``: a port that already listens, for the store of the
-    next round that this node hosts.
+    here because the lease was running out. ``declined``: the newest round that the node has released without
+    taking part. ``store_port``: a port that already listens, for the store of the next round that this node
+    hosts.
 
     ``ready``: slots with a process that waits for a round. In a job that recovers in place, only these slots
     can get work. ``most``: how many of the slots may be in a world at once; the others are spares (0: all).
@@ -201,6 +202,7 @@ class Node:
     holders: tuple[int, ...] = ()
     sharded: bool = False
     told: int = 0
+    declined: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,6 +533,8 @@ class SlotProgress:
     ``at``: seconds since the epoch; 0 for never. ``step``: optimizer steps in this round. ``base``: the job's
     step at which the worker began this round, if the script reports it. ``held_s``: the total time for which
     checkpoints held the worker up. ``committed``: the job's last committed step, if the script reports it.
+    ``shard_bytes`` and ``copies_bytes``: of a sharded model, the worker's part of the state, and the host's
+    memory for copies of parts.
     """
 
     slot: int
@@ -541,6 +545,8 @@ class SlotProgress:
     base: int | None = None
     held_s: float = 0.0
     committed: int | None = None
+    shard_bytes: int = 0
+    copies_bytes: int = 0
 
     @property
     def of_job(self) -> int:

@@ -36,6 +36,8 @@ USES: Final = 22  # the parts of elasticd.worker that the script uses: a sum of 
 MADE: Final = 23  # 1 + the optimizer's steps before this process; the heartbeat writes this word
 
 DELAY_NS: Final = 24  # outside waits, the time in which the worker was ready to run but had no CPU
+SHARD_BYTES: Final = 25  # of a sharded model: the worker's part of parameters and optimizers' state
+COPIES_BYTES: Final = 26  # the host's memory for copies of shards, the worker's own and others'
 
 VALUES: Final = 32  # the script's own values: a name and a double each
 VALUES_MAX: Final = 12
@@ -88,6 +90,8 @@ class PageContents:
     stepped_at: float = 0.0  # seconds of CLOCK_MONOTONIC
     wait_s: float = 0.0  # the sum of all measured waits for other ranks
     waits: int = 0
+    shard_bytes: int = 0  # the worker's part of a sharded model, and of its optimizers' state
+    copies_bytes: int = 0  # the host's memory for copies of shards
     delay_s: float = 0.0  # how long the worker was ready to run but had no CPU, outside its waits
     fatal: Fatal | None = None
     astray: int | None = None

@@ -61,8 +61,8 @@ class LinkProtocol:
                     raise BadMessage(f"the worker uses version {version} of the link, the agent {VERSION}")
             case Waiting(number, step, holds, agreed):
                 self._check(message, number, agreed, 0 if holds is Holds.NONE else step)
-            case Entered(number, step, group_s, state_s, batch, rates, _):
-                self._check(message, number, step, group_s, state_s, batch, rates)
+            case Entered(number, step, group_s, state_s, batch, rates, _, shard, copies):
+                self._check(message, number, step, group_s, state_s, batch, rates, shard, copies)
             case Broken(number, fails):
                 self._check(message, number)
                 if not fails:

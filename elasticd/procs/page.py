@@ -93,6 +93,8 @@ class Page:
                 stepped_at=words[at.LAST_NS] / 1e9,
                 wait_s=words[at.WAIT_NS] / 1e9,
                 waits=words[at.WAITS],
+                shard_bytes=words[at.SHARD_BYTES],
+                copies_bytes=words[at.COPIES_BYTES],
                 delay_s=words[at.DELAY_NS] / 1e9,
                 fatal=at.FATALS[fatal] if fatal < len(at.FATALS) else None,
                 astray=words[at.ASTRAY] - 1 if words[at.ASTRAY] else None,

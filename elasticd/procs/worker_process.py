@@ -91,7 +91,8 @@ class Worker:
         began_after = page.base if page.base is not None else page.made
         base = began_after + self.steps_before if began_after is not None else None
         a = self.assignment
-        return SlotProgress(a.slot, a.rank, pid, steps, at, base, page.held_s, page.committed)
+        memory = page.shard_bytes, page.copies_bytes
+        return SlotProgress(a.slot, a.rank, pid, steps, at, base, page.held_s, page.committed, *memory)
 
     def page_contents(self) -> PageContents:
         """Return the contents of the worker's page."""

@@ -385,11 +385,12 @@ class LocalProcs:
                 self._news(WorkerLinked(slot))
             case wire.Waiting(age=age, state=holds) if has_left:
                 self._news(WorkerWaiting(slot, number, steps, age, holds is wire.Holds.SHARD))
-            case wire.Entered(number, step, group_s, state_s, batch, rates, source):
+            case wire.Entered(number, step, group_s, state_s, batch, rates, source, shard, copies):
                 took = {"group_s": round(group_s, 6), "state_s": round(state_s, 6)}
                 grown = {"batch": batch, "rates_times": round(rates, 6)} if batch else {}
                 came = {"slot": slot, "round": number, "step": step, "state_from": source}
-                self._say("worker.entered", **came, **took, **grown)
+                memory = {"shard_bytes": shard, "copies_bytes": copies} if shard else {}
+                self._say("worker.entered", **came, **took, **grown, **memory)
             case wire.Checkpointed(path):
                 self._news(WorkerCheckpointed(slot, number, path))
             case wire.Broken(fails=fails, why=why):

@@ -64,7 +64,8 @@ class SlotState(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SlotStatus:
     """One slot of a node and its worker, if it has one. ``rank``: None if the slot is not in this round.
-    ``step``: see ``JobStatus``. ``until_gone``: the worker starts once the process with this pid is gone."""
+    ``step``: see ``JobStatus``. ``until_gone``: the worker starts once the process with this pid is gone.
+    ``shard_bytes``, ``copies_bytes``: see ``SlotProgress``."""
 
     slot: int
     state: SlotState
@@ -74,6 +75,8 @@ class SlotStatus:
     steps_per_s: float | None = None
     quarantined_until: float | None = None
     until_gone: int | None = None
+    shard_bytes: int = 0
+    copies_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +394,8 @@ class _Picture:
                     (beat.pid or None) if beat else None,
                     beat.of_job if beat else None,
                     self._rate(name, beat) if beat and state is SlotState.RUNNING else None,
+                    shard_bytes=beat.shard_bytes if beat else 0,
+                    copies_bytes=beat.copies_bytes if beat else 0,
                 )
             elif slot in states:
                 yield SlotStatus(slot, states[slot])

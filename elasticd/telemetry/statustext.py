@@ -89,4 +89,8 @@ def _slot(slot: SlotStatus, now: float) -> str:
         text += f"  {slot.steps_per_s:.2f}/s"
     if slot.pid and slot.state in (SlotState.STARTING, SlotState.RUNNING, SlotState.STOPPING):
         text += f"  pid {slot.pid}"
+    if slot.shard_bytes:
+        text += (
+            f"  {describe.size(slot.shard_bytes)} of the model, {describe.size(slot.copies_bytes)} of copies"
+        )
     return text

@@ -46,6 +46,7 @@ class Data:
       jobs end alike if they have the same virtual_ranks, the same OMP_NUM_THREADS and deterministic kernels
       (see torch.use_deterministic_algorithms), whether or not the model is sharded.
     * worker_batch: samples per step of each worker, in place of global_batch: the batch grows with the world.
+      With ``State(split=...)`` the workers of a unit get the same samples, and a unit counts as one worker.
     * rate: how learning rates follow a growing batch: "linear", "sqrt", "none", or a function from the growth
       of the batch to the factor of the rates. The optimizer's rates are right for a batch of ``rate_batch``,
       by default the first world's batch. Schedulers see the rates without the factor.
@@ -111,10 +112,8 @@ class Data:
         self._accumulate = accumulate
         self.seed, self.epochs, self.consistent, self._drop_last = seed, epochs, consistent, drop_last
         self._asked_ranks = virtual_ranks
-        self._in_turns = False
-        self.virtual_ranks = virtual_ranks or int(
-            os.environ.get(WORLD_MAX) or os.environ.get("WORLD_SIZE") or 1
-        )
+        self.unit, self._evens = 1, False
+        self.virtual_ranks = self._ranks()
         self._check_ranks()
         self._collate = loading.collate_of(loader)
         self._options = loader
@@ -130,9 +129,21 @@ class Data:
             0  # a digest of the first samples read from a stream in this world; 0 before the first share
         )
 
-    def deal_in_turns(self) -> None:
-        """Deal batches out for a model whose forward pass is a collective: see ``parts_in_turns``."""
-        self._in_turns = True
+    def divide(self, *, unit: int, evens: bool) -> None:
+        """Set how batches are divided, before the first world. ``unit``: so many neighbouring workers get the
+        same samples, since they hold one model together. ``evens``: all workers get equally many batches, of
+        which some may not count, since they compute together.
+
+        Raises ValueError."""
+        self.unit, self._evens = unit, evens
+        self.virtual_ranks = self._ranks()
+        self._check_ranks()
+
+    def _ranks(self) -> int:
+        """Return the number of virtual ranks: by default one for each worker, or each unit, of the largest
+        world."""
+        largest = int(os.environ.get(WORLD_MAX) or os.environ.get("WORLD_SIZE") or 1)
+        return self._asked_ranks or max(1, largest // self.unit)
 
     @property
     def epoch(self) -> int:
@@ -160,7 +171,7 @@ class Data:
 
     def _size(self, world: int) -> int:
         """Return the size of a whole batch in a world of ``world`` workers."""
-        return self._global_batch or (self._worker_batch or 0) * world
+        return self._global_batch or (self._worker_batch or 0) * max(1, world // self.unit)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -220,16 +231,18 @@ class Data:
         return self._shares_of_stream(cutting) if self._order is None else self._shares_of_indices(cutting)
 
     def _cutting(self, rank: int, world: int) -> Cutting:
-        ranks = self.virtual_ranks if self._global_batch else world
+        unit, units = rank // self.unit, world // self.unit
+        ranks = self.virtual_ranks if self._global_batch else units
         size = self._size(world)
-        return Cutting(rank, world, size, ranks, self._accumulate, self._drop_last, self._in_turns)
+        return Cutting(unit, units, size, ranks, self._accumulate, self._drop_last, self._evens)
 
     @property
     def is_stream(self) -> bool:
         return self._order is None
 
     def portions(self, batch: Batch, world: int) -> tuple[int, ...]:
-        """Return the number of parts of the batch that each worker of a world of this size has, by rank."""
+        """Return the number of parts of the batch that each worker, or each unit, of a world of this size
+        has."""
         return self._cutting(0, world).counts(batch.samples)
 
     def advance(self, batch: Batch) -> None:

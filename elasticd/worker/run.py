@@ -128,7 +128,7 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
                 raise WorldChanged
             state.enter(world)
             took = formed - started, time.monotonic() - formed
-            link.send(Entered(round, state.step, *took, *state.growth, source))
+            link.send(Entered(round, state.step, *took, *state.growth, source, *state.shard_sizes))
             result = call()
             world.check()  # raises if the function has swallowed the end of its world, and is not finished
             loop.finish()

@@ -58,8 +58,8 @@ class State:
       another node's, or from the newest checkpoint.
     * restore: called as ``restore(state)`` on one worker when there is no state anywhere, as at the start. It
       may load something into the objects, and returns the step of what it loaded, or None.
-    * data: the data to train with; ``steps`` then yields this worker's share of it. With ``shard``, the data
-      must be consistent.
+    * data: the data to train with; ``steps`` then yields this worker's share of it. With ``split``, the
+      workers of a unit get the same share.
     * undo: copy parameters and optimizers' state at each commit as well, so that every step can be undone
       (see below).
     * compare: compare the workers' parameters, and whatever else must be the same, now and then. A difference
@@ -115,16 +115,19 @@ class State:
                 raise TypeError("State takes either shard= or split=, and not both")
             _refuse_with_shards("split", data, restore, undo, wrap)
             shards = SplitState(SplitModel(contents, split, unit))
+            if data is not None:
+                data.divide(unit=asked_unit(unit), evens=True)
             wrap, compare = None, False
         if shard is not None:
             if not callable(shard):
                 raise TypeError("shard= is a function that calls fully_shard: give a value another name")
-            _refuse_with_shards("shard", None if consistent else data, restore, undo, wrap)
+            _refuse_with_shards("shard", data, restore, undo, wrap)
             if data is not None:
+                data.divide(unit=1, evens=True)
+            if consistent:
                 arithmetic = consistent_arithmetic(contents.modules, wraps=False, device=device())
                 refuse_layouts(contents.modules, contents.optimizers, device())
                 contents.stateful["_arithmetic"] = arithmetic
-                data.deal_in_turns()
             shards = ShardedState(ShardedModel(contents, shard, asked_unit(unit)), redundancy)
             wrap = None
         names = to_wrap(contents.modules, contents.trained) if wrap is not None else []
@@ -218,15 +221,8 @@ def _refuse_with_shards(
 ) -> None:
     """Raise TypeError for an argument of State that has no meaning yet with ``shard`` or ``split``. ``by``:
     which of the two is given."""
-    if data is not None:
-        whose = "worker's samples from the step, worker.rank() and worker.world_size()"
-        but = ", except with consistent=True" if by == "shard" else ""
-        if by == "split":
-            whose = "unit's samples from the step and its number, worker.mesh().get_local_rank('replicate')"
-        raise TypeError(
-            f"State takes no data= with {by}= yet{but}: derive each {whose}, and give each worker as many "
-            "batches as the others"
-        )
+    if by == "split" and data is not None and data.consistent:
+        raise TypeError("State takes no Data(consistent=True) with split=: leave out consistent=True")
     if restore is not None:
         raise TypeError(f"State takes no restore= with {by}=: load the weights before State gets the model")
     if undo is not None or wrap is not data_parallel:

@@ -11,11 +11,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from elasticd.data.dealing import Portion
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.data import Data
 from elasticd.worker.gradients.reduction import Reduction
 from elasticd.worker.report import report
 from elasticd.worker.samples.loading import Fetched, Share
+from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.world.group import WorldChanged, gathered, rank, world_size
 
 _log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class Step:
     ``turn``: the number of uncommitted steps before it. ``taken``: called with the used samples and losses
     before the last gradient is added up, with the arguments of ``Recorder.took``. ``portions``: returns the
     number of batches that each worker has in the step. ``calls``: returns the number of collectives that the
-    script has called, see ``WrappedModels.calls``.
+    script has called, see ``WrappedModels.calls``. ``splits``: the workers of a unit have parts of the model.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class Step:
         taken: Callable[[int, int, Share, list[tuple[Fetched, torch.Tensor]]], None] | None,
         portions: Callable[[], tuple[int, ...]],
         calls: Callable[[], int],
+        *,
+        splits: bool = False,
     ) -> None:
         self.number, self._turn = number, turn
         self.batch = share.batch
@@ -70,6 +74,7 @@ class Step:
         self._taken = taken
         self._portions = portions
         self._calls, self._called = calls, 0
+        self._splits = splits
         self._begun = False
         self._fetched: Fetched | None = None
         self._losses: list[tuple[Fetched, torch.Tensor]] = []
@@ -78,6 +83,11 @@ class Step:
     def used(self) -> int:
         """The number of this worker's samples in the step."""
         return sum(len(part.samples) for part in self._share.parts if part.counts)
+
+    @property
+    def weight(self) -> float:
+        """The weight of the present batch's mean loss in the mean over the global batch."""
+        return self._present().weight
 
     def __repr__(self) -> str:
         return f"<step {self.number}: {self.samples} samples from {self.position} of epoch {self.epoch}>"
@@ -116,28 +126,47 @@ class Step:
 
         After the last batch, each worker's gradients are those of the mean over the global batch.
         """
-        fetched = self._fetched
-        if fetched is None:
-            raise RuntimeError("step.backward(loss) belongs into `for batch in step`, once for each batch")
+        part = self._present()
         if loss.numel() != 1:
             raise ValueError(
                 "step.backward wants one number, the mean over the batch's samples, and was given a tensor "
                 f"of shape {tuple(loss.shape)}"
             )
-        assert fetched.part is not None
         if self._calls() != self._called and len(set(self._portions())) > 1:
             raise RuntimeError(
                 "the model or its loss calls collectives for each batch (SyncBatchNorm, a contrastive loss), "
                 f"and not all workers have as many batches in step {self.number}: give Data virtual_ranks "
                 "that any world divides (12), and drop_last=True, or remove the collectives"
             )
-        self._fetched = None
+        self._take(part, loss)
+        self._reduction.backward(loss, part)
+
+    def computed(self, loss: torch.Tensor | None = None) -> None:
+        """Call this in place of ``backward`` where the script itself has computed the gradients of
+        ``step.weight`` times the loss, as the schedule of a pipeline does. ``loss``: the mean over the
+        batch's samples, without the weight, in a unit's last worker.
+
+        With ``State(split=...)`` only: otherwise ``backward`` does more.
+        """
+        if not self._splits:
+            raise RuntimeError("step.computed() is for State(split=...): call step.backward(loss)")
+        self._take(self._present(), torch.tensor(float("nan")) if loss is None else loss)
+
+    def _present(self) -> Portion:
+        """Return the batch that the script has not called ``backward`` for. Raises RuntimeError."""
+        if self._fetched is None or self._fetched.part is None:
+            raise RuntimeError("step.backward(loss) belongs into `for batch in step`, once for each batch")
+        return self._fetched.part
+
+    def _take(self, part: Portion, loss: torch.Tensor) -> None:
+        """Note the use of the present batch."""
+        assert self._fetched is not None
         if self._taken is not None:
-            if fetched.part.counts:
-                self._losses.append((fetched._replace(values=None), loss.detach()))
-            if fetched.part.last:
+            if part.counts:
+                self._losses.append((self._fetched._replace(values=None), loss.detach()))
+            if part.last:
                 self._note_taken()
-        self._reduction.backward(loss, fetched.part)
+        self._fetched = None
 
     def _note_taken(self) -> None:
         if self._taken is not None:
@@ -276,7 +305,8 @@ class StepLoop:
             taken = committed.recorder.took if committed.recorder is not None else None
             portions = partial(data.portions, share.batch, world_size())
             calls, number = committed.models.calls, self._number
-            self._open = Step(number, self._begun, share, committed.reduction, taken, portions, calls)
+            reduction, splits = committed.reduction, isinstance(committed.shards, SplitState)
+            self._open = Step(number, self._begun, share, reduction, taken, portions, calls, splits=splits)
             committed.place = share.batch.epoch, share.batch.first
             self._begun += 1
             yield self._open

@@ -24,12 +24,15 @@ from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.protocol import (
     SAVER_TO_WORKER,
     WORKER_TO_SAVER,
+    Alive,
+    AskAlive,
     AskKnown,
     AskOffers,
     AwaitSaves,
     BufferTorn,
     Known,
     Offers,
+    OpenWorld,
     ProveSecret,
     SaverChannel,
 )
@@ -83,6 +86,24 @@ def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(saver
     said, _ = line.receive()
     assert isinstance(said, Offers) and [offer.step for offer in said.offers] == [2]
     line.close()
+
+
+def test_a_saver_offers_what_a_worker_has_handed_over_that_takes_long_to_end(saver, tmp_path):
+    """Its connection stays until the kernel has taken it down. Others of its world have left."""
+    url, lines = store_at(tmp_path / "run").url, []
+    for rank in (0, 1):
+        line = protocol.connect(os.environ["ELASTICD_SAVER"])
+        line.send(OpenWorld(url, "world", rank, 2, 1, 1, (0, 1), "", 1, 0))
+        lines.append(line)
+    first, second = lines
+    first.close()
+    asker = protocol.connect(os.environ["ELASTICD_SAVER"])
+    asker.send(AskOffers(url))
+    asker.send(AskAlive())
+    assert isinstance(asker.receive()[0], Alive), "the question before is not answered yet"
+    second.close()
+    assert isinstance(asker.receive()[0], Offers)
+    asker.close()
 
 
 def torn(checkpoints: Checkpoints) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.core.age import Age
 from elasticd.core.agent.agent_state import SIGKILL, SIGTERM
-from elasticd.core.agent_messages import LeaveRound, Signalled, StopWorkers, Tag
+from elasticd.core.agent_messages import LeaveRound, PortReserved, Signalled, StartWorkers, StopWorkers, Tag
 from elasticd.core.facts import (
     BrokenWorldCount,
     Budget,
@@ -123,6 +123,32 @@ def test_workers_wait_for_no_member_that_has_declined_the_round() -> None:
     declined = replace(node("a", released=5), age=Age(4, 9), holders=(0, 1))
     plan = decide(view(replace(spec(), inplace=True), ending, [declined, node("b", released=4)]), NOW)
     assert next_round(plan) == replace(ending, planned=False)
+
+
+@pytest.mark.parametrize(("declined", "closes"), [(5, True), (4, False)])
+def test_workers_that_pass_the_state_on_wait_for_no_member_that_has_declined_the_round(
+    declined: int, closes: bool
+) -> None:
+    """A member that took part leaves as soon as all have what they need, so the others follow by
+    themselves."""
+    passing = replace(round(5, {"b": 2, "a": 2}), handover=True)
+    first = replace(node("b", released=5), declined=declined)
+    plan = decide(view(replace(spec(), inplace=True), passing, [first, node("a", released=4)]), NOW)
+    if not closes:
+        assert not plan.writes
+        return
+    closing = next_round(plan)
+    assert (closing.phase, closing.closing, closing.planned) == (Phase.CLOSING, Cause.NODE_LOST, False)
+
+
+def test_a_node_tells_that_it_has_declined_a_round() -> None:
+    """Its store for the round has closed since the round was formed."""
+    one = left(sharded=False)
+    one.told(PortReserved(29999))
+    one.answered(Tag.NODE)
+    one.sees("round", replace(round(2, {"a": 2, "b": 2}), handover=True))
+    record = own_record(one)
+    assert (record.released, record.declined) == (2, 2) and not one.all_of(StartWorkers)
 
 
 # ---------------------------------------------------------------- who has lost the others

@@ -1,13 +1,16 @@
 """``python -m tests.worker.shardchaos``: losses and resizes of worlds that train the small GPT in FSDP2 or
-HSDP, drawn from a seed. The losses of all steps are compared with those of an undisturbed run. Every second
-training is in consistent mode: its losses and weights must have the bits of an undisturbed run of DDP.
+HSDP, drawn from a seed. The losses of all steps are compared with those of an undisturbed run. Some trainings
+are in consistent mode: their losses and weights must have the bits of an undisturbed run of DDP.
 
-Workers are real processes, and are really killed and stopped; the crew takes the agent's place. No script has
-a checkpoint, so all state comes from memory, and what was in no worker's memory would end the run.
+Workers are real processes, and are really killed and stopped; the crew takes the agent's place. Most scripts
+have no checkpoint, so all state comes from the workers' memory, and what no worker has would end the run.
+The others have a saver beside the workers, and may lose more workers at once than there are copies: then the
+state comes from the saver's memory, and never from the disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -20,10 +23,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elasticd.channel.worker_messages import Source
+from elasticd.data.audit import judge
+from elasticd.data.auditnotes import FOLDER, lines
+from tests.checkpoint.faults import Helper
 from tests.worker import shardgpt
 from tests.worker.chaos import run_seeds
 from tests.worker.crew import Crew, Hand
@@ -32,13 +38,15 @@ STEPS = 8
 TOLERANCE = 1e-7  # of sums in another order, in float64
 PER_NODE = 2
 FROM_WORKERS = (Source.SURVIVOR, Source.REPLICA, Source.COPY)
+FROM_MEMORY = (*FROM_WORKERS, Source.MEMORY)
 PAUSE_S = 0.2  # how long a worker stays stopped, until its agent notices
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happens once step ``step`` is made. ``kind``: kill, stop, node, grow, shrink, or twice,
-    which is to shrink again before the next world. ``many``: the number of workers."""
+    """What happens once step ``step`` is made. ``kind``: kill, stop, node, grow, shrink; twice, which is to
+    shrink again before the next world; or lose, which is to kill more than there are copies. ``many``: the
+    number of workers."""
 
     kind: str
     step: int
@@ -50,26 +58,51 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
+    """``saves``: a saver has the commits. ``virtual_ranks``: 0, or the samples come from worker.Data.
+    ``consistent``: in consistent mode. ``whole``: in DDP."""
+
     workers: int
     redundancy: int
     unit: int
     events: tuple[Event, ...]
-    mode: str = ""
+    saves: bool = False
+    virtual_ranks: int = 0
+    consistent: bool = False
+    whole: bool = False
 
     def __str__(self) -> str:
-        mode = f"{self.mode} {f'HSDP of {self.unit}' if self.unit > 1 else 'FSDP2'}".strip()
+        mode = f"HSDP of {self.unit}" if self.unit > 1 else "FSDP2"
         events = ", ".join(map(str, self.events))
-        return f"{mode}, {self.workers} workers, redundancy {self.redundancy}; {events}"
+        mode = "consistent " * self.consistent + mode
+        more = ", saves" * self.saves + f", Data in {self.virtual_ranks}" * (self.virtual_ranks > 0)
+        return f"{mode}, {self.workers} workers, redundancy {self.redundancy}{more}; {events}"
 
 
 def draw(seed: int) -> Plan:
+    """Return the plan of a seed. Half of the plans have worker.Data, most of these in consistent mode. A
+    fourth have a saver, and lose more workers than there are copies. In most worlds of eight a worker is
+    lost."""
+    plan, chance = _simple(seed), random.Random(f"more shards {seed}")
+    if chance.random() < 0.5:
+        consistent = random.Random(f"mode {seed}").random() < 0.7
+        plan = replace(plan, virtual_ranks=chance.randint(1, 8), consistent=consistent)
+    if plan.events[0].many == 6 and plan.redundancy and chance.random() < 0.7:
+        there, back = plan.events
+        loss = Event(chance.choice(["kill", "stop"]), there.step + 1, plan.redundancy)
+        return replace(plan, events=(there, loss, replace(back, many=back.many - loss.many)))
+    if chance.random() < 0.25:
+        loss = Event("lose", max(3, plan.events[-1].step), max(PER_NODE, plan.redundancy + 1))
+        return replace(plan, events=(*plan.events[:-1], loss), saves=True)
+    return plan
+
+
+def _simple(seed: int) -> Plan:
     """Losses are at most as many at once as the redundancy, and each comes after a commit of its world."""
     chance = random.Random(f"shards {seed}")
-    mode = random.Random(f"mode {seed}").choice(["", shardgpt.CONSISTENT])
     unit, redundancy = chance.choice([1, 1, 2]), chance.choice([0, 1, 1, 2])
     if chance.random() < 0.15:
         there = Event("grow", 1, 6), Event("shrink", 4, 6)
-        return Plan(2, redundancy, unit, there, mode)
+        return Plan(2, redundancy, unit, there)
     kinds = ["grow", "shrink", "twice"] + ["kill", "kill", "stop", "node"] * (redundancy > 0)
     steps = sorted(chance.sample(range(1, STEPS - 1), chance.choice([1, 2, 2, 3])))
     workers = left = chance.randint(3, 5)
@@ -85,7 +118,7 @@ def draw(seed: int) -> Plan:
             event = Event("grow", step, many)
         left += many if event.kind == "grow" else -loses
         events.append(event)
-    return Plan(workers, redundancy, unit, tuple(events), mode)
+    return Plan(workers, redundancy, unit, tuple(events))
 
 
 class Agent(Crew):
@@ -95,24 +128,30 @@ class Agent(Crew):
         super().__init__()
         self.plan, self.folder, self._chance = plan, folder, chance
         self._made = -1
+        self._saver, self._helper = "", contextlib.ExitStack()
         self._news = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._news.bind("\0" + self.address + "-news")
         self._selector.register(self._news, 1, self._told)
+        self.reads = 0  # of checkpoints from disk
         self.losses: dict[int, set[float]] = {}
         self.outcomes: list[list[float | str]] = []
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
+        self._helper.close()
         self._news.close()
 
     def add(self) -> Hand:
         plan, name = self.plan, str(len(self.hands))
         news = self.address + "-news"
-        options = plan.redundancy, plan.unit, plan.mode
-        return self.start(shardgpt.work, str(self.folder), name, news, STEPS, *options)
+        asked = str(self.folder), name, news, STEPS, plan.redundancy, plan.unit
+        data = {"virtual_ranks": plan.virtual_ranks, "consistent": plan.consistent}
+        return self.start(shardgpt.work, *asked, saver=self._saver, **data, whole=plan.whole)
 
     def see_through(self) -> None:
         """Run the training. Raises AssertionError if it does not end."""
+        if self.plan.saves:
+            self._saver, _ = self._helper.enter_context(Helper("forker.py")).saver(linger_s=None)
         self.form(*[self.add() for _ in range(self.plan.workers)])
         for event in self.plan.events:
             self.until(functools.partial(self._is_due, event))
@@ -130,7 +169,7 @@ class Agent(Crew):
         members = [hand for hand in self.members if hand.status is None]
         chosen = self._chance.sample(members, min(event.many, len(members) - 1))
         match event.kind:
-            case "kill":
+            case "kill" | "lose":
                 self._signal(signal.SIGKILL, chosen)
             case "stop":
                 self._signal(signal.SIGSTOP, chosen)
@@ -177,18 +216,22 @@ class Agent(Crew):
         _, what, step, values = json.loads(self._news.recv(1 << 16))
         if what == "outcome":
             self.outcomes.append(values)
+        elif what == "read":
+            self.reads += 1
         else:
             self.losses.setdefault(step, set()).add(values)
             self._made = max(self._made, step)
 
 
 @functools.cache
-def undisturbed(mode: str) -> tuple[dict[int, set[float]], list[float | str]]:
-    """The losses of each step, and the outcome, of one worker. The model is whole in consistent mode."""
+def undisturbed(virtual_ranks: int = 0) -> tuple[dict[int, set[float]], list[float | str]]:
+    """The losses of each step, and the outcome, of one worker. ``virtual_ranks``: 0, or in consistent mode
+    with the whole model, in so many virtual ranks."""
+    consistent = virtual_ranks > 0
     folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
     try:
-        mode = shardgpt.WHOLE if mode else ""
-        with Agent(Plan(1, 0, 1, (), mode), folder, random.Random(0)) as agent:
+        plan = Plan(1, 0, 1, (), virtual_ranks=virtual_ranks, consistent=consistent, whole=consistent)
+        with Agent(plan, folder, random.Random(0)) as agent:
             agent.see_through()
             return agent.losses, agent.outcomes[0]
     finally:
@@ -199,7 +242,7 @@ def run(seed: int, befell: Counter[str] | None = None) -> list[str]:
     """Return what is wrong with the run of that seed. ``befell`` counts the events, and where
     state came from."""
     plan = draw(seed)
-    losses, outcome = undisturbed(plan.mode)
+    losses, outcome = undisturbed(plan.virtual_ranks if plan.consistent else 0)
     folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
     try:
         with Agent(plan, folder, random.Random(f"victims {seed}")) as agent:
@@ -209,8 +252,12 @@ def run(seed: int, befell: Counter[str] | None = None) -> list[str]:
                 return [str(error)[:2000], *_errors(folder)]
             if befell is not None:
                 befell.update(event.kind for event in plan.events)
+                befell["read from disk"] += agent.reads
                 befell.update(f"from {m.source}" for hand in agent.hands for m in hand.entered if m.step)
-            return _differences(agent, losses, outcome) + (_errors(folder) if _failed(agent) else [])
+            audited = _audited(folder) if plan.virtual_ranks else []
+            return (
+                _differences(agent, losses, outcome) + audited + (_errors(folder) if _failed(agent) else [])
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -226,25 +273,36 @@ def _errors(folder: Path) -> list[str]:
 
 
 def _differences(agent: Agent, losses: dict[int, set[float]], outcome: list[float | str]) -> list[str]:
-    found, mode = _failed(agent), agent.plan.mode
+    found, exact = _failed(agent), agent.plan.consistent
     if not agent.outcomes:
         found.append(f"no worker has come to the end: {agent}")
     for step, [right] in sorted(losses.items()):
-        wrong = [loss for loss in agent.losses.get(step, {math.nan}) if not _close(loss, right, mode)]
+        wrong = [loss for loss in agent.losses.get(step, {math.nan}) if not _close(loss, right, exact=exact)]
         if wrong:
             found.append(f"step {step} had the loss {wrong}, not {right}")
     for values in agent.outcomes:
-        if not all(_close(*pair, mode) for pair in zip(values, outcome, strict=True)):
+        if not all(_close(*pair, exact=exact) for pair in zip(values, outcome, strict=True)):
             found.append(f"the weights are {values}, not {outcome}"[:300])
+    right_sources = FROM_MEMORY if agent.plan.saves else FROM_WORKERS
     for hand in agent.hands:
         found += [
-            f"{m.source} in round {m.round}" for m in hand.entered if m.step and m.source not in FROM_WORKERS
+            f"{m.source} in round {m.round}" for m in hand.entered if m.step and m.source not in right_sources
         ]
+    if agent.reads:
+        found.append(f"checkpoints were read from disk {agent.reads} times, and memory had the state")
     return found
 
 
-def _close(one: float | str, other: float | str, mode: str) -> bool:
-    if mode or isinstance(one, str) or isinstance(other, str):
+def _audited(folder: Path) -> list[str]:
+    """Return what the workers' notes say against their samples."""
+    verdict = judge({path.name: lines(path.read_bytes()) for path in (folder / FOLDER).iterdir()})
+    used = [(epoch.used, epoch.over) for epoch in verdict.epochs]
+    right = [(STEPS * shardgpt.BATCH, True)]
+    return [str(one)[:300] for one in verdict.findings] + ([f"samples: {used}"] if used != right else [])
+
+
+def _close(one: float | str, other: float | str, *, exact: bool) -> bool:
+    if exact or isinstance(one, str) or isinstance(other, str):
         return one == other
     return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 

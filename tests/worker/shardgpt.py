@@ -1,14 +1,16 @@
 """The small GPT of workers/gpt.py in FSDP2 or HSDP, with elasticd.worker. Each step's loss and gradients are
-those of one global batch, whatever the number of workers, but for rounding. In consistent mode they are the
-same to the bit."""
+those of one global batch, whatever the number of workers, but for rounding; in consistent mode to the bit."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
+import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from elasticd import worker
+from elasticd.checkpoint.client import resuming
+from elasticd.checkpoint.client.tensors import full_of
+from elasticd.data.auditnotes import FOLDER, VARIABLE
+from elasticd.worker.steps import Step
 from tests.worker.jobs import begin
 
-BATCH, CONTEXT, VIRTUAL_RANKS = 12, 8, 6
-CONSISTENT, WHOLE = "consistent", "whole"
+BATCH, CONTEXT = 12, 8
 PROGRAM = Path(__file__).parents[2] / "workers/gpt.py"
 
 
@@ -47,60 +52,85 @@ def shard(model: Any, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
+class Batches(torch.utils.data.Dataset[torch.Tensor]):
+    """The samples of all steps, in order."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def __len__(self) -> int:
+        return self._steps * BATCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return text_of(index // BATCH)[index % BATCH]
+
+
+@functools.cache
+def text_of(step: int) -> torch.Tensor:
+    return torch.randint(0, 31, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(step))
+
+
 def work(
-    address: str, folder: str, name: str, news: str, steps: int, redundancy: int, unit: int, mode: str = ""
+    address: str,
+    folder: str,
+    name: str,
+    news: str,
+    steps: int,
+    redundancy: int,
+    unit: int,
+    *,
+    saver: str = "",
+    virtual_ranks: int = 0,
+    consistent: bool = False,
+    whole: bool = False,
 ) -> None:
-    """A whole script. ``news``: the socket that is told of each committed step, and of the outcome. ``mode``:
-    "" without consistent mode, ``CONSISTENT``, or ``WHOLE``, which is that mode for a model that is not
-    sharded."""
-    begin(address, folder, name)
+    """A whole script. ``news``: the socket that is told of each committed step, of the outcome, and of each
+    read from disk. ``saver``: commits are saved, in its memory and on disk. ``virtual_ranks``: 0, or the
+    samples come from worker.Data, in so many virtual ranks, and are noted for an audit. ``consistent``: in
+    consistent mode. ``whole``: each worker has the whole model."""
+    begin(address, folder, name, saver)
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     told.connect("\0" + news)
+    options: dict[str, Any] = {}
+    if saver:
+        tell_of_reads(lambda: told.send(json.dumps([name, "read", 0, 0]).encode()))
+        options["checkpoints"] = f"{folder}/checkpoints"
+    if virtual_ranks:
+        os.environ[VARIABLE] = str(Path(folder) / FOLDER)
+        cut = {"global_batch": BATCH, "virtual_ranks": virtual_ranks}
+        options["data"] = worker.Data(Batches(steps), shuffle=False, consistent=consistent, **cut)
     torch.manual_seed(5)
-    model = gpt.GPT(SHAPE)
-    options: dict[str, Any] = {"shard": shard, "redundancy": redundancy, "unit": unit}
-    if mode:
-        text = torch.randint(0, 31, (steps * BATCH, CONTEXT + 1))
-        data = worker.Data(text, global_batch=BATCH, virtual_ranks=VIRTUAL_RANKS, consistent=True)
-        options = {"data": data} if mode == WHOLE else {**options, "data": data}
-    else:
-        model = model.double()
+    model = gpt.GPT(SHAPE).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if not whole:
+        options |= {"shard": shard, "redundancy": redundancy, "unit": unit}
     state = worker.State(model=model, optimizer=optimizer, **options)
 
     @worker.run
     def run(state: worker.State) -> None:
-        for step in state.steps(steps):
-            loss = learn_in_parts(state, step) if mode else learn(state, step)
+        for begun in state.steps(steps):
+            step = begun if isinstance(begun, int) else begun.number
+            loss = learn(state, begun) if isinstance(begun, int) else learn_of_data(state, begun)
             nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
             state.optimizer.step()
             state.optimizer.zero_grad()
-            told.send(json.dumps([name, "step", step.number if mode else step, loss]).encode())
+            told.send(json.dumps([name, "step", step, loss]).encode())
             state.commit()
-        weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in state.model.parameters()]
-        found = [digest(p) if mode else p.sum().item() for p in weights]
-        told.send(json.dumps([name, "outcome", steps, found]).encode())
+        weights = [outcome(full_of(p.detach()), exact=consistent) for p in state.model.parameters()]
+        told.send(json.dumps([name, "outcome", steps, weights]).encode())
 
     run(state)
 
 
-def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
-
-
-def learn_in_parts(state: worker.State, step: Any) -> float:
-    """Compute the gradients of a step of consistent mode. Return the loss of its global batch."""
-    for text in step:
-        logits = state.model(text[:, :-1])
-        step.backward(nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()))
-    loss: float = step.loss.item()
-    return loss
+def outcome(weights: torch.Tensor, *, exact: bool) -> float | str:
+    if exact:
+        return hashlib.sha256(weights.contiguous().numpy().tobytes()).hexdigest()
+    return weights.sum().item()
 
 
 def learn(state: worker.State, step: int) -> float:
     """Compute the gradients of a step. Return the loss of its global batch."""
-    size = worker.world_size()
-    text = torch.randint(0, 31, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(step))
+    size, text = worker.world_size(), text_of(step)
     mine = text[worker.rank() :: size]
     logits = state.model(mine[:, :-1]) if len(mine) else state.model(text[:1, :-1])[:0]
     targets = mine[:, 1:].flatten()
@@ -109,3 +139,28 @@ def learn(state: worker.State, step: int) -> float:
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item()
+
+
+def learn_of_data(state: worker.State, step: Step) -> float:
+    """The same, with this worker's batches of the step."""
+    total = torch.zeros((), dtype=torch.float64)
+    for text in step:
+        logits = state.model(text[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        total += loss.detach() * step.weight
+        step.backward(loss)
+    if step.loss is not None:  # in consistent mode
+        return step.loss.item()
+    dist.all_reduce(total)
+    return total.item()
+
+
+def tell_of_reads(tell: Callable[[], object]) -> None:
+    """Call ``tell`` whenever this worker reads a checkpoint from disk."""
+    read = resuming.fill
+
+    def fill(*args: Any, **options: Any) -> None:
+        tell()
+        read(*args, **options)
+
+    resuming.fill = fill

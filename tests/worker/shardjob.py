@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from elasticd import worker
+from elasticd.data.auditnotes import EVERY, FOLDER, VARIABLE
 from elasticd.worker.sharding import agreement, sharded_state
+from elasticd.worker.steps import Step
 from tests.worker.jobs import NOTHING, Accident, begin, commit
 
 STEPS = 8
@@ -63,39 +67,78 @@ def make(**options: Any) -> worker.State:
     return worker.State(model=model, optimizer=optimizer, schedule=schedule, drawn=0.0, **options)
 
 
-def gradients(state: worker.State, step: int, accident: Accident) -> float:
+class Batches(torch.utils.data.Dataset[torch.Tensor]):
+    """The samples of all steps, in order."""
+
+    def __len__(self) -> int:
+        return STEPS * BATCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return batch_of(index // BATCH)[index % BATCH]
+
+
+@functools.cache
+def batch_of(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 4, generator=generator, dtype=torch.float64)
+
+
+def gradients(state: worker.State, step: Step | int, accident: Accident) -> float:
     """Compute this step's gradients. Return the loss of the global batch."""
     model, many = state.model, BATCH // worker.world_size()
-    accident("start", step)
+    number = step if isinstance(step, int) else step.number
+    accident("start", number)
     drawn = torch.rand(1, dtype=torch.float64).item()
     state.drawn += drawn
-    generator = torch.Generator().manual_seed(step)
-    batch = torch.randn(BATCH, 4, generator=generator, dtype=torch.float64)
-    mine = batch[worker.rank() * many : (worker.rank() + 1) * many]
-    loss = (model(mine) - drawn).square().mean()
-    accident("forward", step)
-    loss.backward()
-    accident("summed", step)
-    total = loss.detach().clone()
+    total = torch.zeros((), dtype=torch.float64)
+    if isinstance(step, int):
+        mine = batch_of(step)[worker.rank() * many : (worker.rank() + 1) * many]
+        loss = (model(mine) - drawn).square().mean()
+        accident("forward", step)
+        loss.backward()
+        total += loss.detach() / worker.world_size()
+    else:
+        for turn, samples in enumerate(step):
+            model.train(turn == 0)  # the model counts one call a step, however many batches a worker has
+            loss = (model(samples) - drawn).square().mean()
+            accident("forward", number)
+            total += loss.detach() * step.weight
+            step.backward(loss)
+        model.train()
+    accident("summed", number)
     dist.all_reduce(total)
-    return total.item() / worker.world_size()
+    return total.item()
 
 
 def train(
-    address: str, folder: str, name: str, accident: Accident = NOTHING, *, saver: str = "", **options: Any
+    address: str,
+    folder: str,
+    name: str,
+    accident: Accident = NOTHING,
+    *,
+    saver: str = "",
+    virtual_ranks: int = 0,
+    **options: Any,
 ) -> None:
-    """A whole script. Without an address: in a world of its own."""
+    """A whole script. Without an address: in a world of its own. ``virtual_ranks``: 0, or the samples come
+    from worker.Data, in so many virtual ranks, and are noted for an audit."""
     journal = begin(address, folder, name, saver)
     trip(accident)
+    if virtual_ranks:
+        os.environ |= {VARIABLE: str(Path(folder) / FOLDER), EVERY: "4"}
+        options["data"] = worker.Data(
+            Batches(), global_batch=BATCH, shuffle=False, virtual_ranks=virtual_ranks
+        )
     state = make(**options)
 
     @worker.run
     def run(state: worker.State) -> None:
         journal.write(entered=state.step, world=worker.world_size())
         journal.write(mesh=[*next(state.model.parameters()).device_mesh.shape])
-        for step in state.steps(STEPS):
+        for begun in state.steps(STEPS):
+            step = begun if isinstance(begun, int) else begun.number
             state.model.scale = 1.0 + 0.01 * step
-            loss = gradients(state, step, accident)
+            loss = gradients(state, begun, accident)
             norm = nn.utils.clip_grad_norm_(state.model.parameters(), 0.5)
             state.optimizer.step()
             accident("stepped", step)
@@ -176,7 +219,6 @@ REFUSED = {
     "undo": "State takes no undo= with shard=",
     "wrap": "State takes no wrap= with shard=",
     "restore": "State takes no restore= with shard=",
-    "data": "State takes no data= with shard= yet",
     "optimizer": "optimizer keeps a tensor of the shape [3] for body.weight, of the shape [5, 4]",
     "elsewhere": "optimizer keeps parameters in its attribute known",
 }
@@ -223,7 +265,6 @@ def refusals() -> dict[str, str]:
         "undo": {"undo": True},
         "wrap": {"wrap": None},
         "restore": {"restore": lambda state: None},
-        "data": {"data": worker.Data([1, 2], global_batch=2)},
         "optimizer": {"optimizer": Odd},
         "elsewhere": {"optimizer": Knowing},
     }  # fmt: skip

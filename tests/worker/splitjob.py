@@ -5,7 +5,10 @@ but for rounding.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from elasticd import worker
+from elasticd.data.auditnotes import EVERY, FOLDER, VARIABLE
+from elasticd.worker.steps import Step
 from tests.worker.jobs import NOTHING, Accident, begin, commit
 
 STEPS = 8
@@ -37,7 +42,22 @@ def rows_and_columns(model: nn.Sequential, unit: DeviceMesh) -> None:
     parallelize_module(model, unit, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def pipelined(state: worker.State, inputs: torch.Tensor) -> None:
+class Batches(torch.utils.data.Dataset[torch.Tensor]):
+    """The samples of all steps, in order."""
+
+    def __len__(self) -> int:
+        return STEPS * BATCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return batch_of(index // BATCH)[index % BATCH]
+
+
+@functools.cache
+def batch_of(step: int) -> torch.Tensor:
+    return torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def pipelined(state: worker.State, step: Step, inputs: torch.Tensor) -> None:
     """Compute the gradients stage by stage. ``inputs``: this unit's."""
     group = worker.mesh(UNIT)["unit"].get_group()
     if dist.get_rank(group) == 0:
@@ -46,16 +66,19 @@ def pipelined(state: worker.State, inputs: torch.Tensor) -> None:
         gradient = torch.empty_like(outputs)
         dist.recv(gradient, group=group, group_src=1)
         outputs.backward(gradient)
+        step.computed()
     else:
         arrived = torch.empty(len(inputs), 6, dtype=inputs.dtype)
         dist.recv(arrived, group=group, group_src=0)
-        nn.functional.mse_loss(state.model(arrived.requires_grad_()), inputs).backward()
+        loss = nn.functional.mse_loss(state.model(arrived.requires_grad_()), inputs)
+        (loss * step.weight).backward()
         assert arrived.grad is not None
         dist.send(arrived.grad, group=group, group_dst=0)
+        step.computed(loss)
 
 
-def parallel(state: worker.State, inputs: torch.Tensor) -> None:
-    nn.functional.mse_loss(state.model(inputs), inputs).backward()
+def parallel(state: worker.State, step: Step, inputs: torch.Tensor) -> None:
+    step.backward(nn.functional.mse_loss(state.model(inputs), inputs))
 
 
 SPLITS: dict[str, Any] = {"pipeline": (stage, pipelined), "tensor": (rows_and_columns, parallel)}
@@ -64,7 +87,9 @@ SPLITS: dict[str, Any] = {"pipeline": (stage, pipelined), "tensor": (rows_and_co
 def train(
     address: str, folder: str, name: str, accident: Accident = NOTHING, *, by: str = "pipeline"
 ) -> None:
+    """A whole script. Two units share three virtual ranks, so one of them has a batch that does not count."""
     journal = begin(address, folder, name, "")
+    os.environ |= {VARIABLE: str(Path(folder) / FOLDER), EVERY: "4"}
     split, gradients = SPLITS[by]
     model = whole()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -74,25 +99,25 @@ def train(
         mesh = worker.mesh(UNIT)
         replicas = mesh["replicate"]
         journal.write(entered=state.step, world=worker.world_size())
-        for step in state.steps(STEPS):
-            accident("start", step)
-            batch = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        for step in state.steps():
+            accident("start", step.number)
             state.optimizer.zero_grad()
-            gradients(state, batch.chunk(replicas.size())[replicas.get_local_rank()])
-            accident("backward", step)
+            for inputs in step:
+                gradients(state, step, inputs)
+            accident("backward", step.number)
             for parameter in state.model.parameters():
                 gradient = parameter.grad
                 part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 assert part is not None
                 dist.all_reduce(part, group=replicas.get_group())
-                part /= replicas.size()
-            accident("summed", step)
+            accident("summed", step.number)
             state.optimizer.step()
-            accident("stepped", step)
+            accident("stepped", step.number)
             commit(state, journal)
         journal.write(weights=weights(state.model), place=mesh["unit"].get_local_rank())
 
-    run(worker.State(model=model, optimizer=optimizer, split=split, unit=UNIT))
+    data = worker.Data(Batches(), global_batch=BATCH, shuffle=False, virtual_ranks=3)
+    run(worker.State(model=model, optimizer=optimizer, split=split, unit=UNIT, data=data))
 
 
 def weights(model: nn.Module) -> dict[str, Any]:
@@ -107,7 +132,7 @@ def undisturbed() -> dict[str, Any]:
     model = whole()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     for step in range(STEPS):
-        batch = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        batch = batch_of(step)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(batch), batch).backward()
         optimizer.step()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elasticd.channel.worker_messages import Source
+from elasticd.worker.sharding.expected_state import expected_slots
 from tests.worker import shardjob
+from tests.worker.audited import assert_each_sample_is_used_once
 from tests.worker.crew import Crew, outcome_alone
 from tests.worker.jobs import NOTHING, Accident, Gate, reads
 from tests.worker.shardjob import STEPS
@@ -64,13 +69,49 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
     assert_like(crew, tmp_path, survivors, undisturbed)
     assert crew.settled == [(1, 3), (2, 2)]
     assert all(crew.hands[i].entered[-1].source == Source.COPY for i in survivors)
+    assert_told_of_memory(crew)
+
+
+def assert_told_of_memory(crew: Crew) -> None:
+    """Before the first step the workers of two worlds say the same of the whole state, though the optimizer
+    had none in the first. Each keeps two commits of its shard and of that of one other worker."""
+    worlds = [[m for hand in crew.hands for m in hand.entered if m.round == round] for round in (1, 2)]
+    elements = sum(p.numel() for p in shardjob.Net().parameters())
+    frozen = sum(p.numel() for p in shardjob.Net().frozen.parameters())
+    whole = 8 * (elements + 2 * (elements - frozen))  # in float64, with two moments
+    for told in worlds:
+        assert sum(m.shard_bytes for m in told) == pytest.approx(whole, abs=16 * 3 * 6 * len(told))
+        assert sum(m.copies_bytes for m in told) == 4 * sum(m.shard_bytes for m in told)
+
+
+@pytest.mark.parametrize(
+    ("make", "slots"),
+    [
+        (torch.optim.AdamW, {"exp_avg", "exp_avg_sq"}),
+        (functools.partial(torch.optim.Adam, amsgrad=True), {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        (functools.partial(torch.optim.SGD, lr=0.1), set()),
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), {"momentum_buffer"}),
+        (functools.partial(torch.optim.LBFGS, lr=0.1), set()),
+        (shardjob.Odd, set()),
+    ],
+)
+def test_what_an_optimizer_will_keep_is_known_before_its_first_step(make: Any, slots: set[str]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+    optimizer = make([parameter])
+    steps: list[object] = []
+    hook = register_optimizer_step_post_hook(lambda *step: steps.append(step))
+    found = expected_slots(optimizer, optimizer.param_groups[0], parameter)
+    hook.remove()
+    assert found == dict.fromkeys(slots, torch.bfloat16)
+    assert not optimizer.state and not steps and parameter.grad is None
 
 
 def test_a_newcomer_is_given_its_shard_at_a_commit(crew, tmp_path, undisturbed):
     gate = Gate(tmp_path / "gate")
-    crew.start(shardjob.train, str(tmp_path), "0", Accident("start", 3, gate.wait), redundancy=0)
+    more = {"redundancy": 0, "virtual_ranks": 5}
+    crew.start(shardjob.train, str(tmp_path), "0", Accident("start", 3, gate.wait), **more)
     for name in "12":
-        crew.start(shardjob.train, str(tmp_path), name, redundancy=0)
+        crew.start(shardjob.train, str(tmp_path), name, **more)
     crew.all_waiting(*crew.hands)
     crew.form(*crew.hands[:2])
     gate.until_somebody_waits()
@@ -79,6 +120,7 @@ def test_a_newcomer_is_given_its_shard_at_a_commit(crew, tmp_path, undisturbed):
     crew.all_ended()
     assert_like(crew, tmp_path, range(3), undisturbed)
     assert crew.settled == [(1, 2), (2, 3)]
+    assert_each_sample_is_used_once(tmp_path, STEPS * shardjob.BATCH)
     assert reads(tmp_path, "0", "entered")[0] == 0 and reads(tmp_path, "2", "entered")[0] >= 4
 
 
@@ -164,13 +206,15 @@ def test_replicas_of_a_shard_stand_in_for_it_and_the_mesh_of_a_world_has_replica
     """Two replicas of a model on two workers each. A world of three has one model on all workers."""
     gate = Gate(tmp_path / "gate")
     accidents = Accident("start", 5, gate.wait), Accident("stepped", 2), NOTHING, NOTHING
-    crew.begin(tmp_path, *accidents, job=shardjob.train, unit=2)
+    more = {"unit": 2, "virtual_ranks": 3}
+    crew.begin(tmp_path, *accidents, job=shardjob.train, **more)
     crew.until(lambda: crew.round == 2)
     gate.until_somebody_waits()
-    crew.grow(crew.start(shardjob.train, str(tmp_path), "4", unit=2))
+    crew.grow(crew.start(shardjob.train, str(tmp_path), "4", **more))
     gate.open()
     crew.all_ended()
     assert_like(crew, tmp_path, (0, 2, 3, 4), undisturbed)
+    assert_each_sample_is_used_once(tmp_path, STEPS * shardjob.BATCH)
     assert crew.settled == [(1, 4), (2, 3), (3, 4)]
     assert all(reads(tmp_path, str(i), "mesh") == [[2, 2], [3], [2, 2]] for i in (0, 2, 3))
     assert all(crew.hands[i].entered[1].source == Source.REPLICA for i in (0, 2, 3))
@@ -191,7 +235,7 @@ def test_a_shard_whose_replicas_are_all_lost_comes_from_the_newest_checkpoint(
     for name in "02":
         assert crew.hands[int(name)].status == 0, (tmp_path / f"{name}.err").read_text()
         assert reads(tmp_path, name, "outcome")[-1] == close(undisturbed["outcome"])
-    assert crew.hands[0].entered[-1].source in (Source.MEMORY, Source.DISK)
+    assert crew.hands[0].entered[-1].source == Source.MEMORY
 
 
 @pytest.mark.slow
@@ -271,7 +315,7 @@ def test_a_shard_that_nobody_holds_comes_from_the_newest_checkpoint(crew, tmp_pa
     for name in "02":
         assert crew.hands[int(name)].status == 0, (tmp_path / f"{name}.err").read_text()
         assert reads(tmp_path, name, "outcome")[-1] == close(undisturbed["outcome"])
-    assert crew.hands[0].entered[-1].source in (Source.MEMORY, Source.DISK)
+    assert crew.hands[0].entered[-1].source == Source.MEMORY
 
 
 def test_what_cannot_be_sharded_anew_is_refused_in_a_sentence(tmp_path):

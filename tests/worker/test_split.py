@@ -15,6 +15,7 @@ from elasticd.channel.worker_messages import Source
 from elasticd.worker.sharding.spans import CommitPoint
 from elasticd.worker.splitting.split_state import HeldPart, newest_whole_point
 from tests.worker import splitjob
+from tests.worker.audited import assert_each_sample_is_used_once
 from tests.worker.crew import Crew
 from tests.worker.jobs import NOTHING, Accident, Gate, reads
 from tests.worker.splitjob import STEPS
@@ -62,6 +63,7 @@ def test_the_other_unit_goes_on_when_a_worker_dies_and_the_lost_unit_is_back(cre
     assert crew.settled == [(1, 4), (2, 2), (3, 4)]
     assert all(hand.entered[-1].source == Source.SURVIVOR for hand in crew.hands if hand.status == 0)
     assert_like(crew, tmp_path, [0, 2, 3, 4])
+    assert_each_sample_is_used_once(tmp_path, splitjob.STEPS * splitjob.BATCH)
 
 
 def test_a_part_that_nobody_holds_any_more_ends_the_job_with_a_sentence(crew, tmp_path):

@@ -165,6 +165,7 @@ class Resuming:
     def _survey(self) -> tuple[WholeState | None, Checkpoint]:
         """Return the newest whole state in memory, as rank 0 sees it, unless a newer one was committed; and
         the committed checkpoints."""
+        self._ranks.gather(b"")  # all ranks have closed their connections of earlier worlds
         offered = self._queries.survey() if self._ranks.rank == 0 else []
         # Read after the memory: a state that has left the memory meanwhile is committed.
         there, _, _ = self._committed()

@@ -40,3 +40,11 @@ def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
         [chunk] = tensor.__create_chunk_list__()
         return tensor.to_local(), tuple(chunk.offsets)  # type: ignore[attr-defined]
     return tensor, (0,) * tensor.dim()
+
+
+def full_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor. All workers that have a part of it call the function together."""
+    if hasattr(tensor, "full_tensor"):
+        whole: torch.Tensor = tensor.full_tensor()
+        return whole
+    return tensor

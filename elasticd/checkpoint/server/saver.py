@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, assert_never
+from typing import Final, NamedTuple, assert_never
 
 from elasticd.channel.codec import BadMessage, ChannelClosed
 from elasticd.channel.framing import close_all, is_ours
@@ -66,6 +66,7 @@ from elasticd.core.facts import Checkpoint, SaverAddress
 
 _SHORT_PAUSE_S: Final = 0.1
 _FIRST_S: Final = 60.0  # how long to wait for the first client, unless the saver stays for ever
+_ENDING_S: Final = 5.0  # how long the kernel may take a worker down while others ask for what is in memory
 _UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may have no shards of the newest world
 
 
@@ -78,6 +79,14 @@ class _Client:
     number: int = -1
     waits: bool = False  # the client's training waits until its saves are durable
     admitted: bool = True
+
+
+class _Asked(NamedTuple):
+    """A client that has asked for offers of a path, and is answered at ``until`` at the latest."""
+
+    client: _Client
+    path: str
+    until: float
 
 
 class Saver:
@@ -114,6 +123,7 @@ class Saver:
         self._replication = replication
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
+        self._asked: list[_Asked] = []
         self._worlds: list[SavingWorld] = []
         self._jobs = Background() if replication is None else replication.jobs
         self._committing = Committing(committer_of, say)
@@ -152,6 +162,9 @@ class Saver:
                     timeout = idle_since + linger_s - time.monotonic()
                     if timeout <= 0:
                         return
+                if self._asked:
+                    left = max(0.0, min(asked.until for asked in self._asked) - time.monotonic())
+                    timeout = left if timeout is None else min(timeout, left)
                 ready = self._selector.select(timeout)
                 if leaves and not ready:
                     return
@@ -167,6 +180,7 @@ class Saver:
                 if self._met:
                     linger_s = self._linger_s
                 self._jobs.finish()
+                self._answer_asked()
                 self._choose_events()
                 self._measure()
         finally:
@@ -393,8 +407,26 @@ class Saver:
         self._jobs.run(self._pipeline.askers, lambda: self._committing.committer(store).read(own=own), answer)
 
     def _tell_offers(self, client: _Client, path: str) -> None:
+        """Answer at once, or wait until the workers of a world that others have left are gone, too: while the
+        kernel takes a killed process down, its connection stays."""
         self._catch_up(client)
+        if self._is_ending(path):
+            self._asked.append(_Asked(client, path, time.monotonic() + _ENDING_S))
+        else:
+            self._offer(client, path)
 
+    def _is_ending(self, path: str) -> bool:
+        return any(w.store.url == path and w.lines and w.left for w in self._worlds)
+
+    def _answer_asked(self) -> None:
+        """Answer those that have waited for the end of a world."""
+        for asked in self._asked[:]:
+            if time.monotonic() >= asked.until or not self._is_ending(asked.path):
+                self._asked.remove(asked)
+                if asked.client in self._clients:
+                    self._offer(asked.client, asked.path)
+
+    def _offer(self, client: _Client, path: str) -> None:
         def found(offered: list[Offer]) -> None:
             client.line.try_send(Offers(tuple(offered)))
 

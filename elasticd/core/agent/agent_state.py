@@ -178,11 +178,12 @@ class Registration:
 @dataclass(frozen=True, slots=True)
 class Released:
     """The newest round that this node has released, and ``Report.ends`` of that round. ``fenced``: the newest
-    round whose workers the fence killed."""
+    round whose workers the fence killed. ``declined``: the newest round that this node took no part in."""
 
     round: int = 0
     ends: int = 0
     fenced: int = 0
+    declined: int = 0
 
 
 @dataclass(frozen=True, slots=True)

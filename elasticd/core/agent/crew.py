@@ -92,7 +92,7 @@ def follow_the_round(do: Decisions) -> None:
 
 def _decline(do: Decisions, round: Round) -> None:
     """Take no part in the round. The release tells the leader, which forms another round if needed."""
-    do.set(released=replace(do.state.released, round=round.number, ends=0))
+    do.set(released=replace(do.state.released, round=round.number, ends=0, declined=round.number))
 
 
 def stop(do: Decisions, signal: int, grace_s: float) -> None:
@@ -196,7 +196,7 @@ def release(do: Decisions) -> None:
     told = state.report.ends if state.report is not None and state.report.round == crew.round.number else 0
     newest = max(state.released.round, crew.round.number)
     fenced = crew.round.number if crew.fenced else state.released.fenced
-    do.set(crew=None, released=Released(newest, told, fenced))
+    do.set(crew=None, released=Released(newest, told, fenced, state.released.declined))
     if crew.hosts_store:
         do.set(renewing_store=True)
         do.actions.append(RenewStore())

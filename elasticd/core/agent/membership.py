@@ -202,6 +202,7 @@ def _record(state: AgentState) -> Node:
         host=me.host,
         draining=state.departure is not None,
         fenced=state.released.fenced,
+        declined=state.released.declined,
         ready=ready,
         most=max(1, len(me.slots) - state.config.spares) if state.config.spares else 0,
         age=newest,

@@ -48,6 +48,7 @@ class Mark(StrEnum):
     REPLACED = auto()  # missing, and another incarnation of its node is registered
     HOLDING = auto()  # has workers in the round, or holds a state from before the return to a checkpoint
     LEFT = auto()  # has no worker in the round any more
+    DECLINED = auto()  # has left the round without taking part
     OUTLIVING = auto()  # has left the round with the state that the round's workers agreed on
     FENCED = auto()  # its workers were killed, since its lease was running out
     LEAVING = auto()  # is to leave the job
@@ -208,6 +209,8 @@ class Roll:
             marks.append(Mark.HOLDING)
         else:
             marks.append(Mark.LEFT)
+            if node.declined == round.number:
+                marks.append(Mark.DECLINED)
             if round.anew and node.holders:
                 marks.append(Mark.HOLDING)
             if node.age is not None and node.age.agreed == round.number:

@@ -40,7 +40,8 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     lost = roll.names(view.mark_of_lost(now), but=Mark.FINISHED)
     idle = roll.names(Mark.LEFT, but=Mark.FINISHED)
     if round.handover:
-        return _see_handed_over(view, round, idle, lost, now)
+        declined = roll.names(Mark.DECLINED)
+        return _see_handed_over(view, round, idle, (*lost, *declined), now)
     if idle or lost:
         return close(view, round, Cause.NODE_LOST, False, now, nodes=(*idle, *lost))
     if roll[Mark.BROKEN]:
@@ -142,7 +143,8 @@ def _await_heirs(view: View, spec: Spec, round: Round, leaving: tuple[str, ...],
 def _see_handed_over(
     view: View, round: Round, idle: Collection[str], lost: tuple[str, ...], now: float
 ) -> Plan:
-    """Wait until the workers of a handover round have left by themselves."""
+    """Wait until the workers of a handover round have left by themselves. They wait for all members, so the
+    round closes at once without those that are lost or take no part."""
     if lost:
         return close(view, round, Cause.NODE_LOST, False, now, nodes=lost)
     if len(idle) < len(round.members):

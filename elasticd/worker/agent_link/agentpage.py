@@ -112,6 +112,12 @@ def begins_after(step: int) -> None:
     page.words[layout.BASE] = 1 + step
 
 
+def keeps_shards(shard: int, copies: int) -> None:
+    """Tell the agent the bytes of this worker's shard of the state, and of its copies of shards."""
+    page = own_page()
+    page.words[layout.SHARD_BYTES], page.words[layout.COPIES_BYTES] = shard, copies
+
+
 @contextlib.contextmanager
 def held_up() -> Iterator[None]:
     """Count the time of a ``with`` block, or of a decorated function, as training held up by a

@@ -60,6 +60,11 @@ class CommitCheckpoints:
         only copy of the state. Call this on all ranks of a world, or on none."""
         self._save_first = True
 
+    def leave(self) -> None:
+        """Leave the world, so that the saver offers this worker's shards to others however long this worker
+        waits for its next world."""
+        self.checkpoints.close()
+
     def after_commit(self, parts: Parts, world: World | None, ends: bool) -> None:
         """Save a committed step if a save is due. ``ends``: the world ends with this commit. Raises
         WorldChanged if the world ends otherwise."""

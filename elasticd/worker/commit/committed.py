@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elasticd.channel.worker_messages import Holds
+from elasticd.checkpoint.client.tensors import full_of, local_of
 from elasticd.core.age import Age
 from elasticd.core.page_layout import Fatal
 from elasticd.data.dealing import Batch
@@ -32,7 +33,7 @@ from elasticd.worker.samples.auditing import Recorder, recorder
 from elasticd.worker.sharding.sharded_state import ShardedState
 from elasticd.worker.sharding.spans import CommitPoint
 from elasticd.worker.splitting.split_state import SplitState
-from elasticd.worker.world.group import World, WorldChanged, gathered, rank, world_size
+from elasticd.worker.world.group import World, WorldChanged, gathered, or_over, rank, world_size
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -89,12 +90,30 @@ class CommittedState:
         return self.step + self.progress.marks
 
     @property
+    def unit(self) -> int:
+        """The number of neighbouring workers that train on the same samples."""
+        return self.shards.model.unit if isinstance(self.shards, SplitState) else 1
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this worker counts and notes its samples. Of a unit, the last worker does: the last stage
+        of a pipeline knows the loss."""
+        return rank() % self.unit == self.unit - 1
+
+    @property
     def holds(self) -> Holds:
         if self.uncommitted.is_torn:
             return Holds.TORN
         if not self.agreed:
             return Holds.NONE
         return Holds.SHARD if isinstance(self.shards, ShardedState) else Holds.WHOLE
+
+    @property
+    def shard_sizes(self) -> tuple[int, int]:
+        """Bytes of a sharded model: of this worker's shard, and of its copies of shards; 0 for others."""
+        if not isinstance(self.shards, ShardedState):
+            return 0, 0
+        return self.shards.sizes.shard, self.shards.sizes.copies
 
     @property
     def growth(self) -> tuple[int, float]:
@@ -127,14 +146,17 @@ class CommittedState:
         if self._is_consistent and self.data is not None:
             self.reduction = self._consistent_reduction(self.data, world)
         else:
-            self.reduction = AveragedReduction(self.models, world if len(self.models) > 1 else None)
+            sharded = isinstance(self.shards, ShardedState)
+            several = world if len(self.models) > 1 else None
+            self.reduction = AveragedReduction(self.models, several, is_sharded=sharded)
         if self._rates is not None:
             _, self._rates.times = self.growth
-        self.recorder = recorder()
+        self.recorder = recorder() if self.counts_samples else None
         if self.recorder is not None:
             about = (*self.data.committed, self.data.facts) if self.data is not None else None
             number = world.number if world is not None else int(os.environ.get("ELASTICD_ROUND", "1"))
-            self.recorder.entered(number, rank(), world_size(), self.step, about)
+            unit = self.unit
+            self.recorder.entered(number, rank() // unit, world_size() // unit, self.step, about)
 
     def _consistent_reduction(self, data: Data, world: World | None) -> Reduction:
         modules, ranks, seed = [*self.contents.modules.values()], data.virtual_ranks, data.seed
@@ -150,6 +172,8 @@ class CommittedState:
         """Leave the world and go back to the last commit, unless parameters without a copy have changed
         since."""
         self.world = None
+        if self.saves is not None:
+            self.saves.leave()
         self.comparison.leave()
         self.reduction.close()
         self.reduction = AveragedReduction(self.models)
@@ -190,12 +214,13 @@ class CommittedState:
         self.uncommitted.before_commit()
         if self.data is not None and batch is not None:
             self.data.advance(batch)
-        self._keep(self.step + max(1, covers))
-        self.step += max(1, covers)
+        step = self.step + max(1, covers)
+        if self.recorder is not None:  # before other workers can have the commit: this worker may be lost
+            self.recorder.committed(step, self._learned(), covers)
+        self._keep(step)
+        self.step = step
         agentpage.committed(self.step)
-        agentpage.samples(samples)
-        if self.recorder is not None:
-            self.recorder.committed(self.step, self._learned(), covers)
+        agentpage.samples(samples if self.counts_samples else 0)
         self._end_commit(due=True)
         self.comparison.after_commit(self.step)
 
@@ -254,8 +279,12 @@ class CommittedState:
 
     def _learned(self) -> Iterator[torch.Tensor]:
         """Yield parameters and optimizers' tensors; in consistent mode also buffers, which are then the same
-        in all workers."""
-        return self.contents.tensors(buffers=self._is_consistent)
+        in all workers. The workers gather a sharded tensor together, and of a split one each has its part.
+        Raises WorldChanged."""
+        for tensor in self.contents.tensors(buffers=self._is_consistent):
+            with or_over(self.world):
+                whole = full_of(tensor) if isinstance(self.shards, ShardedState) else local_of(tensor)[0]
+            yield whole
 
     # ------------------------------------------------------------ from and to other workers
 

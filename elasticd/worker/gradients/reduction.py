@@ -56,13 +56,16 @@ class AveragedReduction:
     pass of the last part.
 
     Models that are not wrapped get weighted gradients, which the script adds up. ``world``: its store tells
-    workers without a part which models a step calls. None: there is only one model.
+    workers without a part which models a step calls. None: there is only one model. ``is_sharded``:
+    fully_shard averages the gradients, in the backward pass of each part, and all workers have equally many.
     """
 
     loss: torch.Tensor | None = None
 
-    def __init__(self, models: WrappedModels, world: World | None = None) -> None:
-        self._models, self._world = models, world
+    def __init__(
+        self, models: WrappedModels, world: World | None = None, *, is_sharded: bool = False
+    ) -> None:
+        self._models, self._world, self._is_sharded = models, world, is_sharded
         self._adds_up = False  # the backward pass of the present part ends in a sum over the workers
         self._orders = 0
         self._order: CallOrder | None = None
@@ -88,7 +91,7 @@ class AveragedReduction:
     def backward(self, loss: torch.Tensor, part: Portion) -> None:
         if part.last and self._order is not None:
             self._order.end()
-        world = dist.get_world_size() if self._models.parallel else 1
+        world = dist.get_world_size() if self._models.parallel or self._is_sharded else 1
         (loss * (part.weight * world)).backward()  # type: ignore[no-untyped-call]
 
     def finish(self, parts: list[Portion]) -> None:

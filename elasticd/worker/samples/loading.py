@@ -96,7 +96,7 @@ class Indexed(Dataset[Any]):
 @dataclass(frozen=True, slots=True)
 class Cutting:
     """The rule by which global batches of ``size`` samples are cut into parts, and this worker's ``rank``.
-    ``in_turns``: see ``parts_in_turns``."""
+    ``evens``: all workers have equally many parts, some of which may not count: see ``parts_in_turns``."""
 
     rank: int
     world: int
@@ -104,17 +104,17 @@ class Cutting:
     virtual_ranks: int
     accumulate: int
     drop_last: bool
-    in_turns: bool = False
+    evens: bool = False
 
     def parts(self, samples: int) -> list[Portion]:
         """Return this worker's parts of a batch of ``samples`` samples."""
         cut = {"samples": samples, "virtual_ranks": self.virtual_ranks, "accumulate": self.accumulate}
-        return (parts_in_turns if self.in_turns else parts_of)(self.rank, self.world, **cut)
+        return (parts_in_turns if self.evens else parts_of)(self.rank, self.world, **cut)
 
     def counts(self, samples: int) -> tuple[int, ...]:
         """Return the number of parts of a batch of ``samples`` samples that each worker has, by rank."""
         cut = {"samples": samples, "virtual_ranks": self.virtual_ranks, "accumulate": self.accumulate}
-        if self.in_turns:
+        if self.evens:
             return (len(parts_in_turns(0, self.world, **cut)),) * self.world
         return counts_of(self.world, **cut)
 

@@ -26,6 +26,15 @@ class TensorKind(NamedTuple):
 Kinds = tuple[TensorKind, ...]
 
 
+def size_of(kinds: Kinds, spans: Spans) -> int:
+    """Return the bytes of a copy of these spans of all tensors."""
+    return sum(_aligned(spans[kind.parameter].size * kind.dtype.itemsize) for kind in kinds)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
 class HostShard:
     """A copy of one rank's spans of all tensors, in one block of memory. ``kinds``: the tensors."""
 
@@ -35,7 +44,7 @@ class HostShard:
         size = 0
         for kind in kinds:
             self._starts.append(size)
-            size += -(-spans[kind.parameter].size * kind.dtype.itemsize // _ALIGNED) * _ALIGNED
+            size += _aligned(spans[kind.parameter].size * kind.dtype.itemsize)
         self.memory = torch.zeros(size, dtype=torch.uint8)
 
     def suits(self, kinds: Kinds, spans: Spans) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from elasticd.checkpoint.client.tensors import is_plain, local_of
 from elasticd.worker.commit.contents import Contents, parameters_of
 from elasticd.worker.commit.plaindata import copied, with_tensors
+from elasticd.worker.sharding.expected_state import expected_slots
 from elasticd.worker.sharding.host_shards import HostShard, Kinds, TensorKind
 from elasticd.worker.sharding.spans import Span, Spans, nothing, whole
 from elasticd.worker.world.group import device, world_size
@@ -118,6 +119,22 @@ class ShardedModel:
     def kinds(self) -> Kinds:
         """Return the tensors of the present state that have the shapes of parameters."""
         return tuple(TensorKind(n, optimizer, slot, t.dtype) for n, optimizer, slot, t in self._tensors())
+
+    def expected_kinds(self) -> Kinds:
+        """Return the tensors of the state once the optimizers have made a step, as far as they are known."""
+        kinds = set(self.kinds())
+        numbers = {id(p): number for number, p in enumerate(self._parameters)}
+        for name, optimizer in self._contents.optimizers.items():
+            for group in optimizer.param_groups:
+                slots: dict[tuple[torch.dtype, int], dict[str, torch.dtype]] = {}
+                for p in group["params"]:
+                    if p.requires_grad and p not in optimizer.state:
+                        like = p.dtype, p.dim()
+                        if like not in slots:
+                            slots[like] = expected_slots(optimizer, group, p)
+                        found = slots[like].items()
+                        kinds |= {TensorKind(numbers[id(p)], name, slot, dtype) for slot, dtype in found}
+        return tuple(kinds)
 
     def slots(self) -> dict[str, dict[int, dict[str, Any]]]:
         """Return a copy of the rest of the optimizers' state, by the parameter's number and by name: numbers,

@@ -6,9 +6,10 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from elasticd.worker.sharding.host_shards import Generation, HostShard, SmallState
+from elasticd.worker.agent_link import agentpage
+from elasticd.worker.sharding.host_shards import Generation, HostShard, Kinds, SmallState, size_of
 from elasticd.worker.sharding.moves import guardians, heirs, replicas
 from elasticd.worker.sharding.sharded_model import ShardedModel
 from elasticd.worker.sharding.spans import INITIAL, CommitPoint, Spans
@@ -19,11 +20,25 @@ _log = logging.getLogger(__name__)
 GENERATIONS = 2  # two workers are at most one commit apart, so both have the older of their commits
 
 
+class ShardSizes(NamedTuple):
+    """Bytes of one worker. ``shard``: its part of the parameters and of the optimizers' state. ``of_own`` and
+    ``of_others``: the copies that it keeps in the host's memory, of its own shard and of others'."""
+
+    shard: int
+    of_own: int
+    of_others: int
+
+    @property
+    def copies(self) -> int:
+        return self.of_own + self.of_others
+
+
 class ShardedState:
     """The commits of a sharded model that a worker can go back to, or give to others.
 
     ``redundancy``: how many other workers have each shard too, as replicas or as copies. ``generations``: the
     last commits, the newest last. At the beginning there is one, with the script's initial state, whole.
+    ``sizes``: how much memory the state takes in the present world, with what the optimizers will keep.
     """
 
     def __init__(self, model: ShardedModel, redundancy: int) -> None:
@@ -35,7 +50,8 @@ class ShardedState:
         self._guards: Sequence[Sequence[int]] = ()
         self._spans: Sequence[Spans] = ()
         self._groups: Sequence[tuple[int, ...]] = ()
-        self._said = False
+        self._kinds: Kinds = ()
+        self.sizes = ShardSizes(0, 0, 0)
 
     @property
     def spans(self) -> Sequence[Spans]:
@@ -49,6 +65,7 @@ class ShardedState:
         """Begin a world. ``nodes`` and ``spans``: of each rank."""
         self._spans, self._groups = spans, replicas(spans)
         self._guards = guardians(nodes, self.redundancy, self._groups)
+        self._kinds = ()
 
     def keep(self, point: CommitPoint, kept: dict[str, Any], world: World) -> None:
         """Copy the present state as of a commit, and send this rank's shard to its guardians.
@@ -63,7 +80,6 @@ class ShardedState:
         own = old.own if old is not None and old.own.suits(kinds, spans) else HostShard(kinds, spans)
         model.copy_to(own)
         self.add(point, SmallState(kept, model.slots(), model.trainable), own, world, old)
-        self._say_size(world)
 
     def add(
         self,
@@ -75,6 +91,9 @@ class ShardedState:
     ) -> None:
         """Keep a commit with this rank's shard, and send the shard to its guardians. All ranks call it
         together. ``old``: a commit whose memory may be used again. Raises WorldChanged."""
+        if own.kinds != self._kinds:
+            self._kinds = own.kinds
+            self._measure(self.model.expected_kinds(), world)
         latest = Generation(point, small, own, ranks=world.size)
         self.generations.append(latest)
         if any(self._guards):
@@ -97,26 +116,28 @@ class ShardedState:
             with world.or_over():
                 latest.take_over(copy_to_guardians(latest.own, to, self._spans, {}).values())
 
-    def _say_size(self, world: World) -> None:
-        """Say once how much memory the copies need."""
-        if self._said or world.rank or len(self.generations) < GENERATIONS:
+    def _measure(self, kinds: Kinds, world: World) -> None:
+        """Note how much memory the sharded state takes in this world, and say it if it has changed.
+        ``kinds``: the tensors of the state."""
+        of_ranks = [size_of(kinds, spans) for spans in self._spans]
+        guarded = sum(of_ranks[owner] for owner, guards in enumerate(self._guards) if world.rank in guards)
+        own = of_ranks[world.rank]
+        sizes = ShardSizes(own, GENERATIONS * own, GENERATIONS * guarded)
+        if sizes == self.sizes:
             return
-        self._said = True
-        own, others = (
-            sum(shard.memory.nbytes for shard in shards) / 1e6
-            for shards in (
-                [its.own for its in self.generations],
-                [shard for its in self.generations for shard in its.guarded.values()],
+        self.sizes = sizes
+        agentpage.keeps_shards(sizes.shard, sizes.copies)
+        if world.rank == 0:
+            _log.info(
+                "this worker has %s of the sharded state, and keeps %s of copies in the host's memory: %s of "
+                "its own shard, and %s of other workers' (redundancy=%d)",
+                *map(_megabytes, (sizes.shard, sizes.copies, sizes.of_own, sizes.of_others)),
+                self.redundancy,
             )
-        )
-        _log.info(
-            "each worker keeps about %.0f MB of the sharded state in the host's memory: %.0f MB for itself, "
-            "and %.0f MB for other workers (redundancy=%d)",
-            own + others,
-            own,
-            others,
-            self.redundancy,
-        )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
 
 
 def node() -> str:
