@@ -12,7 +12,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,15 @@ from elasticd.worker.sharding.spans import Spans
 from elasticd.worker.world.group import World, device
 
 UNDER_WAY = 2  # exchanges in flight
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _not_compiled(hook: Hook) -> Hook:
+    """Have torch.compile leave this function out of what it compiles, as it leaves out fully_shard's own."""
+    vars(hook).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=None)
+    return hook
 
 
 class _Unit(NamedTuple):
@@ -172,8 +181,8 @@ class ShardedReduction:
         self._buffers.keep()
 
     def _lay_out(self, trained: list[int]) -> None:
-        """Lay out the sums of these parameters, in the order of the backward pass: a unit is ready once the
-        gradient of its first parameter is."""
+        """Lay out the sums of these parameters, in the order of the backward pass: of a unit, it computes the
+        gradient of the first parameter last."""
         self._trained = trained
         self._sums: list[OwnedSums] = []
         members: dict[tuple[int, torch.dtype], list[int]] = {}
@@ -204,6 +213,7 @@ class ShardedReduction:
 
     # ------------------------------------------------------------ backward passes
 
+    @_not_compiled
     def _before_forward(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Watch the gradients of the parameters that fully_shard has gathered for this module, and those of
         its inputs."""
