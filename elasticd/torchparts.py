@@ -104,6 +104,11 @@ REPLACED: Final = (
 
 USED: Final = (
     Private(
+        "torch.nn.Module._compiled_call_impl",
+        "checkpoint/client/tensors.py: tells that a module was compiled by its compile(), which a deep copy "
+        "forgets.",
+    ),
+    Private(
         "torch.ops._c10d_functional.wait_tensor.default._op_dk",
         "worker/world/waits.py: torch's own wait, below the one that replaces it.",
     ),

@@ -81,6 +81,7 @@ LEAVES = agent(unready="this node is leaving the job")
 OVER: dict[str, Any] = {"phase": "ended", "outcome": "failed", "why": "the budget is spent"}
 WAITS = {"waiting": "waiting for 1 more worker"}
 HELD_BACK = (node("a", running(0), SlotStatus(1, SlotState.STARTING, 1, until_gone=4711)),)
+SHARDED = (node("a", running(0, shard_bytes=3 * 10**9, copies_bytes=12 * 10**9)),)
 AWAITS = "starting, waits for process 4711 to be taken down by the kernel"
 UNSTEPPED = {"step": None, "steps_per_s": None}
 
@@ -108,6 +109,7 @@ UNSTEPPED = {"step": None, "steps_per_s": None}
         ("live top", "slot 1 rank 1 starting, waits for process 4711", {"nodes": HELD_BACK}),
         ("status", f"slot 1  rank 1  {AWAITS}", {"nodes": HELD_BACK}),
         ("page", f"● {AWAITS} 1", {"nodes": HELD_BACK}),
+        ("status", "pid 4711  3 GB of the model, 12 GB of copies", {"nodes": SHARDED}),
         ("live top page", "waiting for 1 more worker", WAITS),
         ("status", "waiting   for 1 more worker", WAITS),
         ("live top", "round 7  failed", OVER),

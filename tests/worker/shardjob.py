@@ -15,17 +15,25 @@ import torch.distributed as dist
 import torch.distributed.checkpoint  # parts of DTensors are found with it
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 from elasticd import worker
 from elasticd.data.auditnotes import EVERY, FOLDER, VARIABLE
 from elasticd.worker.sharding import agreement, sharded_state
 from elasticd.worker.steps import Step
-from tests.worker.jobs import NOTHING, Accident, begin, commit
+from tests.worker.jobs import NOTHING, Accident, begin, commit, hear_of_leaving
 
 STEPS = 8
 BATCH = 12
+
+
+class Body(nn.Linear):
+    """A layer with code of its own: torch compiles no layer of torch by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
 
 
 class Net(nn.Module):
@@ -33,7 +41,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Linear(4, 5)
+        self.body = Body(4, 5)
         self.inner = nn.Linear(5, 5, bias=False)
         self.tied = nn.Linear(5, 5, bias=False)
         self.tied.weight = self.inner.weight
@@ -41,29 +49,50 @@ class Net(nn.Module):
         self.head = nn.Linear(7, 1)
         self.register_buffer("calls", torch.zeros(()))
         self.scale = 1.0
+        self.recomputes = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.calls += 1
-        x = torch.tanh(self.tied(self.inner(torch.tanh(self.body(x)))))
+        x = checkpoint(self.middle, x, use_reentrant=False) if self.recomputes else self.middle(x)
         return self.head(self.frozen(x)) * self.scale
 
-
-def shard(model: Net, mesh: DeviceMesh) -> None:
-    fully_shard(model.body, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.tied(self.inner(torch.tanh(self.body(x)))))
 
 
-def make(**options: Any) -> worker.State:
+def shard(model: Net, mesh: DeviceMesh, feature: str = "") -> None:
+    """``feature``: what else FSDP2 or torch does with the model."""
+    options: dict[str, Any] = {}
+    if feature == "mixed":  # rounding is that of float32
+        options["mp_policy"] = MixedPrecisionPolicy(torch.float32, torch.float64)
+    if feature == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if feature == "compiled":
+        model.body.compile(backend=count_graphs)
+    fully_shard(model.body, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+
+graphs: list[torch.fx.GraphModule] = []  # that this process has compiled
+
+
+def count_graphs(graph: torch.fx.GraphModule, _: Any) -> Any:
+    graphs.append(graph)
+    return graph.forward
+
+
+def make(feature: str = "", **options: Any) -> worker.State:
     torch.manual_seed(3)
     model = Net().double()
+    model.recomputes = feature == "recomputed"
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=0.02
     )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    options = {"shard": shard, **options}
+    options = {"shard": functools.partial(shard, feature=feature), **options}
     return worker.State(model=model, optimizer=optimizer, schedule=schedule, drawn=0.0, **options)
 
 
@@ -118,17 +147,18 @@ def train(
     *,
     saver: str = "",
     virtual_ranks: int = 0,
+    accumulate: int = 1,
     **options: Any,
 ) -> None:
     """A whole script. Without an address: in a world of its own. ``virtual_ranks``: 0, or the samples come
-    from worker.Data, in so many virtual ranks, and are noted for an audit."""
+    from worker.Data, in so many virtual ranks, each in ``accumulate`` batches, and are noted for an audit."""
     journal = begin(address, folder, name, saver)
+    hear_of_leaving()
     trip(accident)
     if virtual_ranks:
         os.environ |= {VARIABLE: str(Path(folder) / FOLDER), EVERY: "4"}
-        options["data"] = worker.Data(
-            Batches(), global_batch=BATCH, shuffle=False, virtual_ranks=virtual_ranks
-        )
+        cut = {"global_batch": BATCH, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
+        options["data"] = worker.Data(Batches(), shuffle=False, **cut)
     state = make(**options)
 
     @worker.run
@@ -149,7 +179,7 @@ def train(
             if accident.point == "saved" and state.step == accident.step:
                 state._committed.saves.checkpoints.wait()
             accident("saved", state.step)
-        journal.write(outcome=outcome(state))
+        journal.write(outcome=outcome(state), graphs=len(graphs))
 
     run(state)
 
@@ -221,6 +251,7 @@ REFUSED = {
     "restore": "State takes no restore= with shard=",
     "optimizer": "optimizer keeps a tensor of the shape [3] for body.weight, of the shape [5, 4]",
     "elsewhere": "optimizer keeps parameters in its attribute known",
+    "compiled": "head was compiled by its compile(), which the copies that shard= is given",
 }
 
 
@@ -237,6 +268,12 @@ class Knowing(torch.optim.SGD):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
         self.known = {"all": 0, **dict(enumerate(self.param_groups[0]["params"]))}
+
+
+def partly_compiled() -> Net:
+    net = Net()
+    net.head.compile(backend="eager")
+    return net
 
 
 def by_columns(model: Net, mesh: DeviceMesh) -> None:
@@ -267,6 +304,7 @@ def refusals() -> dict[str, str]:
         "restore": {"restore": lambda state: None},
         "optimizer": {"optimizer": Odd},
         "elsewhere": {"optimizer": Knowing},
+        "compiled": {"model": partly_compiled},
     }  # fmt: skip
     said = dict.fromkeys(given, "nothing")
     for name, options in given.items():

@@ -24,6 +24,17 @@ def is_flattened(module: nn.Module) -> bool:
     return first is not None and any(isinstance(m, first.FullyShardedDataParallel) for m in module.modules())
 
 
+def require_copyable(module: nn.Module, by: str) -> None:
+    """Raise TypeError for a module of which a deep copy would silently not be compiled. ``by``: the argument
+    of State that makes copies."""
+    for name, part in module.named_modules():
+        if part._compiled_call_impl is not None:
+            raise TypeError(
+                f"{name or 'the model'} was compiled by its compile(), which the copies that {by}= is given "
+                f"would forget: call compile() in the function given as {by}="
+            )
+
+
 def require_dense(tensor: torch.Tensor, name: str) -> None:
     """Raise TypeError for a tensor that is not a dense block of numbers."""
     kind = "quantized" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""

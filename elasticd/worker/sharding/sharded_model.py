@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elasticd.checkpoint.client.tensors import is_plain, local_of
+from elasticd.checkpoint.client.tensors import is_plain, local_of, require_copyable
 from elasticd.worker.commit.contents import Contents, parameters_of
 from elasticd.worker.commit.plaindata import copied, with_tensors
 from elasticd.worker.sharding.expected_state import expected_slots
@@ -285,6 +285,7 @@ def _refuse(contents: Contents) -> None:
                 f"{name} has no values yet, or is sharded: give State a model with its initial values, and "
                 "have shard= call fully_shard"
             )
+    require_copyable(contents.modules[_NAME], "shard")
     if not contents.parameters():
         raise TypeError("with shard=, State needs a model that has parameters")
 

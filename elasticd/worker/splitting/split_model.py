@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elasticd.checkpoint.client.tensors import local_of
+from elasticd.checkpoint.client.tensors import local_of, require_copyable
 from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.plaindata import copied
 from elasticd.worker.world.group import device, unit_size, world_size
@@ -41,6 +41,7 @@ class SplitModel:
             raise TypeError("with split=, State keeps one module, which is given as model=")
         self._contents, self._split, self._asked = contents, split, unit
         self._whole = contents.modules[_NAME]
+        require_copyable(self._whole, "split")
         self._mesh = RoundMesh()
         names = {id(p): name for name, p in self._whole.named_parameters()}
         self._groups = {
