@@ -62,6 +62,11 @@ REPLACED: Final = (
         "worker/world/waits.py: ends with the world. worker/boot/elasticd_waits.py: measures how long.",
     ),
     Private(
+        "torch.nn.utils.clip_grad._get_total_norm",
+        "worker/gradients/whole_norms.py: the norm of a sharded gradient does not depend on the layout.",
+        ("tensors", "norm_type", "error_if_nonfinite", "foreach"),
+    ),
+    Private(
         "torch.nn.parallel.DistributedDataParallel._run_ddp_forward",
         "worker/gradients/reduction.py: a forward pass that adds nothing to the sums of gradients.",
         ("self",),
@@ -141,7 +146,8 @@ USED: Final = (
     ),
     Private(
         "torch.nn.parallel.distributed._find_tensors",
-        "worker/gradients/wrapping.py: finds the tensors in the output of a model.",
+        "worker/gradients/wrapping.py, sharded_reduction.py: finds the tensors in what goes into a model or "
+        "comes out.",
         ("obj",),
     ),
     Private(
@@ -157,7 +163,13 @@ USED: Final = (
     ),
     Private("torch._foreach_add_", "worker/gradients/buckets.py: adds many tensors in one call."),
     Private("torch._foreach_copy_", "worker, checkpoint/client: copies many tensors in one call."),
-    Private("torch._foreach_norm", "worker/report.py: takes the norms of many tensors in one call."),
+    Private(
+        "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
+        "worker/gradients/whole_norms.py: the order in which torch adds up norms.",
+    ),
+    Private(
+        "torch._foreach_norm", "worker/report.py, gradients: takes the norms of many tensors in one call."
+    ),
     Private(
         "torch.distributed.checkpoint._nested_dict.flatten_state_dict",
         "checkpoint/client/state_dict.py: flattens a nested state dict, with the names that DCP uses.",

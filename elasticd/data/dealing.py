@@ -82,8 +82,7 @@ def parts_of(
     batch = cut(samples, virtual_ranks)
     cuts = []
     for v in deal(virtual_ranks, world)[rank]:
-        first = batch[v].start
-        pieces = [range(first + p.start, first + p.stop) for p in cut(len(batch[v]), accumulate) if p]
+        pieces = _pieces(batch[v], accumulate)
         cuts += [(v, piece, piece is pieces[0], piece is pieces[-1]) for piece in pieces]
     return [
         Portion(v, piece, len(piece) / samples, opens, closes, last=i == len(cuts) - 1)
@@ -91,20 +90,37 @@ def parts_of(
     ]
 
 
-def evened_parts_of(
+def parts_in_turns(
     rank: int, world: int, *, samples: int, virtual_ranks: int, accumulate: int = 1
 ) -> list[Portion]:
-    """Return a worker's portions of a global batch, followed by portions that do not count, so that all
-    workers have equally many. For models whose forward pass is a collective."""
-    cut = {"samples": samples, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
-    parts = parts_of(rank, world, **cut)
-    lacks = max(counts_of(world, **cut)) - len(parts)
-    if not lacks:
-        return parts
-    repeated = (parts or parts_of(world - 1, world, **cut))[-1]  # the last worker always has a portion
-    more = replace(repeated, weight=0.0, opens=False, closes=False, last=False, counts=False)
-    parts = [replace(part, last=False) for part in parts]
-    return [*parts, *[more] * (lacks - 1), replace(more, last=True)]
+    """Return a worker's portions of a global batch for a model whose forward pass is a collective: all
+    workers have equally many.
+
+    In turn t, worker r has virtual rank ``t * world + r``. So the workers have neighbouring virtual ranks at
+    a time. A worker that has fewer portions in a turn begins the turn with portions that do not count. Their
+    virtual rank may not exist.
+    """
+    batch = cut(samples, virtual_ranks)
+    repeated = _pieces(batch[-1], accumulate)[0]  # the last virtual rank always has samples
+    found: list[Portion] = []
+    for first in range(0, virtual_ranks, world):
+        pieces = [_pieces(its, accumulate) for its in batch[first : first + world]]
+        mine = pieces[rank] if rank < len(pieces) else []
+        longest = max(map(len, pieces))
+        missing = longest - len(mine)
+        for place in range(longest):
+            counts = place >= missing
+            piece = mine[place - missing] if counts else repeated
+            opens, closes = place == (missing if mine else 0), place == longest - 1
+            weight = len(piece) / samples if counts else 0.0
+            found.append(Portion(first + rank, piece, weight, opens, closes, last=False, counts=counts))
+    return [*found[:-1], replace(found[-1], last=True)]
+
+
+def _pieces(samples: range, accumulate: int) -> list[range]:
+    """Return the pieces of a virtual rank's samples, without empty ones."""
+    first = samples.start
+    return [range(first + p.start, first + p.stop) for p in cut(len(samples), accumulate) if p]
 
 
 @lru_cache(maxsize=16)  # all batches have the same size, except the last of an epoch

@@ -44,7 +44,7 @@ class Data:
     * consistent: a step computes the same bits in a world of any size. Gradients are added up in one order,
       and each virtual rank has its own random numbers and buffers (the buffers of the last one stay). Two
       jobs end alike if they have the same virtual_ranks, the same OMP_NUM_THREADS and deterministic kernels
-      (see torch.use_deterministic_algorithms).
+      (see torch.use_deterministic_algorithms), whether or not the model is sharded.
     * worker_batch: samples per step of each worker, in place of global_batch: the batch grows with the world.
       With ``State(split=...)`` the workers of a unit get the same samples, and a unit counts as one worker.
     * rate: how learning rates follow a growing batch: "linear", "sqrt", "none", or a function from the growth

@@ -17,14 +17,14 @@ from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.data import Data
-from elasticd.worker.gradients.consistent import consistent_arithmetic
+from elasticd.worker.gradients.consistent import consistent_arithmetic, refuse_layouts
 from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_parallel, to_wrap
 from elasticd.worker.sharding.sharded_model import Shard, ShardedModel
 from elasticd.worker.sharding.sharded_state import ShardedState
 from elasticd.worker.splitting.split_model import Split, SplitModel
 from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.steps import Epoch, StepLoop
-from elasticd.worker.world.group import asked_unit
+from elasticd.worker.world.group import asked_unit, device
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoints import Checkpoints
@@ -105,6 +105,7 @@ class State:
         given = {name: value for name, value in named.items() if value is not None}
         self._contents = contents = Contents({**given, **others})
         shards: ShardedState | SplitState | None = None
+        consistent = data is not None and data.consistent
         if split is not None:
             if not callable(split):
                 raise TypeError(
@@ -123,10 +124,14 @@ class State:
             _refuse_with_shards("shard", data, restore, undo, wrap)
             if data is not None:
                 data.divide(unit=1, evens=True)
+            if consistent:
+                arithmetic = consistent_arithmetic(contents.modules, wraps=False, device=device())
+                refuse_layouts(contents.modules, contents.optimizers, device())
+                contents.stateful["_arithmetic"] = arithmetic
             shards = ShardedState(ShardedModel(contents, shard, asked_unit(unit)), redundancy)
             wrap = None
         names = to_wrap(contents.modules, contents.trained) if wrap is not None else []
-        if data is not None and data.consistent:
+        if consistent and shard is None:
             arithmetic = consistent_arithmetic(contents.modules, wraps=wrap is not data_parallel)
             contents.stateful["_arithmetic"] = arithmetic
             names = []
@@ -216,8 +221,8 @@ def _refuse_with_shards(
 ) -> None:
     """Raise TypeError for an argument of State that has no meaning yet with ``shard`` or ``split``. ``by``:
     which of the two is given."""
-    if data is not None and data.consistent:
-        raise TypeError(f"State takes no Data(consistent=True) with {by}=: leave out consistent=True")
+    if by == "split" and data is not None and data.consistent:
+        raise TypeError("State takes no Data(consistent=True) with split=: leave out consistent=True")
     if restore is not None:
         raise TypeError(f"State takes no restore= with {by}=: load the weights before State gets the model")
     if undo is not None or wrap is not data_parallel:

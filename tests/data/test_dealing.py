@@ -7,7 +7,7 @@ from itertools import cycle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.data.dealing import Portion, cut, deal, evened_parts_of, next_batch, parts_of
+from elasticd.data.dealing import Portion, cut, deal, next_batch, parts_in_turns, parts_of
 
 counts = st.integers(1, 40)
 
@@ -75,14 +75,31 @@ def test_a_worker_knows_its_last_part_and_where_a_virtual_rank_begins_and_ends(
 
 
 @given(counts, counts, st.integers(1, 60), st.integers(1, 4))
-def test_workers_that_compute_together_have_equally_many_parts_of_which_the_same_count(
+def test_in_turns_all_workers_have_as_many_parts_and_end_each_turn_together(
     virtual_ranks, world, samples, accumulate
 ):
-    cut = {"samples": samples, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
-    evened = [evened_parts_of(rank, world, **cut) for rank in range(world)]
-    assert len({len(parts) for parts in evened}) == 1
-    for rank, parts in enumerate(evened):
-        bare = [replace(part, last=False) for part in parts if part.counts]
-        assert bare == [replace(part, last=False) for part in parts_of(rank, world, **cut)]
-        assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
-        assert all(part.weight == 0 and part.samples for part in parts if not part.counts)
+    cutting = {"samples": samples, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
+    dealt = [parts_in_turns(rank, world, **cutting) for rank in range(world)]
+    computed = sorted((p for parts in dealt for p in parts if p.counts), key=lambda p: p.samples.start)
+    assert [replace(p, last=False) for p in computed] == [
+        replace(p, last=False) for p in parts_of(0, 1, **cutting)
+    ]
+    for together in zip(*dealt, strict=True):
+        assert [p.virtual_rank % world for p in together] == list(range(world))
+        assert len({p.virtual_rank // world for p in together}) == 1
+        assert len({p.closes for p in together}) == 1
+        assert all(p.samples and (p.weight > 0) == p.counts for p in together)
+    for parts in dealt:
+        assert [p.last for p in parts] == [False] * (len(parts) - 1) + [True]
+        opened = [p.virtual_rank for p in parts if p.opens]
+        assert opened == [p.virtual_rank for p in parts if p.closes] == sorted(set(opened))
+
+
+def test_a_worker_with_fewer_parts_repeats_some_that_do_not_count():
+    def seen(rank):
+        return [
+            (p.virtual_rank, p.samples, p.weight) for p in parts_in_turns(rank, 2, samples=6, virtual_ranks=3)
+        ]
+
+    assert seen(0) == [(0, range(2), 1 / 3), (2, range(4, 6), 1 / 3)]
+    assert seen(1) == [(1, range(2, 4), 1 / 3), (3, range(4, 6), 0.0)]

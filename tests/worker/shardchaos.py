@@ -1,5 +1,6 @@
 """``python -m tests.worker.shardchaos``: losses and resizes of worlds that train the small GPT in FSDP2 or
-HSDP, drawn from a seed. The losses of all steps are compared with those of an undisturbed run.
+HSDP, drawn from a seed. The losses of all steps are compared with those of an undisturbed run. Some trainings
+are in consistent mode: their losses and weights must have the bits of an undisturbed run of DDP.
 
 Workers are real processes, and are really killed and stopped; the crew takes the agent's place. Most scripts
 have no checkpoint, so all state comes from the workers' memory, and what no worker has would end the run.
@@ -57,7 +58,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """``saves``: a saver has the commits. ``virtual_ranks``: 0, or the samples come from worker.Data."""
+    """``saves``: a saver has the commits. ``virtual_ranks``: 0, or the samples come from worker.Data.
+    ``consistent``: in consistent mode. ``whole``: in DDP."""
 
     workers: int
     redundancy: int
@@ -65,20 +67,25 @@ class Plan:
     events: tuple[Event, ...]
     saves: bool = False
     virtual_ranks: int = 0
+    consistent: bool = False
+    whole: bool = False
 
     def __str__(self) -> str:
         mode = f"HSDP of {self.unit}" if self.unit > 1 else "FSDP2"
         events = ", ".join(map(str, self.events))
+        mode = "consistent " * self.consistent + mode
         more = ", saves" * self.saves + f", Data in {self.virtual_ranks}" * (self.virtual_ranks > 0)
         return f"{mode}, {self.workers} workers, redundancy {self.redundancy}{more}; {events}"
 
 
 def draw(seed: int) -> Plan:
-    """Return the plan of a seed. Half of the plans have worker.Data, a fourth a saver and a loss of more
-    workers than there are copies, and a worker is lost in most worlds of eight."""
+    """Return the plan of a seed. Half of the plans have worker.Data, most of these in consistent mode. A
+    fourth have a saver, and lose more workers than there are copies. In most worlds of eight a worker is
+    lost."""
     plan, chance = _simple(seed), random.Random(f"more shards {seed}")
     if chance.random() < 0.5:
-        plan = replace(plan, virtual_ranks=chance.randint(1, 8))
+        consistent = random.Random(f"mode {seed}").random() < 0.7
+        plan = replace(plan, virtual_ranks=chance.randint(1, 8), consistent=consistent)
     if plan.events[0].many == 6 and plan.redundancy and chance.random() < 0.7:
         there, back = plan.events
         loss = Event(chance.choice(["kill", "stop"]), there.step + 1, plan.redundancy)
@@ -127,7 +134,7 @@ class Agent(Crew):
         self._selector.register(self._news, 1, self._told)
         self.reads = 0  # of checkpoints from disk
         self.losses: dict[int, set[float]] = {}
-        self.outcomes: list[list[float]] = []
+        self.outcomes: list[list[float | str]] = []
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -138,8 +145,8 @@ class Agent(Crew):
         plan, name = self.plan, str(len(self.hands))
         news = self.address + "-news"
         asked = str(self.folder), name, news, STEPS, plan.redundancy, plan.unit
-        more = {"saver": self._saver, "virtual_ranks": plan.virtual_ranks}
-        return self.start(shardgpt.work, *asked, **more)
+        data = {"virtual_ranks": plan.virtual_ranks, "consistent": plan.consistent}
+        return self.start(shardgpt.work, *asked, saver=self._saver, **data, whole=plan.whole)
 
     def see_through(self) -> None:
         """Run the training. Raises AssertionError if it does not end."""
@@ -217,11 +224,14 @@ class Agent(Crew):
 
 
 @functools.cache
-def undisturbed() -> tuple[dict[int, set[float]], list[float]]:
-    """The losses of each step, and the outcome, of one worker."""
+def undisturbed(virtual_ranks: int = 0) -> tuple[dict[int, set[float]], list[float | str]]:
+    """The losses of each step, and the outcome, of one worker. ``virtual_ranks``: 0, or in consistent mode
+    with the whole model, in so many virtual ranks."""
+    consistent = virtual_ranks > 0
     folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
     try:
-        with Agent(Plan(1, 0, 1, ()), folder, random.Random(0)) as agent:
+        plan = Plan(1, 0, 1, (), virtual_ranks=virtual_ranks, consistent=consistent, whole=consistent)
+        with Agent(plan, folder, random.Random(0)) as agent:
             agent.see_through()
             return agent.losses, agent.outcomes[0]
     finally:
@@ -232,7 +242,7 @@ def run(seed: int, befell: Counter[str] | None = None) -> list[str]:
     """Return what is wrong with the run of that seed. ``befell`` counts the events, and where
     state came from."""
     plan = draw(seed)
-    losses, outcome = undisturbed()
+    losses, outcome = undisturbed(plan.virtual_ranks if plan.consistent else 0)
     folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
     try:
         with Agent(plan, folder, random.Random(f"victims {seed}")) as agent:
@@ -262,16 +272,16 @@ def _errors(folder: Path) -> list[str]:
     return [f"{name}: {lines[-1][:300]}" for name, lines in said.items() if lines]
 
 
-def _differences(agent: Agent, losses: dict[int, set[float]], outcome: list[float]) -> list[str]:
-    found = _failed(agent)
+def _differences(agent: Agent, losses: dict[int, set[float]], outcome: list[float | str]) -> list[str]:
+    found, exact = _failed(agent), agent.plan.consistent
     if not agent.outcomes:
         found.append(f"no worker has come to the end: {agent}")
     for step, [right] in sorted(losses.items()):
-        wrong = [loss for loss in agent.losses.get(step, {math.nan}) if not _close(loss, right)]
+        wrong = [loss for loss in agent.losses.get(step, {math.nan}) if not _close(loss, right, exact=exact)]
         if wrong:
             found.append(f"step {step} had the loss {wrong}, not {right}")
     for values in agent.outcomes:
-        if not all(map(_close, values, outcome)):
+        if not all(_close(*pair, exact=exact) for pair in zip(values, outcome, strict=True)):
             found.append(f"the weights are {values}, not {outcome}"[:300])
     right_sources = FROM_MEMORY if agent.plan.saves else FROM_WORKERS
     for hand in agent.hands:
@@ -291,7 +301,9 @@ def _audited(folder: Path) -> list[str]:
     return [str(one)[:300] for one in verdict.findings] + ([f"samples: {used}"] if used != right else [])
 
 
-def _close(one: float, other: float) -> bool:
+def _close(one: float | str, other: float | str, *, exact: bool) -> bool:
+    if exact or isinstance(one, str) or isinstance(other, str):
+        return one == other
     return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 

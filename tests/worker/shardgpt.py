@@ -1,9 +1,10 @@
 """The small GPT of workers/gpt.py in FSDP2 or HSDP, with elasticd.worker. Each step's loss and gradients are
-those of one global batch, whatever the number of workers, but for rounding."""
+those of one global batch, whatever the number of workers, but for rounding; in consistent mode to the bit."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 from elasticd import worker
 from elasticd.checkpoint.client import resuming
+from elasticd.checkpoint.client.tensors import full_of
 from elasticd.data.auditnotes import FOLDER, VARIABLE
 from elasticd.worker.steps import Step
 from tests.worker.jobs import begin
@@ -79,10 +81,13 @@ def work(
     *,
     saver: str = "",
     virtual_ranks: int = 0,
+    consistent: bool = False,
+    whole: bool = False,
 ) -> None:
     """A whole script. ``news``: the socket that is told of each committed step, of the outcome, and of each
     read from disk. ``saver``: commits are saved, in its memory and on disk. ``virtual_ranks``: 0, or the
-    samples come from worker.Data, in so many virtual ranks, and are noted for an audit."""
+    samples come from worker.Data, in so many virtual ranks, and are noted for an audit. ``consistent``: in
+    consistent mode. ``whole``: each worker has the whole model."""
     begin(address, folder, name, saver)
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     told.connect("\0" + news)
@@ -92,12 +97,13 @@ def work(
         options["checkpoints"] = f"{folder}/checkpoints"
     if virtual_ranks:
         os.environ[VARIABLE] = str(Path(folder) / FOLDER)
-        data = worker.Data(Batches(steps), global_batch=BATCH, shuffle=False, virtual_ranks=virtual_ranks)
-        options["data"] = data
+        cut = {"global_batch": BATCH, "virtual_ranks": virtual_ranks}
+        options["data"] = worker.Data(Batches(steps), shuffle=False, consistent=consistent, **cut)
     torch.manual_seed(5)
     model = gpt.GPT(SHAPE).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    options |= {"shard": shard, "redundancy": redundancy, "unit": unit}
+    if not whole:
+        options |= {"shard": shard, "redundancy": redundancy, "unit": unit}
     state = worker.State(model=model, optimizer=optimizer, **options)
 
     @worker.run
@@ -110,10 +116,16 @@ def work(
             state.optimizer.zero_grad()
             told.send(json.dumps([name, "step", step, loss]).encode())
             state.commit()
-        weights = [p.full_tensor().sum().item() for p in state.model.parameters()]
+        weights = [outcome(full_of(p.detach()), exact=consistent) for p in state.model.parameters()]
         told.send(json.dumps([name, "outcome", steps, weights]).encode())
 
     run(state)
+
+
+def outcome(weights: torch.Tensor, *, exact: bool) -> float | str:
+    if exact:
+        return hashlib.sha256(weights.contiguous().numpy().tobytes()).hexdigest()
+    return weights.sum().item()
 
 
 def learn(state: worker.State, step: int) -> float:
@@ -137,6 +149,8 @@ def learn_of_data(state: worker.State, step: Step) -> float:
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
         total += loss.detach() * step.weight
         step.backward(loss)
+    if step.loss is not None:  # in consistent mode
+        return step.loss.item()
     dist.all_reduce(total)
     return total.item()
 

@@ -144,8 +144,7 @@ class CommittedState:
         self.uncommitted.enter(world)
         self.comparison.enter(world, self.step)
         if self._is_consistent and self.data is not None:
-            modules, ranks, seed = [*self.contents.modules.values()], self.data.virtual_ranks, self.data.seed
-            self.reduction = ConsistentReduction(modules, ranks, seed, lambda: self.place, world)
+            self.reduction = self._consistent_reduction(self.data, world)
         else:
             sharded = isinstance(self.shards, ShardedState)
             several = world if len(self.models) > 1 else None
@@ -158,6 +157,16 @@ class CommittedState:
             number = world.number if world is not None else int(os.environ.get("ELASTICD_ROUND", "1"))
             unit = self.unit
             self.recorder.entered(number, rank() // unit, world_size() // unit, self.step, about)
+
+    def _consistent_reduction(self, data: Data, world: World | None) -> Reduction:
+        modules, ranks, seed = [*self.contents.modules.values()], data.virtual_ranks, data.seed
+        if isinstance(self.shards, ShardedState):
+            # Imported here, since it imports parts of torch that only sharded models need.
+            from elasticd.worker.gradients.sharded_reduction import ShardedReduction
+
+            spans = self.shards.spans
+            return ShardedReduction(modules[0], spans, ranks, seed, lambda: self.place, world)
+        return ConsistentReduction(modules, ranks, seed, lambda: self.place, world)
 
     def leave(self) -> None:
         """Leave the world and go back to the last commit, unless parameters without a copy have changed

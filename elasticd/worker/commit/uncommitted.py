@@ -210,7 +210,7 @@ class Uncommitted:
     def _copy_from_now_on(self, outside: set[int], stepped: set[str]) -> None:
         """From the next commit on, copy these parameters (``outside``) and optimizers (``stepped``), which
         change before the last sum of a step."""
-        if self._undoes is False:
+        if self._undoes is False or self._kept_elsewhere:
             return
         self._swapped += [m for m in self._owners.swapped(outside, self._frozen()) if m not in self._swapped]
         if not self._undo.want(self._owners.to_copy(outside, stepped), stepped):

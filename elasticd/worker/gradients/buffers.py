@@ -17,17 +17,17 @@ SMALL = 1 << 16  # buffers of at most this many elements are always copied: Batc
 
 
 class Buffers:
-    """The buffers of these modules in the present world. The last worker, which has the last virtual rank,
-    sends its buffers to the others. The last virtual rank always has samples."""
+    """The buffers of these modules in the present world. The worker ``source``, which has the last virtual
+    rank, sends its buffers to the others. The last virtual rank always has samples."""
 
-    def __init__(self, modules: Iterable[nn.Module], rank: int, size: int) -> None:
+    def __init__(self, modules: Iterable[nn.Module], rank: int, size: int, source: int) -> None:
         found = {id(b): b for module in modules for b in module.buffers()}.values()
         # Buffers with wide elements come first, so that all are aligned when they are packed into one tensor.
         ordered = sorted(found, key=lambda b: -b.element_size())
         self._small = [b for b in ordered if b.numel() <= SMALL]
         self._large = [b for b in ordered if b.numel() > SMALL]
-        self._source, self._size = size - 1, size
-        self._is_source = rank == size - 1
+        self._source, self._size = source, size
+        self._is_source = rank == source
         self._versions: list[int] = []
         self._kept: list[torch.Tensor] = []
         self._kept_versions: list[int] = []  # the versions of the large buffers when they were copied

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from elasticd.data.dealing import Portion, deal
 from elasticd.worker.commit import randomness
@@ -23,7 +24,11 @@ from elasticd.worker.gradients.buffers import Buffers
 from elasticd.worker.world.group import World
 
 UNDER_WAY = 4  # buckets in flight; with fewer, workers wait for each other in the backward pass
-_BETWEEN = -1  # used as virtual rank to seed the random numbers between two steps
+BETWEEN = -1  # used as virtual rank to seed the random numbers between two steps
+TWICE = (
+    "consistent mode needs each parameter's gradient at once, and one came twice in a backward pass: use "
+    "checkpoint(..., use_reentrant=False)"
+)
 
 
 class ConsistentReduction:
@@ -50,7 +55,7 @@ class ConsistentReduction:
         blocks = deal(virtual_ranks, size)
         self._block = blocks[rank]
         self._exchange = Exchange(blocks, rank, virtual_ranks)
-        self._buffers = Buffers(modules, rank, size)
+        self._buffers = Buffers(modules, rank, size, source=size - 1)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._parameters: list[nn.Parameter] = []
         self._under_way = False
@@ -101,7 +106,7 @@ class ConsistentReduction:
         self._under_way = False
         if self._world is not None:
             self._world.sums += 1
-        randomness.seed_all(self._seed, *self._place(), _BETWEEN)
+        randomness.seed_all(self._seed, *self._place(), BETWEEN)
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
@@ -196,10 +201,7 @@ class ConsistentReduction:
         if not self._is_last:
             return
         if self._seen[number]:
-            raise RuntimeError(
-                "consistent mode needs each parameter's gradient at once, and one came twice in a backward "
-                "pass: use checkpoint(..., use_reentrant=False)"
-            )
+            raise RuntimeError(TWICE)
         self._seen[number] = 1
         self._missing[self._bucket_of[number]] -= 1
         while self._sent < len(self._buckets) and not self._missing[self._sent]:
@@ -249,6 +251,9 @@ _MEANINGS = {
 }
 
 
+_BY_TENSOR = tuple(getattr(torch.optim, n) for n in ("Adafactor", "LBFGS", "Muon") if hasattr(torch.optim, n))
+
+
 class Arithmetic:
     """The facts that decide how this machine rounds, kept in the State. A later worker must have the same,
     and uses as many threads."""
@@ -277,11 +282,13 @@ class Arithmetic:
             torch.set_num_threads(state["threads"])
 
 
-def consistent_arithmetic(modules: Mapping[str, nn.Module], *, wraps: bool) -> Arithmetic:
+def consistent_arithmetic(
+    modules: Mapping[str, nn.Module], *, wraps: bool, device: torch.device | None = None
+) -> Arithmetic:
     """Return the arithmetic of a State with these modules.
 
-    ``wraps``: the script wraps modules itself. Raises TypeError, with a sentence, for modules that cannot
-    give the same results in a world of another size.
+    ``wraps``: the script wraps modules itself. ``device``: by default that of the model. Raises TypeError,
+    with a sentence, for modules that cannot give the same results in a world of another size.
     """
     if wraps:
         raise TypeError(
@@ -303,4 +310,32 @@ def consistent_arithmetic(modules: Mapping[str, nn.Module], *, wraps: bool) -> A
                     f"{where} has sparse gradients, which consistent mode cannot add up: make it with "
                     "sparse=False, or give Data consistent=False"
                 )
-    return Arithmetic(next(modules["model"].parameters()).device)
+    return Arithmetic(device or next(modules["model"].parameters()).device)
+
+
+def refuse_layouts(
+    modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], device: torch.device
+) -> None:
+    """Raise TypeError, with a sentence, for what rounds by the layout of a sharded model, which differs in a
+    world of another size."""
+    for name, optimizer in optimizers.items():
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, _BY_TENSOR):
+            raise TypeError(
+                f"{name} is of {kind}, whose step computes with whole tensors, so it cannot be consistent "
+                "for a sharded model: use an optimizer whose step is elementwise, such as AdamW, or give "
+                "Data consistent=False"
+            )
+        if device.type == "cpu" and any(group.get("fused") for group in optimizer.param_groups):
+            raise TypeError(
+                f"{name} is of {kind} with fused=True, which on CPUs rounds by the layout of a sharded "
+                "model: leave out fused=True, or give Data consistent=False"
+            )
+    for whole in modules.values():
+        for name, parameter in whole.named_parameters():
+            if device.type == "cpu" and parameter.is_floating_point() and parameter.itemsize < 4:
+                raise TypeError(
+                    f"{name} is in {parameter.dtype}, in which optimizers on CPUs round by the layout of a "
+                    "sharded model: keep parameters in torch.float32, and compute in a smaller type by "
+                    "MixedPrecisionPolicy(param_dtype=...), or give Data consistent=False"
+                )

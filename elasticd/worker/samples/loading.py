@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker
 
-from elasticd.data.dealing import Batch, Portion, counts_of, evened_parts_of, parts_of
+from elasticd.data.dealing import Batch, Portion, counts_of, parts_in_turns, parts_of
 from elasticd.data.order import transform_seed
 from elasticd.worker.commit.plaindata import number_of
 from elasticd.worker.commit.randomness import OwnRandomness
@@ -96,7 +96,7 @@ class Indexed(Dataset[Any]):
 @dataclass(frozen=True, slots=True)
 class Cutting:
     """The rule by which global batches of ``size`` samples are cut into parts, and this worker's ``rank``.
-    ``evens``: all workers have equally many parts, some of which may not count."""
+    ``evens``: all workers have equally many parts, some of which may not count: see ``parts_in_turns``."""
 
     rank: int
     world: int
@@ -109,13 +109,14 @@ class Cutting:
     def parts(self, samples: int) -> list[Portion]:
         """Return this worker's parts of a batch of ``samples`` samples."""
         cut = {"samples": samples, "virtual_ranks": self.virtual_ranks, "accumulate": self.accumulate}
-        return (evened_parts_of if self.evens else parts_of)(self.rank, self.world, **cut)
+        return (parts_in_turns if self.evens else parts_of)(self.rank, self.world, **cut)
 
     def counts(self, samples: int) -> tuple[int, ...]:
         """Return the number of parts of a batch of ``samples`` samples that each worker has, by rank."""
         cut = {"samples": samples, "virtual_ranks": self.virtual_ranks, "accumulate": self.accumulate}
-        counts = counts_of(self.world, **cut)
-        return (max(counts),) * self.world if self.evens else counts
+        if self.evens:
+            return (len(parts_in_turns(0, self.world, **cut)),) * self.world
+        return counts_of(self.world, **cut)
 
 
 class Stream(IterableDataset[Any]):

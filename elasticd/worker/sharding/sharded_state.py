@@ -53,6 +53,11 @@ class ShardedState:
         self._kinds: Kinds = ()
         self.sizes = ShardSizes(0, 0, 0)
 
+    @property
+    def spans(self) -> Sequence[Spans]:
+        """The part of each parameter that each rank has in the present world."""
+        return self._spans
+
     def generation(self, point: CommitPoint) -> Generation | None:
         return next((its for its in self.generations if its.point == point), None)
 

@@ -1,0 +1,193 @@
+"""In consistent mode a sharded model ends with the bits of a model that each worker holds whole."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint  # parts of DTensors are found with it
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from elasticd import worker
+from elasticd.worker.gradients.owned_sums import owned
+from elasticd.worker.gradients.whole_norms import shard_lengths
+from elasticd.worker.sharding.spans import Span
+from tests.worker.worlds import in_world
+
+SAMPLES, BATCH, VIRTUAL_RANKS = 37, 17, 5  # the last batch reaches three of five virtual ranks
+
+
+class Part(nn.Module):
+    """Rows that no world divides, normalization over the batch, dropout, and a layer that only some virtual
+    ranks use."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 11)
+        self.seldom = nn.Linear(7, 7)
+        self.norm = nn.BatchNorm1d(11)
+        self.drop = nn.Dropout(0.2)
+        self.down = nn.Linear(11, 7)
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recomputes:
+            return checkpoint(self.inner, x, use_reentrant=False)
+        return self.inner(x)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(x).flatten(0, 1)
+        x = x + self.seldom(x) if int(1000 * x.sum()) % 2 else x
+        return x + self.down(self.drop(torch.tanh(self.norm(up))).view(*x.shape[:2], -1))
+
+
+class Stack(nn.Module):
+    """Parameters that two layers share, a layer that is frozen, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 7)
+        self.blocks = nn.ModuleList(Part(recomputes) for recomputes in (False, True, False, False))
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.never = nn.Linear(2, 2)
+        self.inner = nn.Linear(7, 7, bias=False)
+        self.tied = nn.Linear(7, 7, bias=False)
+        self.tied.weight = self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.tied(torch.tanh(self.inner(self.frozen(x))))
+
+
+def shard(model: Stack, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def trained(accumulate: int = 1, shard: Any = None, unit: int = 1) -> str:
+    """A digest of all that training leads to, and of what it says on its way."""
+    torch.manual_seed(3)
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.randn(SAMPLES, 4, 3, generator=generator)
+    data = worker.Data(
+        samples,
+        global_batch=BATCH,
+        virtual_ranks=VIRTUAL_RANKS,
+        accumulate=accumulate,
+        consistent=True,
+    )
+    options: dict[str, Any] = {"shard": shard, "unit": unit} if shard is not None else {}
+    state = worker.State(model=model, optimizer=optimizer, data=data, said=[], **options)
+
+    @worker.run
+    def run(state: worker.State) -> str:
+        for step in state.steps():
+            for batch in step:
+                step.backward(state.model(batch).square().mean())
+            norm = nn.utils.clip_grad_norm_(state.model.parameters(), 0.05)
+            state.said += [step.loss.item(), float(full(norm)), torch.rand(1).item()]
+            state.optimizer.step()
+            if step.number != 1:  # the next step adds to the gradients
+                state.optimizer.zero_grad()
+            state.commit()
+        return digest(state)
+
+    return run(state)
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def digest(state: worker.State) -> str:
+    model = state.model
+    kept = [*model.parameters(), *model.buffers()]
+    slots = [state.optimizer.state.get(parameter, {}) for parameter in model.parameters()]
+    kept += [value for slot in slots for _, value in sorted(slot.items())]
+    found = hashlib.sha256()
+    for tensor in kept:
+        found.update(full(tensor.detach()).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return f"{found.hexdigest()} {len(kept)} {state.said}"
+
+
+def in_modes(accumulate: int = 1, *units: int) -> list[str]:
+    """DDP and FSDP2, and HSDP with these units."""
+    return [trained(accumulate), *(trained(accumulate, shard, unit) for unit in (1, *units))]
+
+
+def test_one_digest_comes_out_of_ddp_and_fsdp2_in_worlds_of_one_and_three(tmp_path: Path) -> None:
+    [(whole, alone)] = in_world(1, tmp_path, in_modes)
+    assert alone == whole
+    assert in_world(3, tmp_path, trained, 1, shard) == [whole] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_digest_comes_out_of_ddp_and_fsdp2_and_hsdp_in_a_world_of_any_size(
+    tmp_path: Path, accumulate: int
+) -> None:
+    [whole] = in_world(1, tmp_path, trained, accumulate)
+    for world, units in ((1, ()), (2, (2,)), (3, ()), (4, (2,)), (6, (2, 3))):
+        for found in in_world(world, tmp_path, in_modes, accumulate, *units):
+            assert found == [whole] * len(found), world
+
+
+@pytest.mark.parametrize(
+    ("spans", "pieces"),
+    [
+        ([(0, 4), (4, 7)], [(0, 4), (4, 7)]),
+        ([(0, 4), (4, 4)], [(0, 4), (4, 4)]),
+        ([(0, 4), (4, 9), (0, 4), (4, 9)], [(0, 2), (4, 6), (2, 4), (6, 9)]),
+        ([(0, 5)] * 3, [(0, 1), (1, 3), (3, 5)]),
+    ],
+)
+def test_workers_own_what_they_have_and_replicas_share_it_out(
+    spans: list[tuple[int, int]], pieces: list[tuple[int, int]]
+) -> None:
+    assert owned([(Span(*span),) for span in spans]) == [(Span(*piece),) for piece in pieces]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_shards_are_as_long_as_torch_cuts_them(rows: int, size: int) -> None:
+    chunks = [chunk.numel() for chunk in torch.zeros(rows, 3).chunk(size)]
+    assert shard_lengths((rows, 3), size) == chunks + [0] * (size - len(chunks))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "options", "match"),
+    [
+        (
+            torch.optim.Adafactor,
+            torch.float32,
+            {},
+            "optimizer is of Adafactor, whose step computes with whole",
+        ),
+        (torch.optim.LBFGS, torch.float32, {}, "optimizer is of LBFGS"),
+        (torch.optim.AdamW, torch.float32, {"fused": True}, "AdamW with fused=True, which on CPUs rounds by"),
+        (
+            torch.optim.SGD,
+            torch.bfloat16,
+            {},
+            "first.weight is in torch.bfloat16, in which optimizers on CPUs",
+        ),
+    ],
+)
+def test_what_rounds_by_the_layout_is_refused_in_a_sentence(
+    optimizer: Any, dtype: torch.dtype, options: dict[str, Any], match: str
+) -> None:
+    model = Stack().to(dtype)
+    data = worker.Data([0, 1], global_batch=2, virtual_ranks=2, consistent=True)
+    with pytest.raises(TypeError, match=match):
+        worker.State(model, optimizer(model.parameters(), lr=0.1, **options), data=data, shard=shard)
