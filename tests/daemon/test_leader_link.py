@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import queue
 import socket
 import threading
@@ -163,6 +162,7 @@ def test_an_agent_that_cannot_reach_the_leader_says_so_once(
 
     monkeypatch.setattr(telemetry_sender.log, "get", lambda name: Log())
     monkeypatch.setattr(telemetry_sender, "FIRST_S", 0.001)
+    monkeypatch.setattr(telemetry_sender, "RETRY_S_MAX", 0.001)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     tells = sender(cleanup)
@@ -293,27 +293,6 @@ def test_a_leader_that_ends_drops_its_connections_in_silence(
     assert _is_closed(stranger)
     assert [record.getMessage() for record in caplog.records] == []
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_leader_without_a_free_file_is_silent_and_serves_again_later(
-    cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    there = serve(cleanup, Leader())
-    with Wire.connect(there.host, there.port, SECRET):
-        pass  # the listener uses asyncio from now on
-    tried = threading.Event()
-    accept = socket.socket._accept  # type: ignore[attr-defined]
-
-    def full(listener: socket.socket) -> Any:
-        if tried.is_set():
-            return accept(listener)
-        tried.set()
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(socket.socket, "_accept", full)
-    with Wire.connect(there.host, there.port, SECRET):
-        assert tried.is_set()
-    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_an_agent_whose_address_a_router_translates_listens_on_all_interfaces() -> None:

@@ -13,7 +13,7 @@ import os
 import resource
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from elasticd.checkpoint.replication.wire import HEAD, NONCE, PeerGone, Seals, digest_of
 from elasticd.core.facts import NodeTelemetry
@@ -29,7 +29,7 @@ from elasticd.daemon.leader_link.telemetry_messages import (
     Tell,
 )
 from elasticd.etcd.clock import SteadyClock
-from elasticd.telemetry.http import wait_for_connection
+from elasticd.telemetry.accepting import BACKLOG, Scarcity, serve_from_the_first
 
 if TYPE_CHECKING:
     import asyncio
@@ -50,11 +50,11 @@ def listen(address: str) -> socket.socket:
     """
     family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
     try:
-        return socket.create_server((address, 0), family=family, backlog=1024)
+        return socket.create_server((address, 0), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        return socket.create_server(("", 0), family=family, backlog=1024)
+        return socket.create_server(("", 0), family=family, backlog=BACKLOG)
 
 
 class TelemetryListener:
@@ -70,6 +70,7 @@ class TelemetryListener:
         self._most = min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._open: set[asyncio.StreamWriter] = set()
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._scarcity = Scarcity("the leader")
         self._over, self._closed_to_end = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="elasticd-telemetry", daemon=True)
         self._thread.start()
@@ -88,21 +89,24 @@ class TelemetryListener:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        with self._listener, self._over:
-            if wait_for_connection(self._listener, self._over):
-                import asyncio
+        def serve() -> None:
+            import asyncio
 
-                asyncio.run(self._serve_all())
+            asyncio.run(self._serve_all())
+
+        with self._listener, self._over:
+            serve_from_the_first(self._listener, self._over, serve, self._scarcity)
 
     async def _serve_all(self) -> None:
         import asyncio
 
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_note)
+        loop.set_exception_handler(self._scarcity.note)
         loop.add_reader(self._over, ended.set)
         self._listener.setblocking(False)
         server = await asyncio.start_server(self._serve, sock=self._listener)
+        self._listener.listen(BACKLOG)  # asyncio has set 100
         await ended.wait()
         server.close()
         for writer in tuple(self._open):
@@ -155,13 +159,6 @@ class TelemetryListener:
         some = {name: known.nodes[name] for name in news[:BATCH_NODES]}
         batch = TelemetryBatch(tuple(some.values()), summary, more=len(news) > len(some))
         return batch, shown.updated(some)
-
-
-def _note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error as asyncio does, unless the error is an OSError. Without a free file asyncio tries again
-    to accept, and would log that a hundred times a second."""
-    if not isinstance(context.get("exception"), OSError):
-        loop.default_exception_handler(context)
 
 
 async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> Seals:
