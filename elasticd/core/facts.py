@@ -721,6 +721,19 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgottenNodes:
+    """Lost nodes that have no room in the summary. Key ``forgotten``, no lease; the leader writes it with the
+    summary, when it has changed. If such a node comes back under another leader, its agent tells its time
+    again, which the summary's ``gone`` has.
+
+    ``run``: see ``NodeLedger``. ``spent``: the seconds of a node by kind, by name.
+    """
+
+    run: int
+    spent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Leadership:
     """The leader. Key ``leader``, on the leader's lease; created only if absent.
 
@@ -807,6 +820,7 @@ Fact = (
     | Leadership
     | Checkpoint
     | Summary
+    | ForgottenNodes
     | SaverAddress
     | DebugTails
 )

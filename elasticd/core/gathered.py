@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Final
 
-from elasticd.core.facts import NodeLedger, NodeTelemetry, Round, Summary
+from elasticd.core.facts import ForgottenNodes, NodeLedger, NodeTelemetry, Round, SlotTime, Summary
 from elasticd.core.ledger import totals
 from elasticd.core.persistent_map import PersistentMap
 
 KEPT_MAX: Final = 64  # nodes in a summary
-FORGOTTEN_MAX: Final = 10_000  # nodes whose return a leader still notices
+FORGOTTEN_MAX: Final = 3000  # nodes whose return a leader still notices: a value in etcd has 1.5 MB at most
 TELL_S: Final = 1.0  # the least time between two messages of an agent
 HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: a tenth of a processor
 SUMMARY_BYTES_S: Final = 4096  # that a small summary adds to etcd in a second
@@ -28,8 +28,8 @@ SLOT_BYTES: Final = 280  # of a slot in a summary, about
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """``run``: of ``NodeLedger``. ``spent``, ``gone``: see ``Summary``. ``restored``: the summary of earlier
-    leaders is part of this. ``forgotten``: the ledgers of nodes that are part of ``gone`` since this leader
-    leads: such a node may come back."""
+    leaders is part of this. ``forgotten``: the ledgers of nodes that are part of ``gone``: such a node may
+    come back."""
 
     run: int
     nodes: PersistentMap[NodeTelemetry] = field(default_factory=PersistentMap)
@@ -67,9 +67,9 @@ def hear(known: Gathered, told: NodeTelemetry) -> Gathered:
     return replace(known, nodes=known.nodes.updated({told.node: told}), spent=spent)
 
 
-def restore(known: Gathered, kept: Summary | None) -> Gathered:
-    """Return what is known after the summary of earlier leaders was read (None: there is none). What nodes
-    have told since is newer."""
+def restore(known: Gathered, kept: Summary | None, forgotten: ForgottenNodes | None = None) -> Gathered:
+    """Return what is known after the summary of earlier leaders was read, and which nodes these leaders have
+    forgotten (None: there is none). What nodes have told since is newer."""
     known = replace(known, restored=True)
     if kept is None or kept.run != known.run:
         return known
@@ -81,7 +81,18 @@ def restore(known: Gathered, kept: Summary | None) -> Gathered:
             known = hear(known, told)
         elif newer.ledger is None:
             known = hear(known, replace(newer, ledger=told.ledger))
+    if forgotten is not None and forgotten.run == known.run:
+        known = _with_forgotten(known, forgotten)
     return known
+
+
+def to_keep(known: Gathered) -> ForgottenNodes:
+    """Return what a successor needs to know of forgotten nodes."""
+    spent = {
+        name: {kind: round(seconds, 3) for kind, seconds in totals((ledger,)).items() if seconds}
+        for name, ledger in known.forgotten.to_dict().items()
+    }
+    return ForgottenNodes(known.run, spent)
 
 
 def kept_for(known: Gathered, told: NodeTelemetry) -> NodeLedger | None:
@@ -140,6 +151,22 @@ def _forget(known: Gathered, names: Iterable[str]) -> Gathered:
         gone=_changed(known.gone, (), ledgers.values()),
         forgotten=known.forgotten.updated(dict(islice(ledgers.items(), room))),
     )
+
+
+def _with_forgotten(known: Gathered, forgotten: ForgottenNodes) -> Gathered:
+    """Return what is known with the nodes that earlier leaders have forgotten. Of these only the time of all
+    slots together is known: it is told as the time of slot 0."""
+    ledgers = {
+        name: NodeLedger(name, 0.0, (SlotTime(0, spent),), known.run)
+        for name, spent in forgotten.spent.items()
+    }
+    known = replace(known, forgotten=known.forgotten.updated(ledgers))
+    for name in ledgers:
+        back = known.nodes.get(name)
+        if back is not None:  # it is back already, and has perhaps told its time, with the time that is gone
+            told = (back.ledger,) if back.ledger is not None else ()
+            known = hear(replace(known, spent=_changed(known.spent, told, ())), back)
+    return known
 
 
 def _recalled(known: Gathered, name: str) -> Gathered:

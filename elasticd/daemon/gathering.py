@@ -6,16 +6,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from elasticd.core import gathered
 from elasticd.core.agent import AgentState
-from elasticd.core.facts import Leadership, NodeLedger, NodeTelemetry, Paces, Phase, Round, Summary
+from elasticd.core.facts import (
+    Fact,
+    ForgottenNodes,
+    Leadership,
+    NodeLedger,
+    NodeTelemetry,
+    Paces,
+    Phase,
+    Round,
+    Summary,
+)
 from elasticd.core.gathered import Gathered
 from elasticd.core.leader import Registered, View
 from elasticd.core.ledger import totals
 from elasticd.core.persistent_map import PersistentMap
-from elasticd.core.ports import Heard, LeaderLink, Listing, Put, Seen, StillThere, Store
+from elasticd.core.ports import Applied, Heard, LeaderLink, Listing, Put, Seen, StillThere, Store
 
 FAREWELL_S = 2.0  # the longest wait for each of: the other nodes' last telemetry, an answer, the last summary
 
@@ -58,6 +69,7 @@ class Gathering:
         self._run = 0  # see ``NodeLedger``
         self._present: PersistentMap[Registered] | None = None
         self._change = threading.Condition()  # of ``known``
+        self._kept: PersistentMap[NodeLedger] = PersistentMap()  # the forgotten nodes that etcd has
         self._writing = False
         self._due = 0.0
 
@@ -84,7 +96,8 @@ class Gathering:
             if view is not None and view.nodes is not None:
                 self._present = view.nodes
         if begins:
-            self._read_summary(self._restore)
+            self._kept = PersistentMap()
+            self._read("summary", lambda kept: self._read("forgotten", partial(self._restore, kept)))
         self._pass_on()
         self.wake_at = None
         if self.known is not None and self.known.restored and not self._alone:
@@ -178,24 +191,26 @@ class Gathering:
 
     # ------------------------------------------------------------ the summary
 
-    def _read_summary(self, found: Callable[[Summary | None], None]) -> None:
-        """Pass on the present summary. ``found`` runs on the store's thread."""
+    def _read(self, key: str, found: Callable[[Fact | None], None]) -> None:
+        """Pass on the present value of the key. ``found`` runs on the store's thread."""
         ends: list[Callable[[], None]] = []
 
         def seen(news: Seen) -> None:
             if isinstance(news, Listing):
-                facts = (entry.fact for entry in news.entries)
-                found(next((fact for fact in facts if isinstance(fact, Summary)), None))
                 for end in ends:
                     end()
+                found(next((entry.fact for entry in news.entries if entry.key == key), None))
 
-        ends.append(self._store.watch("summary", seen))
+        ends.append(self._store.watch(key, seen))
 
-    def _restore(self, kept: Summary | None) -> None:
+    def _restore(self, kept: Fact | None, forgotten: Fact | None) -> None:
         with self._change:
             if self.known is None or self.known.restored:
                 return
-            self.known = known = gathered.restore(self.known, kept)
+            summary = kept if isinstance(kept, Summary) else None
+            its = forgotten if isinstance(forgotten, ForgottenNodes) else None
+            self.known = known = gathered.restore(self.known, summary, its)
+            self._kept = known.forgotten
         mine = known.nodes.get(self._me.node)
         if self._told.asks:
             self._post(LedgerFound(mine.ledger if mine is not None else None))
@@ -209,12 +224,18 @@ class Gathering:
 
     def _write(self, summary: Summary, done: Callable[[], None] = lambda: None) -> None:
         self._due, self._writing = summary.at + gathered.summarize_every_s(summary), True
+        known, writes = self.known, [Put("summary", summary)]
+        forgotten = known.forgotten if known is not None else self._kept
+        if known is not None and forgotten is not self._kept:
+            writes.append(Put("forgotten", gathered.to_keep(known)))
 
         def answered(answer: object) -> None:
             self._writing = False
+            if isinstance(answer, Applied):
+                self._kept = forgotten
             done()
 
-        self._store.transact((StillThere("leader", self._term),), (Put("summary", summary),), answered)
+        self._store.transact((StillThere("leader", self._term),), tuple(writes), answered)
 
     # ------------------------------------------------------------ the end
 

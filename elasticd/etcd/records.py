@@ -16,6 +16,7 @@ from elasticd.core.facts import (
     Checkpoint,
     DebugTails,
     Fact,
+    ForgottenNodes,
     Hang,
     Leadership,
     MemberPart,
@@ -42,6 +43,7 @@ _BY_KEY: Final[dict[str, type[Fact]]] = {
     "hang": Hang,
     "stragglers": Stragglers,
     "summary": Summary,
+    "forgotten": ForgottenNodes,
 }
 _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "nodes": Node,

@@ -18,6 +18,7 @@ from typing import Any, Final
 from elasticd.core.facts import (
     Extent,
     Fact,
+    ForgottenNodes,
     Leadership,
     Limits,
     Member,
@@ -95,6 +96,11 @@ def _names(value: Any) -> None:
         _name(name)
 
 
+def _by_name(value: Any) -> None:
+    _names(value)
+    check(value)
+
+
 def _word(value: Any) -> None:
     if not value.isprintable() or len(value) > NAME_MAX:
         raise ValueError(f"{value[:NAME_MAX]!r} is not a word")
@@ -158,6 +164,7 @@ _BY_FIELD: Final[dict[tuple[type, str], Callable[[Any], None]]] = {
     (SaverAddress, "port"): _between(1, 65535),
     (Limits, "max"): _COUNT,
     (Saved, "name"): _word,
+    (ForgottenNodes, "spent"): _by_name,
 }
 
 

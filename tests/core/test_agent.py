@@ -98,7 +98,7 @@ def test_a_job_that_nobody_works_on_can_be_made_another(resume: Resume) -> None:
     write = one.wrote(Tag.SPEC)
     assert write.guards == (Unchanged("spec", one.revision),)
     assert write.writes[0] == Put("spec", other)
-    folders = {Delete("reports/", prefix=True), Delete("summary")}
+    folders = {Delete("reports/", prefix=True), Delete("summary"), Delete("forgotten")}
     checkpoint = {Delete("checkpoint")} if resume is Resume.NEVER else set()
     assert set(write.writes[1:]) == {Delete("budget"), *folders, *checkpoint}, "what an earlier run left"
     one.answered(Tag.SPEC)

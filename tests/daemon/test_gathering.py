@@ -11,6 +11,8 @@ import pytest
 
 from elasticd.core import agent
 from elasticd.core.facts import (
+    Fact,
+    ForgottenNodes,
     Leadership,
     Limits,
     NodeLedger,
@@ -39,23 +41,22 @@ class Etcd:
     """Has a summary, perhaps, and takes what is written."""
 
     def __init__(self, summary: Summary | None = None) -> None:
-        self.summary = summary
+        self.facts: dict[str, Fact] = {"summary": summary} if summary is not None else {}
         self.written: list[Summary] = []
+        self.keys: list[list[str]] = []
         self.guards: list[tuple[Guard, ...]] = []
 
     def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
-        assert key == "summary"
-        there = (Entry("summary", self.summary, 9, 9),) if self.summary is not None else ()
+        there = (Entry(key, self.facts[key], 9, 9),) if key in self.facts else ()
         seen(Listing(there, 9))
         return lambda: None
 
     def transact(
         self, guards: tuple[Guard, ...], writes: tuple[Write, ...], answer: Callable[[Answer], None]
     ) -> None:
-        (put,) = writes
-        assert isinstance(put, Put) and isinstance(put.fact, Summary)
-        self.summary = put.fact
-        self.written.append(put.fact)
+        self.facts |= {put.key: put.fact for put in writes if isinstance(put, Put)}
+        self.keys.append([write.key for write in writes])
+        self.written.append(cast(Summary, self.facts["summary"]))
         self.guards.append(guards)
         answer(Applied(10))
 
@@ -177,6 +178,22 @@ def test_the_summary_is_written_rarely_by_the_leader_alone() -> None:
     assert 9 <= len(etcd.written) <= 11, "so a full etcd is noticed"
     assert etcd.written[-1].spent["productive"] == 2.0 and not etcd.written[-1].final
     assert set(etcd.guards) == {(StillThere("leader", 3),)}, "a deposed leader cannot write"
+
+
+def test_what_a_leader_has_forgotten_is_written_when_it_changes_and_its_successor_counts_it_once() -> None:
+    etcd, names = Etcd(), ["a", *(f"n{n:03}" for n in range(200))]
+    first, _, its = leading(etcd)
+    first.attend(its, registered(*names), 1000.0)
+    first.hear([telemetry(name, 10.0) for name in names])
+    for at in (1020.0, 1040.0):
+        first.attend(its, registered("a"), at)
+    assert ["forgotten" in keys for keys in etcd.keys][-2:] == [True, False]
+    second, _, its = leading(etcd)
+    second.attend(its, registered(*names), 1060.0)
+    second.hear([telemetry(name, 11.0) for name in names])
+    second.attend(its, registered(*names), 1080.0)
+    assert etcd.written[-1].spent["productive"] == pytest.approx(11.0 * len(names))
+    assert etcd.facts["forgotten"] == ForgottenNodes(RUN)
 
 
 def test_the_summary_of_a_run_of_one_node_with_its_own_etcd_is_not_written() -> None:

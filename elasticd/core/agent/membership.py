@@ -118,6 +118,7 @@ def join(do: Decisions) -> None:
                 Delete("budget"),
                 Delete("reports/", prefix=True),
                 Delete("summary"),
+                Delete("forgotten"),
                 *forgotten,
             ),
         )
