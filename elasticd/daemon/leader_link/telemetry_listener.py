@@ -23,12 +23,15 @@ from elasticd.daemon.leader_link import telemetry_messages
 from elasticd.daemon.leader_link.telemetry_messages import (
     BATCH_NODES,
     REQUEST_MAX,
+    InvalidRequest,
+    InvalidTold,
     NotLeading,
     Taken,
     TelemetryBatch,
     Tell,
 )
 from elasticd.etcd.clock import SteadyClock
+from elasticd.telemetry import log
 from elasticd.telemetry.accepting import BACKLOG, Scarcity, serve_from_the_first
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ CONNECTIONS_MAX: Final = 4096  # or a quarter of the files that this process may
 # further connection closes the oldest.
 STRANGERS_MAX: Final = 256
 GREET_S: Final = 5.0  # the most time for a greeting
+SENDERS_SAID_MAX: Final = 100  # senders of invalid messages that the log names
 IDLE_S: Final = 300.0  # the most time between two messages
 
 
@@ -71,6 +75,7 @@ class TelemetryListener:
         self._open: set[asyncio.StreamWriter] = set()
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._scarcity = Scarcity("the leader")
+        self._refused: set[str] = set()  # senders of invalid messages
         self._over, self._closed_to_end = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="elasticd-telemetry", daemon=True)
         self._thread.start()
@@ -124,6 +129,7 @@ class TelemetryListener:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]  # its task ends later
             oldest.transport.abort()
+        answer: Taken | TelemetryBatch | NotLeading | InvalidTold
         shown: PersistentMap[NodeTelemetry] = PersistentMap()
         try:
             async with asyncio.timeout(GREET_S):
@@ -131,8 +137,12 @@ class TelemetryListener:
             self._strangers.pop(writer, None)
             while True:
                 async with asyncio.timeout(IDLE_S):
-                    asked = telemetry_messages.request(await _received(reader, seals))
-                    answer, shown = self._answer(asked, shown)
+                    raw = await _received(reader, seals)
+                    try:
+                        answer, shown = self._answer(telemetry_messages.request(raw), shown)
+                    except InvalidRequest as error:
+                        self._say_refused(error, writer)
+                        answer = InvalidTold(str(error))
                     content = telemetry_messages.encoded(answer)
                     writer.write(seals.head(len(content), digest_of(content)) + content)
                     await writer.drain()
@@ -159,6 +169,20 @@ class TelemetryListener:
         some = {name: known.nodes[name] for name in news[:BATCH_NODES]}
         batch = TelemetryBatch(tuple(some.values()), summary, more=len(news) > len(some))
         return batch, shown.updated(some)
+
+    def _say_refused(self, error: InvalidRequest, writer: asyncio.StreamWriter) -> None:
+        """Say once of each sender that its message is not valid."""
+        address = str((writer.get_extra_info("peername") or ("an unknown address",))[0])
+        sender = error.sender or address
+        if sender in self._refused or len(self._refused) >= SENDERS_SAID_MAX:
+            return
+        self._refused.add(sender)
+        who = f"the agent of node {sender} at {address}" if error.sender else f"an agent at {address}"
+        said = (
+            f"{who} tells something that is not valid ({error}): what it tells is ignored; all agents need "
+            "the same version of elasticd"
+        )
+        log.get("elasticd.agent").warning("telemetry.refused", sentence=said, sender=sender, why=str(error))
 
 
 async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> Seals:

@@ -14,7 +14,7 @@ from elasticd.checkpoint.replication.wire import PeerGone, Wire
 from elasticd.core.facts import Leadership, NodeTelemetry
 from elasticd.core.ports import Heard
 from elasticd.daemon.leader_link import telemetry_messages
-from elasticd.daemon.leader_link.telemetry_messages import REQUEST_MAX, Taken, Tell
+from elasticd.daemon.leader_link.telemetry_messages import REQUEST_MAX, InvalidTold, Taken, Tell
 from elasticd.telemetry import log
 
 FIRST_S: Final = 1.0  # between two messages, before the leader has said how often it wants to hear
@@ -37,6 +37,7 @@ class TelemetrySender:
         self._every_s = FIRST_S
         self._due = 0.0  # by time.monotonic
         self._failures = 0  # in a row
+        self._refused_by: Leadership | None = None
         self._tries = 0
         self._hurried = self._closed = False
         self._listener: Callable[[Heard], None] = lambda heard: None
@@ -104,6 +105,9 @@ class TelemetrySender:
             answer = None
             if self._failures + 1 == FAILURES_SAID:
                 _warn(leader, error)
+        if isinstance(answer, InvalidTold) and self._refused_by != leader:
+            self._refused_by = leader
+            _say_refused(leader, answer.why)
         with self._change:
             self._tries += 1
             now = time.monotonic()
@@ -151,3 +155,11 @@ def _warn(leader: Leadership, error: PeerGone) -> None:
         "`elasticd status` lacks this node's steps and times; see that the nodes reach each other's --address"
     )
     log.get("elasticd.agent").warning("leader.unreachable", sentence=said, node=leader.node, address=where)
+
+
+def _say_refused(leader: Leadership, why: str) -> None:
+    said = (
+        f"the leader's agent on {leader.node} refuses what this agent tells ({why}): training goes on, but "
+        "`elasticd status` lacks this node's steps and times; all agents need the same version of elasticd"
+    )
+    log.get("elasticd.agent").warning("leader.refuses", sentence=said, node=leader.node, why=why)
