@@ -738,7 +738,7 @@ class Leadership:
     """The leader. Key ``leader``, on the leader's lease; created only if absent.
 
     ``host``, ``port``: where the leader listens for the other agents, which must prove that they know
-    ``secret``.
+    ``secret``. ``machine``: ``Node.host`` of the leader.
     """
 
     node: str
@@ -746,6 +746,7 @@ class Leadership:
     host: str = ""
     port: int = 0
     secret: str = field(default="", repr=False)
+    machine: str = ""
 
     def is_of(self, node: str, incarnation: str) -> bool:
         return (self.node, self.incarnation) == (node, incarnation)

@@ -87,6 +87,34 @@ def test_the_first_agent_says_what_the_job_is() -> None:
     assert one.state.registration.joined
 
 
+@pytest.mark.parametrize(
+    ("mine", "leaders", "machine", "said"),
+    [
+        ("127.0.0.1", "10.0.0.2", "z/boot2", "cannot reach this node at 127.0.0.1"),
+        ("127.0.1.1", "127.0.1.1", "z/boot2", "cannot reach this node at 127.0.1.1"),
+        ("::1", "fd09::7", "z/boot2", "cannot reach this node at ::1"),
+        ("10.0.0.1", "127.0.1.1", "z/boot2", "cannot reach node z, which leads the job from another machine"),
+        ("10.0.0.1", "localhost", "z/boot2", "give --address on that node"),
+        ("10.0.0.1", "10.0.0.2", "z/boot2", ""),
+        ("fe80::1%eth0", "z.example", "z/boot2", ""),
+        ("127.0.0.1", "127.0.0.1", "a/boot1", ""),
+        ("127.0.0.1", "10.0.0.1", "another name/boot1", ""),
+        ("127.0.0.1", "10.0.0.2", "", ""),
+        ("127.0.0.1", "10.0.0.2", "z/", ""),
+    ],
+)
+def test_a_node_that_its_leader_cannot_reach_leaves_with_a_sentence(
+    mine: str, leaders: str, machine: str, said: str
+) -> None:
+    one = Agent(address=mine, machine="a/boot1")
+    one.sees("leader", Leadership("z", life("z"), leaders, 1234, "secret", machine))
+    leaving = one.state.exiting
+    assert (leaving is not None) == bool(said)
+    if leaving is not None:
+        assert leaving.code == 2 and said in leaving.why and "give --address" in leaving.why
+        assert LeaveJob(2, leaving.why) in one.did, "nothing else keeps the agent"
+
+
 @pytest.mark.parametrize("resume", Resume)
 def test_a_job_that_nobody_works_on_can_be_made_another(resume: Resume) -> None:
     other = spec(script="other.py", policy=replace(POLICY, resume=resume))
