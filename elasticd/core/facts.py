@@ -721,6 +721,14 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomProbe:
+    """A small write, by which the leader notices a full etcd. Key ``room``, no lease. ``at``: seconds since
+    the epoch."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class ForgottenNodes:
     """Lost nodes that have no room in the summary. Key ``forgotten``, no lease; the leader writes it with the
     summary, when it has changed. If such a node comes back under another leader, its agent tells its time
@@ -822,6 +830,7 @@ Fact = (
     | Checkpoint
     | Summary
     | ForgottenNodes
+    | RoomProbe
     | SaverAddress
     | DebugTails
 )

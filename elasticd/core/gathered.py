@@ -20,9 +20,11 @@ KEPT_MAX: Final = 64  # nodes in a summary
 FORGOTTEN_MAX: Final = 3000  # nodes whose return a leader still notices: a value in etcd has 1.5 MB at most
 TELL_S: Final = 1.0  # the least time between two messages of an agent
 HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: a tenth of a processor
-SUMMARY_BYTES_S: Final = 4096  # that a small summary adds to etcd in a second
-SUMMARY_S, SUMMARY_S_MAX = 1.0, 10.0  # between two writes of the summary
+SUMMARY_BYTES_S: Final = 1024  # that summaries add to etcd in a second; etcd keeps them in its raft log, too
+SUMMARY_S: Final = 1.0  # the least time between two writes of the summary
+PROBE_S: Final = 5.0  # between two writes by which the leader notices a full etcd
 SLOT_BYTES: Final = 280  # of a slot in a summary, about
+FORGOTTEN_BYTES: Final = 200  # of a node that is forgotten, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +134,10 @@ def tell_every_s(nodes: int) -> float:
     return max(TELL_S, nodes / HEARD_PER_S)
 
 
-def summarize_every_s(summary: Summary) -> float:
-    """Return how long the next summary waits. Summaries that do not differ are written, too: by their writes
-    the leader notices a full etcd."""
+def summarize_every_s(summary: Summary, forgotten: int = 0) -> float:
+    """Return how long the next summary waits. ``forgotten``: how many nodes were written with this one."""
     slots = sum(len(told.ledger.slots) for told in summary.nodes if told.ledger is not None)
-    return min(max(SUMMARY_S, SLOT_BYTES * slots / SUMMARY_BYTES_S), SUMMARY_S_MAX)
+    return max(SUMMARY_S, (SLOT_BYTES * slots + FORGOTTEN_BYTES * forgotten) / SUMMARY_BYTES_S)
 
 
 def _forget(known: Gathered, names: Iterable[str]) -> Gathered:

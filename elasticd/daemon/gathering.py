@@ -19,6 +19,7 @@ from elasticd.core.facts import (
     NodeTelemetry,
     Paces,
     Phase,
+    RoomProbe,
     Round,
     Summary,
 )
@@ -71,7 +72,7 @@ class Gathering:
         self._change = threading.Condition()  # of ``known``
         self._kept: PersistentMap[NodeLedger] = PersistentMap()  # the forgotten nodes that etcd has
         self._writing = False
-        self._due = 0.0
+        self._due = self._probe_due = 0.0
 
     def begin(self, post: Callable[[Told], None]) -> None:
         self._post = post
@@ -101,9 +102,11 @@ class Gathering:
         self._pass_on()
         self.wake_at = None
         if self.known is not None and self.known.restored and not self._alone:
-            if now >= self._due and not self._writing:
+            if not self._writing and now >= self._due:
                 self._write(self._summary(now))
-            self.wake_at = max(self._due, now + gathered.SUMMARY_S)
+            elif not self._writing and now >= self._probe_due:
+                self._put(now, [Put("room", RoomProbe(now))])
+            self.wake_at = max(min(self._due, self._probe_due), now + gathered.SUMMARY_S)
 
     def hear(self, several: Sequence[NodeTelemetry]) -> Heard | None:
         """Take what agents tell. Return None unless this agent leads, and knows who is registered."""
@@ -223,17 +226,28 @@ class Gathering:
         return summary
 
     def _write(self, summary: Summary, done: Callable[[], None] = lambda: None) -> None:
-        self._due, self._writing = summary.at + gathered.summarize_every_s(summary), True
-        known, writes = self.known, [Put("summary", summary)]
+        known, writes, count = self.known, [Put("summary", summary)], 0
         forgotten = known.forgotten if known is not None else self._kept
         if known is not None and forgotten is not self._kept:
             writes.append(Put("forgotten", gathered.to_keep(known)))
+            count = len(forgotten)
+        self._due = summary.at + gathered.summarize_every_s(summary, count)
 
         def answered(answer: object) -> None:
-            self._writing = False
             if isinstance(answer, Applied):
                 self._kept = forgotten
             done()
+
+        self._put(summary.at, writes, answered)
+
+    def _put(
+        self, now: float, writes: Sequence[Put], done: Callable[[object], None] = lambda answer: None
+    ) -> None:
+        self._probe_due, self._writing = now + gathered.PROBE_S, True
+
+        def answered(answer: object) -> None:
+            self._writing = False
+            done(answer)
 
         self._store.transact((StillThere("leader", self._term),), tuple(writes), answered)
 

@@ -22,6 +22,7 @@ from elasticd.core.facts import (
     MemberPart,
     Node,
     Report,
+    RoomProbe,
     Round,
     SaverAddress,
     Spec,
@@ -44,6 +45,7 @@ _BY_KEY: Final[dict[str, type[Fact]]] = {
     "stragglers": Stragglers,
     "summary": Summary,
     "forgotten": ForgottenNodes,
+    "room": RoomProbe,
 }
 _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "nodes": Node,

@@ -158,12 +158,13 @@ def test_the_leader_hears_of_a_bounded_number_of_nodes_a_second(nodes: int, ever
 
 
 @pytest.mark.parametrize("slots", [1, 8, 64, KEPT_MAX * 8])
-def test_the_summaries_of_an_hour_fill_no_etcd(slots: int) -> None:
+def test_the_summaries_of_a_day_fill_no_etcd(slots: int) -> None:
+    """Neither its database, nor its raft log, which keeps many of them in memory."""
     times = tuple(SlotTime(n, {"productive": 123456.789, "restarting": 12.345}, 10_000) for n in range(slots))
     told = NodeTelemetry("node", "i" * 32, ledger=NodeLedger("node", 1e9, times, RUN))
     summary = Summary(RUN, 1e9, nodes=(told,))
-    written = 3600 / gathered.summarize_every_s(summary) * len(records.encode("summary", summary))
-    assert written < 60e6
+    written = 86_400 / gathered.summarize_every_s(summary) * len(records.encode("summary", summary))
+    assert written < 100e6
 
 
 def test_what_a_node_costs_the_leader_does_not_grow_with_the_nodes() -> None:

@@ -72,6 +72,7 @@ KEYS: dict[type, str] = {
     facts.Stragglers: "stragglers",
     facts.Summary: "summary",
     facts.ForgottenNodes: "forgotten",
+    facts.RoomProbe: "room",
     facts.SaverAddress: "savers/a",
     facts.DebugTails: "debug/a",
 }

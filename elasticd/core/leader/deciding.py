@@ -17,7 +17,7 @@ from elasticd.core.ports import Delete
 from elasticd.core.round_parts import FOLDER
 
 _OUTDATED: Final = (
-    *(Delete(key) for key in ("summary", "forgotten")),
+    *(Delete(key) for key in ("summary", "forgotten", "room")),
     *(Delete(folder, prefix=True) for folder in ("reports/", FOLDER)),
 )
 
