@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elasticd.core.agent import RETRY_S
+from elasticd.core.agent.hearing import FURTHER_TRACEBACK_MAX, with_exit
 from elasticd.core.agent_messages import (
     CheckProcess,
     CountOtherNodes,
@@ -70,6 +71,19 @@ def ended(round: Round, outcome: Outcome) -> Round:
 
 def closing(round: Round, cause: Cause = Cause.WORKER_FAILED, *, planned: bool = False) -> Round:
     return replace(round, phase=Phase.CLOSING, closing=cause, planned=planned)
+
+
+def test_the_report_of_a_node_on_which_all_workers_fail_is_small() -> None:
+    traceback = "Traceback\n" + '  File "train.py", line 88, in step\n' * 500 + "RuntimeError: lost rank 7"
+    exits: tuple[Exit, ...] = ()
+    for slot in range(8):
+        said = traceback if slot < 6 else f"Traceback\n{slot}" * 1000 + f"KeyError: {slot}"
+        exits = with_exit(exits, replace(exit(slot), message=said.splitlines()[-1], traceback=said))
+    assert exits[0].traceback == traceback
+    assert [one.traceback for one in exits[1:6]] == [""] * 5
+    assert all(one.message == "RuntimeError: lost rank 7" for one in exits[:6])
+    assert [one.traceback[-11:] for one in exits[6:]] == ["KeyError: 6", "KeyError: 7"]
+    assert sum(len(one.traceback) for one in exits[1:]) <= 2 * FURTHER_TRACEBACK_MAX
 
 
 # ---------------------------------------------------------------- joining

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import assert_never
+from typing import Final, assert_never
 
 from elasticd.core.agent.agent_state import (
     SIGKILL,
@@ -37,7 +37,7 @@ from elasticd.core.agent_messages import (
     WardenLost,
     WorkerExited,
 )
-from elasticd.core.facts import Node, Report
+from elasticd.core.facts import Exit, Node, Report
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.ports import (
     Answer,
@@ -73,6 +73,8 @@ from elasticd.core.reasons import (
 
 HELD_S = 10.0  # how long a worker waits after its checkpoint, so that the leader can resize the round there
 RETRY_S = 0.5  # from a refused or unanswered write to the next; meanwhile the watch shows the newer entries
+
+FURTHER_TRACEBACK_MAX: Final = 300  # characters: the end names the error
 
 
 def absorb(do: Decisions, event: Event) -> None:
@@ -303,7 +305,7 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
         held=crew.held - {exit.slot},
         report=replace(
             crew.report,
-            exits=(*crew.report.exits, exit) if end is Life.FAILED else crew.report.exits,
+            exits=with_exit(crew.report.exits, exit) if end is Life.FAILED else crew.report.exits,
             steps=max(crew.report.steps, event.steps),
         ),
     )
@@ -314,6 +316,16 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
         )
     if missed:
         leave(do, False, SIGTERM, do.state.policy.broken_s)
+
+
+def with_exit(exits: tuple[Exit, ...], exit: Exit) -> tuple[Exit, ...]:
+    """Return the exits with one more. When a worker of a large job dies, all others may fail within a moment,
+    and etcd takes all reports. So further tracebacks of a node are cut, and one that is known is left out."""
+    if exits:
+        end = exit.traceback[-FURTHER_TRACEBACK_MAX:]
+        known = any(one.traceback.endswith(end) for one in exits)
+        exit = replace(exit, traceback="" if known else end)
+    return (*exits, exit)
 
 
 def _signalled(do: Decisions, signal: int) -> None:
