@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticd.core import gathered
-from elasticd.core.facts import Fact, SaverAddress, Summary
-from elasticd.core.gathered import KEPT_MAX, summarize_every_s
+from elasticd.core.facts import Fact, RoomProbe, SaverAddress, Summary
+from elasticd.core.gathered import KEPT_MAX, PROBE_S, summarize_every_s
 from elasticd.core.ports import Delete, Put, Write
 from elasticd.etcd import job_keys
 from elasticd.etcd._client3 import grpc, rpc
@@ -24,7 +24,7 @@ from tests.etcd.cluster import EtcdOnPorts
 
 DAY_S = 86_400.0
 COMPACT_S = 300.0  # --auto-compaction-retention=5m: twice as much may be kept
-AT_ONCE = 128  # operations in a transaction: etcd's limit
+AT_ONCE = 32  # writes in a transaction; etcd keeps thousands of transactions in memory
 CALL_S = 120.0
 
 Facts = Mapping[str, Fact | None]
@@ -48,11 +48,12 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """The requests of the job's events, as etcd gets them."""
+    """The requests of the job's events, as etcd gets them. ``probe``: see ``RoomProbe``."""
 
     start: Sequence[Any]
     summary: Sequence[Any]
     summary_s: float
+    probe: Sequence[Any]
     failures: Sequence[Sequence[Any]]  # that come in turn
 
 
@@ -95,19 +96,22 @@ def etcd_size(nodes: int, days: int, failures_a_day: float) -> Iterator[Sizes]:
     with EtcdOnPorts() as server, grpc.insecure_channel(server.endpoint) as channel:
         etcd = Etcd(server.endpoint, channel)
         etcd.apply(story.start)
-        summary_at, failure_at, compact_at, failed = 0.0, every_s, COMPACT_S, 0
+        summary_at, probe_at, failure_at, compact_at, failed = 0.0, PROBE_S, every_s, COMPACT_S, 0
         for day in range(1, days + 1):
             etcd.most_used = 0
-            while (at := min(summary_at, failure_at, compact_at)) <= day * DAY_S:
+            while (at := min(summary_at, probe_at, failure_at, compact_at)) <= day * DAY_S:
                 if at == compact_at:
                     etcd.compact()
                     compact_at += COMPACT_S
                 elif at == failure_at:
                     etcd.apply(story.failures[failed % len(story.failures)])
                     failed, failure_at = failed + 1, failure_at + every_s
-                else:
+                elif at == summary_at:
                     etcd.apply(story.summary)
-                    summary_at += story.summary_s
+                    summary_at, probe_at = at + story.summary_s, at + PROBE_S
+                else:
+                    etcd.apply(story.probe)
+                    probe_at += PROBE_S
             yield Sizes(day, *etcd.sizes(), etcd.most_used, etcd.writes)
 
 
@@ -135,7 +139,8 @@ def _story(nodes: int) -> Story:
     written.clear()
     leader.fail_everywhere()
     failure = _requests(written)
-    return Story(start, _requests([{"summary": summary}]), summarize_every_s(summary), (loss, failure))
+    every_s, probe = summarize_every_s(summary), _requests([{"room": RoomProbe(summary.at)}])
+    return Story(start, _requests([{"summary": summary}]), every_s, probe, (loss, failure))
 
 
 def _summary(leader: Leader) -> Summary:
