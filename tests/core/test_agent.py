@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elasticd.core.agent import RETRY_S
-from elasticd.core.agent.hearing import FURTHER_TRACEBACK_MAX, with_exit
+from elasticd.core.agent.hearing import with_exit
 from elasticd.core.agent_messages import (
     CheckProcess,
     CountOtherNodes,
@@ -38,6 +38,7 @@ from elasticd.core.facts import (
     Resume,
     Round,
 )
+from elasticd.core.page_layout import Fatal
 from elasticd.core.ports import (
     Answer,
     Delete,
@@ -73,17 +74,24 @@ def closing(round: Round, cause: Cause = Cause.WORKER_FAILED, *, planned: bool =
     return replace(round, phase=Phase.CLOSING, closing=cause, planned=planned)
 
 
-def test_the_report_of_a_node_on_which_all_workers_fail_is_small() -> None:
-    traceback = "Traceback\n" + '  File "train.py", line 88, in step\n' * 500 + "RuntimeError: lost rank 7"
-    exits: tuple[Exit, ...] = ()
-    for slot in range(8):
-        said = traceback if slot < 6 else f"Traceback\n{slot}" * 1000 + f"KeyError: {slot}"
-        exits = with_exit(exits, replace(exit(slot), message=said.splitlines()[-1], traceback=said))
-    assert exits[0].traceback == traceback
-    assert [one.traceback for one in exits[1:6]] == [""] * 5
-    assert all(one.message == "RuntimeError: lost rank 7" for one in exits[:6])
-    assert [one.traceback[-11:] for one in exits[6:]] == ["KeyError: 6", "KeyError: 7"]
-    assert sum(len(one.traceback) for one in exits[1:]) <= 2 * FURTHER_TRACEBACK_MAX
+@pytest.mark.parametrize(
+    ("exits", "told"),
+    [
+        ([exit(0, at=3.0), exit(1, at=4.0), exit(2, at=5.0)], [0]),
+        ([exit(1, at=4.0), exit(0, at=3.0)], [0]),
+        ([exit(0, at=3.0), replace(exit(1, at=4.0), raised=True), replace(exit(2), raised=True)], [0, 1]),
+        ([exit(0, at=3.0), replace(exit(1, at=4.0), fatal=Fatal.NOT_FINITE)], [0, 1]),
+    ],
+)
+def test_a_report_has_the_tracebacks_of_the_exits_that_may_be_the_cause(
+    exits: list[Exit], told: list[int]
+) -> None:
+    found: tuple[Exit, ...] = ()
+    for one in exits:
+        found = with_exit(found, replace(one, traceback="Traceback"))
+    assert [one.slot for one in found] == [one.slot for one in exits]
+    assert sorted(one.slot for one in found if one.traceback) == told
+    assert all(one.message for one in found)
 
 
 # ---------------------------------------------------------------- joining

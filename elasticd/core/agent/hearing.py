@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final, assert_never
+from typing import assert_never
 
 from elasticd.core.agent.agent_state import (
     SIGKILL,
@@ -73,8 +73,6 @@ from elasticd.core.reasons import (
 
 HELD_S = 10.0  # how long a worker waits after its checkpoint, so that the leader can resize the round there
 RETRY_S = 0.5  # from a refused or unanswered write to the next; meanwhile the watch shows the newer entries
-
-FURTHER_TRACEBACK_MAX: Final = 300  # characters: the end names the error
 
 
 def absorb(do: Decisions, event: Event) -> None:
@@ -319,13 +317,12 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
 
 
 def with_exit(exits: tuple[Exit, ...], exit: Exit) -> tuple[Exit, ...]:
-    """Return the exits with one more. When a worker of a large job dies, all others may fail within a moment,
-    and etcd takes all reports. So further tracebacks of a node are cut, and one that is known is left out."""
-    if exits:
-        end = exit.traceback[-FURTHER_TRACEBACK_MAX:]
-        known = any(one.traceback.endswith(end) for one in exits)
-        exit = replace(exit, traceback="" if known else end)
-    return (*exits, exit)
+    """Return the exits with one more, and the tracebacks of those that may be named as the cause. When a
+    worker of a large job dies, all others may fail within a moment, and etcd takes all reports."""
+    exits = (*exits, exit)
+    kinds = exits, [one for one in exits if one.raised], [one for one in exits if one.fatal is not None]
+    named = {min(some, key=lambda one: (one.at, one.rank)).slot for some in kinds if some}
+    return tuple(one if one.slot in named else replace(one, traceback="") for one in exits)
 
 
 def _signalled(do: Decisions, signal: int) -> None:
