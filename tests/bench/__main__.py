@@ -123,7 +123,7 @@ def scale(sizes: str, limit: float) -> None:
     click.echo(measure([int(size) for size in sizes.split(",")], limit))
 
 
-@main.command()
+@main.command("etcd-size")
 @click.option("--nodes", default=10_000)
 @click.option("--days", default=7)
 @click.option("--failures", default=1.0, help="Of a thousand workers in a day.")
