@@ -42,6 +42,18 @@ def host_is_loopback(host: str) -> bool:
     return bool(found) and all(map(is_loopback, found))
 
 
+def loopback_of(host: str) -> str:
+    """Return the loopback address of a host that has no other addresses here; empty if there is none. Debian
+    gives the machine's own name 127.0.1.1 in /etc/hosts, where other machines have another address."""
+    if not host_is_loopback(host):
+        return ""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    return host
+
+
 def network_environment(address: str, environ: Mapping[str, str], *, asked: bool) -> dict[str, str]:
     """Return the variables that workers of a node with this address need besides ``environ``. ``asked``: the
     user gave the address."""

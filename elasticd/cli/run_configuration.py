@@ -16,7 +16,7 @@ from elasticd.checkpoint.storage.rate_limit import parse_rate
 from elasticd.cli import script as scripts
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.http_options import http_note, http_place, http_tls, http_token
-from elasticd.cli.interfaces import network_environment
+from elasticd.cli.interfaces import host_is_loopback, loopback_of, network_environment
 from elasticd.cli.job_file import job_file_of
 from elasticd.cli.log_options import logs, signals
 from elasticd.cli.machine import Machine, default_node_name, is_local_address
@@ -94,7 +94,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         notes.append("OMP_NUM_THREADS is not set, so each worker gets 1 thread, as with torchrun")
     if options.on_nonfinite is not None:
         env["ELASTICD_ON_NONFINITE"] = options.on_nonfinite
-    address = _address(options, met.etcd)
+    address = _address(options, met.etcd, notes)
     env |= network_environment(address, environ, asked=bool(options.source("address", "local_addr")))
     env |= _checkpoints(options) | _debug(options, environ)
     config = RunConfig(
@@ -226,7 +226,11 @@ def _new_name(stem: str, etcd: EtcdAccess | None, limits: Limits, slots: int) ->
     return f"{readable}-{secrets.token_hex(3)}"
 
 
-def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
+def _hosts(etcd: EtcdAccess) -> list[str]:
+    return [host for host, _ in hosts_and_ports(etcd.endpoints)]
+
+
+def _address(options: RunOptions, etcd: EtcdAccess | None, notes: list[str]) -> str:
     name = "address" if options.source("address") >= options.source("local_addr") else "local_addr"
     asked: str | None = getattr(options, name)
     if asked is not None:
@@ -235,7 +239,14 @@ def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
             raise CommandError(f"{flag(name)} {asked!r} is not an address.")
         if not is_local_address(asked):
             raise CommandError(f"{flag(name)} {asked} is not an address of this machine.")
-        return asked
+        own = loopback_of(asked)
+        if own and etcd is not None and not all(map(host_is_loopback, _hosts(etcd))):
+            notes.append(
+                f"other nodes cannot reach this node at {flag(name)} {asked}, which is "
+                f"{'a loopback address' if own == asked else f'{own} on this machine'}: "
+                "give an address at which they reach this node"
+            )
+        return own or asked
     places = hosts_and_ports(etcd.endpoints) if etcd is not None else []
     if not places:  # without other endpoints, no other machine can join
         return "127.0.0.1"

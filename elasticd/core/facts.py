@@ -729,11 +729,32 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomProbe:
+    """A small write, by which the leader notices a full etcd. Key ``room``, no lease. ``at``: seconds since
+    the epoch."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenNodes:
+    """Lost nodes that have no room in the summary. Key ``forgotten``, no lease; the leader writes it with the
+    summary, when it has changed. If such a node comes back under another leader, its agent tells its time
+    again, which the summary's ``gone`` has.
+
+    ``run``: see ``NodeLedger``. ``spent``: the seconds of a node by kind, by name.
+    """
+
+    run: int
+    spent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Leadership:
     """The leader. Key ``leader``, on the leader's lease; created only if absent.
 
     ``host``, ``port``: where the leader listens for the other agents, which must prove that they know
-    ``secret``.
+    ``secret``. ``machine``: ``Node.host`` of the leader.
     """
 
     node: str
@@ -741,6 +762,7 @@ class Leadership:
     host: str = ""
     port: int = 0
     secret: str = field(default="", repr=False)
+    machine: str = ""
 
     def is_of(self, node: str, incarnation: str) -> bool:
         return (self.node, self.incarnation) == (node, incarnation)
@@ -815,6 +837,8 @@ Fact = (
     | Leadership
     | Checkpoint
     | Summary
+    | ForgottenNodes
+    | RoomProbe
     | SaverAddress
     | DebugTails
 )

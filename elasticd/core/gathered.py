@@ -12,25 +12,27 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Final
 
-from elasticd.core.facts import NodeLedger, NodeTelemetry, Round, Summary
+from elasticd.core.facts import ForgottenNodes, NodeLedger, NodeTelemetry, Round, SlotTime, Summary
 from elasticd.core.ledger import totals
 from elasticd.core.persistent_map import PersistentMap
 
 KEPT_MAX: Final = 64  # nodes in a summary
-FORGOTTEN_MAX: Final = 10_000  # nodes whose return a leader still notices
+FORGOTTEN_MAX: Final = 3000  # nodes whose return a leader still notices: a value in etcd has 1.5 MB at most
 TELL_S: Final = 1.0  # the least time between two messages of an agent
 HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: a quarter of a processor
 ENDED_PER_S: Final = 1000  # nodes that tell their last in a second, at the end of a job
-SUMMARY_BYTES_S: Final = 4096  # that a small summary adds to etcd in a second
-SUMMARY_S, SUMMARY_S_MAX = 1.0, 10.0  # between two writes of the summary
+SUMMARY_BYTES_S: Final = 1024  # that summaries add to etcd in a second; etcd keeps them in its raft log, too
+SUMMARY_S: Final = 1.0  # the least time between two writes of the summary
+PROBE_S: Final = 5.0  # between two writes by which the leader notices a full etcd
 SLOT_BYTES: Final = 280  # of a slot in a summary, about
+FORGOTTEN_BYTES: Final = 200  # of a node that is forgotten, about
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """``run``: of ``NodeLedger``. ``spent``, ``gone``: see ``Summary``. ``restored``: the summary of earlier
-    leaders is part of this. ``forgotten``: the ledgers of nodes that are part of ``gone`` since this leader
-    leads: such a node may come back. ``ended``: how many of ``nodes`` have told their last."""
+    leaders is part of this. ``forgotten``: the ledgers of nodes that are part of ``gone``: such a node may
+    come back. ``ended``: how many of ``nodes`` have told their last."""
 
     run: int
     nodes: PersistentMap[NodeTelemetry] = field(default_factory=PersistentMap)
@@ -70,9 +72,9 @@ def hear(known: Gathered, told: NodeTelemetry) -> Gathered:
     return replace(known, nodes=known.nodes.updated({told.node: told}), spent=spent, ended=ended)
 
 
-def restore(known: Gathered, kept: Summary | None) -> Gathered:
-    """Return what is known after the summary of earlier leaders was read (None: there is none). What nodes
-    have told since is newer."""
+def restore(known: Gathered, kept: Summary | None, forgotten: ForgottenNodes | None = None) -> Gathered:
+    """Return what is known after the summary of earlier leaders was read, and which nodes these leaders have
+    forgotten (None: there is none). What nodes have told since is newer."""
     known = replace(known, restored=True)
     if kept is None or kept.run != known.run:
         return known
@@ -84,7 +86,18 @@ def restore(known: Gathered, kept: Summary | None) -> Gathered:
             known = hear(known, told)
         elif newer.ledger is None:
             known = hear(known, replace(newer, ledger=told.ledger))
+    if forgotten is not None and forgotten.run == known.run:
+        known = _with_forgotten(known, forgotten)
     return known
+
+
+def to_keep(known: Gathered) -> ForgottenNodes:
+    """Return what a successor needs to know of forgotten nodes."""
+    spent = {
+        name: {kind: round(seconds, 3) for kind, seconds in totals((ledger,)).items() if seconds}
+        for name, ledger in known.forgotten.to_dict().items()
+    }
+    return ForgottenNodes(known.run, spent)
 
 
 def kept_for(known: Gathered, told: NodeTelemetry) -> NodeLedger | None:
@@ -131,11 +144,10 @@ def end_within_s(nodes: int) -> float:
     return nodes / ENDED_PER_S if nodes > ENDED_PER_S else 0.0
 
 
-def summarize_every_s(summary: Summary) -> float:
-    """Return how long the next summary waits. Summaries that do not differ are written, too: by their writes
-    the leader notices a full etcd."""
+def summarize_every_s(summary: Summary, forgotten: int = 0) -> float:
+    """Return how long the next summary waits. ``forgotten``: how many nodes were written with this one."""
     slots = sum(len(told.ledger.slots) for told in summary.nodes if told.ledger is not None)
-    return min(max(SUMMARY_S, SLOT_BYTES * slots / SUMMARY_BYTES_S), SUMMARY_S_MAX)
+    return max(SUMMARY_S, (SLOT_BYTES * slots + FORGOTTEN_BYTES * forgotten) / SUMMARY_BYTES_S)
 
 
 def _forget(known: Gathered, names: Iterable[str]) -> Gathered:
@@ -151,6 +163,22 @@ def _forget(known: Gathered, names: Iterable[str]) -> Gathered:
         forgotten=known.forgotten.updated(dict(islice(ledgers.items(), room))),
         ended=known.ended - sum(known.nodes[name].last for name in names),
     )
+
+
+def _with_forgotten(known: Gathered, forgotten: ForgottenNodes) -> Gathered:
+    """Return what is known with the nodes that earlier leaders have forgotten. Of these only the time of all
+    slots together is known: it is told as the time of slot 0."""
+    ledgers = {
+        name: NodeLedger(name, 0.0, (SlotTime(0, spent),), known.run)
+        for name, spent in forgotten.spent.items()
+    }
+    known = replace(known, forgotten=known.forgotten.updated(ledgers))
+    for name in ledgers:
+        back = known.nodes.get(name)
+        if back is not None:  # it is back already, and has perhaps told its time, with the time that is gone
+            told = (back.ledger,) if back.ledger is not None else ()
+            known = hear(replace(known, spent=_changed(known.spent, told, ())), back)
+    return known
 
 
 def _recalled(known: Gathered, name: str) -> Gathered:

@@ -6,16 +6,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from elasticd.core import gathered
 from elasticd.core.agent import AgentState
-from elasticd.core.facts import Leadership, NodeLedger, NodeTelemetry, Paces, Phase, Round, Summary
+from elasticd.core.facts import (
+    Fact,
+    ForgottenNodes,
+    Leadership,
+    NodeLedger,
+    NodeTelemetry,
+    Paces,
+    Phase,
+    RoomProbe,
+    Round,
+    Summary,
+)
 from elasticd.core.gathered import Gathered
 from elasticd.core.leader import Registered, View
 from elasticd.core.ledger import totals
 from elasticd.core.persistent_map import PersistentMap
-from elasticd.core.ports import Heard, LeaderLink, Listing, Put, Seen, StillThere, Store
+from elasticd.core.ports import Applied, Heard, LeaderLink, Listing, Put, Seen, StillThere, Store
 
 # The longest wait for each of: the other nodes' last telemetry, an answer, the last summary. In a large job
 # the nodes tell their last one after the other, and ``gathered.end_within_s`` comes on top.
@@ -60,8 +72,9 @@ class Gathering:
         self._run = 0  # see ``NodeLedger``
         self._present: PersistentMap[Registered] | None = None
         self._change = threading.Condition()  # of ``known``
+        self._kept: PersistentMap[NodeLedger] = PersistentMap()  # the forgotten nodes that etcd has
         self._writing = False
-        self._due = 0.0
+        self._due = self._probe_due = 0.0
 
     def begin(self, post: Callable[[Told], None]) -> None:
         self._post = post
@@ -86,13 +99,16 @@ class Gathering:
             if view is not None and view.nodes is not None:
                 self._present = view.nodes
         if begins:
-            self._read_summary(self._restore)
+            self._kept = PersistentMap()
+            self._read("summary", lambda kept: self._read("forgotten", partial(self._restore, kept)))
         self._pass_on()
         self.wake_at = None
         if self.known is not None and self.known.restored and not self._alone:
-            if now >= self._due and not self._writing:
+            if not self._writing and now >= self._due:
                 self._write(self._summary(now))
-            self.wake_at = max(self._due, now + gathered.SUMMARY_S)
+            elif not self._writing and now >= self._probe_due:
+                self._put(now, [Put("room", RoomProbe(now))])
+            self.wake_at = max(min(self._due, self._probe_due), now + gathered.SUMMARY_S)
 
     def hear(self, several: Sequence[NodeTelemetry]) -> Heard | None:
         """Take what agents tell. Return None unless this agent leads, and knows who is registered."""
@@ -180,24 +196,26 @@ class Gathering:
 
     # ------------------------------------------------------------ the summary
 
-    def _read_summary(self, found: Callable[[Summary | None], None]) -> None:
-        """Pass on the present summary. ``found`` runs on the store's thread."""
+    def _read(self, key: str, found: Callable[[Fact | None], None]) -> None:
+        """Pass on the present value of the key. ``found`` runs on the store's thread."""
         ends: list[Callable[[], None]] = []
 
         def seen(news: Seen) -> None:
             if isinstance(news, Listing):
-                facts = (entry.fact for entry in news.entries)
-                found(next((fact for fact in facts if isinstance(fact, Summary)), None))
                 for end in ends:
                     end()
+                found(next((entry.fact for entry in news.entries if entry.key == key), None))
 
-        ends.append(self._store.watch("summary", seen))
+        ends.append(self._store.watch(key, seen))
 
-    def _restore(self, kept: Summary | None) -> None:
+    def _restore(self, kept: Fact | None, forgotten: Fact | None) -> None:
         with self._change:
             if self.known is None or self.known.restored:
                 return
-            self.known = known = gathered.restore(self.known, kept)
+            summary = kept if isinstance(kept, Summary) else None
+            its = forgotten if isinstance(forgotten, ForgottenNodes) else None
+            self.known = known = gathered.restore(self.known, summary, its)
+            self._kept = known.forgotten
         mine = known.nodes.get(self._me.node)
         if self._told.asks:
             self._post(LedgerFound(mine.ledger if mine is not None else None))
@@ -210,13 +228,30 @@ class Gathering:
         return summary
 
     def _write(self, summary: Summary, done: Callable[[], None] = lambda: None) -> None:
-        self._due, self._writing = summary.at + gathered.summarize_every_s(summary), True
+        known, writes, count = self.known, [Put("summary", summary)], 0
+        forgotten = known.forgotten if known is not None else self._kept
+        if known is not None and forgotten is not self._kept:
+            writes.append(Put("forgotten", gathered.to_keep(known)))
+            count = len(forgotten)
+        self._due = summary.at + gathered.summarize_every_s(summary, count)
+
+        def answered(answer: object) -> None:
+            if isinstance(answer, Applied):
+                self._kept = forgotten
+            done()
+
+        self._put(summary.at, writes, answered)
+
+    def _put(
+        self, now: float, writes: Sequence[Put], done: Callable[[object], None] = lambda answer: None
+    ) -> None:
+        self._probe_due, self._writing = now + gathered.PROBE_S, True
 
         def answered(answer: object) -> None:
             self._writing = False
-            done()
+            done(answer)
 
-        self._store.transact((StillThere("leader", self._term),), (Put("summary", summary),), answered)
+        self._store.transact((StillThere("leader", self._term),), tuple(writes), answered)
 
     # ------------------------------------------------------------ the end
 

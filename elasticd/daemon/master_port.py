@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterable
 from typing import Self
 
+from elasticd.telemetry.accepting import BACKLOG, Scarcity
+
 _CHUNK_BYTES = 1 << 16
 
 
@@ -26,7 +28,7 @@ class MasterPort:
         try:
             for address in sorted({_first_address(host, port) for host in hosts}):
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                self._listeners.append(socket.create_server((address, port), family=family, backlog=4096))
+                self._listeners.append(socket.create_server((address, port), family=family, backlog=BACKLOG))
         except OSError:
             self._shut()
             raise
@@ -63,7 +65,10 @@ class MasterPort:
             listener.close()
 
     async def _serve(self) -> None:
+        self._loop.set_exception_handler(Scarcity("the store at --master-port").note)
         servers = [await asyncio.start_server(self._pass_on, sock=each) for each in self._listeners]
+        for listener in self._listeners:
+            listener.listen(BACKLOG)  # asyncio has set 100
         await self._over.wait()
         for server in servers:
             server.close()

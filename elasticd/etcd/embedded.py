@@ -206,6 +206,7 @@ class Embedded:
         # A single member cannot lose an election, so short timeouts are safe and make the start fast.
         argv += ["--heartbeat-interval=20", "--election-timeout=200"]
         argv += ["--auto-compaction-mode=periodic", "--auto-compaction-retention=5m"]
+        argv += ["--snapshot-count=10000"]  # etcd keeps this many writes in memory, and 5,000 more
         self.version = version_of(self._binary)
         if (self.version or (0, 0, 0)) >= (3, 5, 0):
             argv += ["--unsafe-no-fsync"]  # the data is not needed after the run

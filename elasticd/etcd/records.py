@@ -6,6 +6,7 @@ would misread the value.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any, Final
 
@@ -15,12 +16,15 @@ from elasticd.core.facts import (
     Budget,
     Checkpoint,
     DebugTails,
+    Exit,
     Fact,
+    ForgottenNodes,
     Hang,
     Leadership,
     MemberPart,
     Node,
     Report,
+    RoomProbe,
     Round,
     SaverAddress,
     Spec,
@@ -42,6 +46,8 @@ _BY_KEY: Final[dict[str, type[Fact]]] = {
     "hang": Hang,
     "stragglers": Stragglers,
     "summary": Summary,
+    "forgotten": ForgottenNodes,
+    "room": RoomProbe,
 }
 _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "nodes": Node,
@@ -79,11 +85,23 @@ def encode(key: str, fact: Fact) -> bytes:
     expected = fact_type(key)
     if type(fact) is not expected:
         raise ValueError(f"key {key!r} does not hold a {type(fact).__name__}")
+    value = _told(fact) if isinstance(fact, Report) else fact
     try:
-        fields = msgspec.json.encode(fact)
+        encoded = msgspec.json.encode(value)
     except UnicodeEncodeError:  # a worker's output or a path may not be UTF-8
-        fields = msgspec.json.encode(_printable(msgspec.to_builtins(fact)))
-    return b'{"v":%d%s%s' % (_version(fact), b"" if fields == b"{}" else b",", fields[1:])
+        encoded = msgspec.json.encode(_printable(msgspec.to_builtins(value)))
+    return b'{"v":%d%s%s' % (_version(fact), b"" if encoded == b"{}" else b",", encoded[1:])
+
+
+def _told(report: Report) -> dict[str, Any]:
+    """Return a report without the fields that have their defaults. When a worker of a large job dies, all
+    nodes may report the exits of all their workers."""
+
+    def told(part: Report | Exit) -> dict[str, Any]:
+        values = ((field, getattr(part, field.name)) for field in fields(part))
+        return {field.name: value for field, value in values if value != field.default}
+
+    return told(report) | ({"exits": [told(one) for one in report.exits]} if report.exits else {})
 
 
 def _version(fact: Fact) -> int:

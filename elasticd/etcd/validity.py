@@ -19,6 +19,7 @@ from typing import Any, Final, get_type_hints
 from elasticd.core.facts import (
     Extent,
     Fact,
+    ForgottenNodes,
     Leadership,
     Limits,
     Member,
@@ -72,6 +73,11 @@ def _name(value: Any) -> None:
 def _names(value: Any) -> None:
     for name in value:
         _name(name)
+
+
+def _by_name(value: Any) -> None:
+    _names(value)
+    check(value)
 
 
 def _word(value: Any) -> None:
@@ -137,6 +143,7 @@ _BY_FIELD: Final[dict[tuple[type, str], Callable[[Any], None]]] = {
     (SaverAddress, "port"): _between(1, 65535),
     (Limits, "max"): _COUNT,
     (Saved, "name"): _word,
+    (ForgottenNodes, "spent"): _by_name,
 }
 
 

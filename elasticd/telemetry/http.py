@@ -16,7 +16,6 @@ Host header with an address, or with a known name of this machine.
 from __future__ import annotations
 
 import errno
-import selectors
 import socket
 import ssl
 import threading
@@ -24,6 +23,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
+
+from elasticd.telemetry.accepting import Scarcity, serve_from_the_first
 
 CONNECTIONS_MAX = 32
 REQUEST_MAX_BYTES = 16 * 1024
@@ -98,21 +99,17 @@ class HttpServer:
         self._thread.join()
 
     def _run(self, listener: socket.socket) -> None:
+        scarcity = Scarcity("the status page and the metrics")
+
+        def serve() -> None:
+            import asyncio
+
+            from elasticd.telemetry import http_site
+
+            asyncio.run(http_site.serve(self._site, listener, self._context, self._over, scarcity))
+
         with listener, self._over:
-            if wait_for_connection(listener, self._over):
-                import asyncio
-
-                from elasticd.telemetry.http_site import serve
-
-                asyncio.run(serve(self._site, listener, self._context, self._over))
-
-
-def wait_for_connection(listener: socket.socket, over: socket.socket) -> bool:
-    """Wait until somebody connects or ``over`` is readable. Return True if a connection comes first."""
-    with selectors.DefaultSelector() as either:
-        either.register(listener, selectors.EVENT_READ)
-        either.register(over, selectors.EVENT_READ)
-        return over not in [key.fileobj for key, _ in either.select()]
+            serve_from_the_first(listener, self._over, serve, scarcity)
 
 
 def context(tls: Tls) -> ssl.SSLContext:

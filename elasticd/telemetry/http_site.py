@@ -10,6 +10,7 @@ import logging
 import re
 import socket
 import ssl
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -20,16 +21,25 @@ from tornado.iostream import IOStream
 from tornado.web import Application, HTTPError, RequestHandler
 
 from elasticd.telemetry import http
+from elasticd.telemetry.accepting import RETRY_S, Scarcity, is_scarce
 from elasticd.telemetry.http import Page, Site
 
 _log = logging.getLogger(__name__)
 
 
-async def serve(site: Site, listener: socket.socket, tls: ssl.SSLContext | None, over: socket.socket) -> None:
+async def serve(
+    site: Site,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None,
+    over: socket.socket,
+    scarcity: Scarcity,
+) -> None:
     """Serve until ``over`` is readable."""
     logging.getLogger("tornado").setLevel(logging.ERROR)  # or invalid requests would fill the agent's log
     ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(over, ended.set)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(over, ended.set)
+    loop.set_exception_handler(_pause_if_scarce(listener, scarcity))
     listener.setblocking(False)
     server = _Server(
         _application(site),
@@ -42,6 +52,22 @@ async def serve(site: Site, listener: socket.socket, tls: ssl.SSLContext | None,
     await ended.wait()
     server.stop()
     server.drop_all()
+
+
+def _pause_if_scarce(
+    listener: socket.socket, scarcity: Scarcity
+) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """Return a handler of the event loop's errors. Without a free file tornado would try again at once,
+    without end."""
+    events = IOLoop.current()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if is_scarce(context.get("exception")):
+            events.update_handler(listener, 0)
+            events.call_later(RETRY_S, events.update_handler, listener, IOLoop.READ)
+        scarcity.note(loop, context)
+
+    return handle
 
 
 class _Server(HTTPServer):

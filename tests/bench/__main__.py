@@ -1,5 +1,5 @@
-"""``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | scale | overhead |
-scrape | hang | checkpoint | consistent | techniques | slow-links | frameworks |
+"""``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | scale | etcd-size |
+overhead | scrape | hang | checkpoint | consistent | techniques | slow-links | frameworks |
 redundancy``: each prints its ratios."""
 
 from __future__ import annotations
@@ -123,6 +123,18 @@ def scale(sizes: str, limit: float) -> None:
 
     cycles.look_rarely()  # as an agent does
     click.echo(measure([int(size) for size in sizes.split(",")], limit))
+
+
+@main.command("etcd-size")
+@click.option("--nodes", default=10_000)
+@click.option("--days", default=7)
+@click.option("--failures", default=1.0, help="Of a thousand workers in a day.")
+def etcd_size(nodes: int, days: int, failures: float) -> None:
+    """The size of etcd's database after each day of a large job."""
+    from tests.bench.etcd_size import etcd_size as measure
+
+    for sizes in measure(nodes, days, failures):
+        click.echo(sizes)
 
 
 @main.command()

@@ -22,6 +22,7 @@ from typing import Any
 
 from elasticd.checkpoint.replication.wire import HEAD
 from elasticd.core import agent, gathered
+from elasticd.core.agent.hearing import with_exit
 from elasticd.core.agent_messages import Tick
 from elasticd.core.facts import (
     Exit,
@@ -38,6 +39,7 @@ from elasticd.core.facts import (
     Policy,
     Progress,
     Report,
+    RoomProbe,
     Round,
     SlotPace,
     SlotProgress,
@@ -78,9 +80,7 @@ RENEWAL_BYTES = 40  # of a lease: the request, or its answer
 HEARD_AGENTS, HEARD_ROUNDS = 200, 8  # played over sockets: a message costs the same in a job of any size
 ONE_BY_ONE = 20  # events of a kind; the rest comes to the leader at once
 POLICY = Policy(straggler_drain=False)
-TRACEBACK = (
-    "Traceback (most recent call last):\n" + '  File "train.py", line 88, in step\n' * 6 + "ValueError: no"
-)
+FRAMES = "Traceback (most recent call last):\n" + '  File "train.py", line 88, in step\n' * 40  # 1.5 kB
 
 QUIET = "a quiet event"
 REPORT = "a report"
@@ -470,10 +470,12 @@ class Leader:
     def _released(self, member: Member, number: int, failing: bool) -> dict[str, Fact | None]:
         """What an agent writes with its release of the round."""
         name, known = member.node, self._records[member.node]
-        exits = tuple(
-            Exit(slot, member.rank_of(slot), 1, self._now, "ValueError: no", TRACEBACK, "/logs/0/stderr")
-            for slot in (member.slots if failing else ())
-        )
+        exits: tuple[Exit, ...] = ()
+        for slot in member.slots if failing else ():
+            rank = member.rank_of(slot)
+            message = f"RuntimeError: rank {rank} has lost its connection to another rank"
+            failed = Exit(slot, rank, 1, self._now, message, FRAMES + message, f"/logs/{slot}/stderr")
+            exits = with_exit(exits, failed)
         report = Report(name, known.incarnation, number, exits, steps=1000)
         self._records[name] = replace(
             known, released=number, told=report.ends, store_port=known.store_port + 1
@@ -583,10 +585,13 @@ def _quiet_minute(leader: Leader) -> tuple[float, float]:
     nodes = len(leader.names)
     renewals = 60 / (POLICY.node_ttl_s / 3)
     summary = leader.summary()
-    writes = 60 / gathered.summarize_every_s(summary)
-    size = len("summary") + len(records.encode("summary", summary))
-    messages = 2 * renewals + 2 * writes / nodes
-    return messages, 2 * RENEWAL_BYTES * renewals + size * writes / nodes
+    every_s = gathered.summarize_every_s(summary)
+    writes: dict[str, tuple[Fact, float]] = {"summary": (summary, 60 / every_s)}
+    if every_s > gathered.PROBE_S:
+        writes["room"] = RoomProbe(summary.at), 60 / gathered.PROBE_S
+    size = sum((len(key) + len(records.encode(key, fact))) * often for key, (fact, often) in writes.items())
+    messages = 2 * renewals + 2 * sum(often for _, often in writes.values()) / nodes
+    return messages, 2 * RENEWAL_BYTES * renewals + size / nodes
 
 
 def _told(leader: Leader, nodes: int) -> tuple[float, float]:

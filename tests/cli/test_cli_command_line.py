@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -352,6 +354,30 @@ def test_a_job_without_a_name_gets_a_readable_one_of_its_own(job: str) -> None:
 def test_a_standalone_run_is_on_loopback(job: str) -> None:
     assert planned(job).config.address == "127.0.0.1"
     assert planned(job).config.etcd is None
+
+
+def test_a_name_that_is_loopback_on_its_own_machine_is_told(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Debian, whose /etc/hosts gives the machine's own name 127.0.1.1."""
+    names = {"a": "127.0.1.1", "b": "10.0.0.2"}
+    resolve = socket.getaddrinfo
+
+    def resolved(host: str, *args: Any, **how: Any) -> Any:
+        return resolve(names.get(host, host), *args, **how)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    elsewhere, here = ("--etcd", "http://10.0.0.9:2379"), ("--etcd", "http://127.0.0.1:2379")
+    got = planned(*elsewhere, "--address", "a", job)
+    assert got.config.address == "127.0.1.1"
+    (note,) = [note for note in got.notes if "cannot reach this node" in note]
+    assert "--address a, which is 127.0.1.1 on this machine" in note
+    assert "127.0.0.1, which is a loopback address" in " ".join(
+        planned(*elsewhere, "--address", "127.0.0.1", job).notes
+    )
+    for argv, address in (((*here, "--address", "a"), "127.0.1.1"), ((*elsewhere, "--address", "b"), "b")):
+        got = planned(*argv, job)
+        assert got.config.address == address and "cannot reach" not in " ".join(got.notes)
 
 
 # ---------------------------------------------------------------- all the rest

@@ -41,8 +41,10 @@ class Agent:
         etcd_wait_s: float | None = None,
         began_at: float = 0.0,
         alone: bool = False,
+        address: str = "a.example",
+        machine: str = "machine of a",
     ) -> None:
-        self.me = agent.Identity("a", life("a"), "a.example", tuple(range(slots)), "machine of a", 99)
+        self.me = agent.Identity("a", life("a"), address, tuple(range(slots)), machine, 99)
         self.state = agent.AgentState(
             self.me,
             wanted or spec(),

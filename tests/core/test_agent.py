@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elasticd.core.agent import RETRY_S
+from elasticd.core.agent.hearing import with_exit
 from elasticd.core.agent_messages import (
     CheckProcess,
     CountOtherNodes,
@@ -37,6 +38,7 @@ from elasticd.core.facts import (
     Resume,
     Round,
 )
+from elasticd.core.page_layout import Fatal
 from elasticd.core.ports import (
     Answer,
     Delete,
@@ -72,6 +74,26 @@ def closing(round: Round, cause: Cause = Cause.WORKER_FAILED, *, planned: bool =
     return replace(round, phase=Phase.CLOSING, closing=cause, planned=planned)
 
 
+@pytest.mark.parametrize(
+    ("exits", "told"),
+    [
+        ([exit(0, at=3.0), exit(1, at=4.0), exit(2, at=5.0)], [0]),
+        ([exit(1, at=4.0), exit(0, at=3.0)], [0]),
+        ([exit(0, at=3.0), replace(exit(1, at=4.0), raised=True), replace(exit(2), raised=True)], [0, 1]),
+        ([exit(0, at=3.0), replace(exit(1, at=4.0), fatal=Fatal.NOT_FINITE)], [0, 1]),
+    ],
+)
+def test_a_report_has_the_tracebacks_of_the_exits_that_may_be_the_cause(
+    exits: list[Exit], told: list[int]
+) -> None:
+    found: tuple[Exit, ...] = ()
+    for one in exits:
+        found = with_exit(found, replace(one, traceback="Traceback"))
+    assert [one.slot for one in found] == [one.slot for one in exits]
+    assert sorted(one.slot for one in found if one.traceback) == told
+    assert all(one.message for one in found)
+
+
 # ---------------------------------------------------------------- joining
 
 
@@ -87,6 +109,34 @@ def test_the_first_agent_says_what_the_job_is() -> None:
     assert one.state.registration.joined
 
 
+@pytest.mark.parametrize(
+    ("mine", "leaders", "machine", "said"),
+    [
+        ("127.0.0.1", "10.0.0.2", "z/boot2", "cannot reach this node at 127.0.0.1"),
+        ("127.0.1.1", "127.0.1.1", "z/boot2", "cannot reach this node at 127.0.1.1"),
+        ("::1", "fd09::7", "z/boot2", "cannot reach this node at ::1"),
+        ("10.0.0.1", "127.0.1.1", "z/boot2", "cannot reach node z, which leads the job from another machine"),
+        ("10.0.0.1", "localhost", "z/boot2", "give --address on that node"),
+        ("10.0.0.1", "10.0.0.2", "z/boot2", ""),
+        ("fe80::1%eth0", "z.example", "z/boot2", ""),
+        ("127.0.0.1", "127.0.0.1", "a/boot1", ""),
+        ("127.0.0.1", "10.0.0.1", "another name/boot1", ""),
+        ("127.0.0.1", "10.0.0.2", "", ""),
+        ("127.0.0.1", "10.0.0.2", "z/", ""),
+    ],
+)
+def test_a_node_that_its_leader_cannot_reach_leaves_with_a_sentence(
+    mine: str, leaders: str, machine: str, said: str
+) -> None:
+    one = Agent(address=mine, machine="a/boot1")
+    one.sees("leader", Leadership("z", life("z"), leaders, 1234, "secret", machine))
+    leaving = one.state.exiting
+    assert (leaving is not None) == bool(said)
+    if leaving is not None:
+        assert leaving.code == 2 and said in leaving.why and "give --address" in leaving.why
+        assert LeaveJob(2, leaving.why) in one.did, "nothing else keeps the agent"
+
+
 @pytest.mark.parametrize("resume", Resume)
 def test_a_job_that_nobody_works_on_can_be_made_another(resume: Resume) -> None:
     other = spec(script="other.py", policy=replace(POLICY, resume=resume))
@@ -98,7 +148,7 @@ def test_a_job_that_nobody_works_on_can_be_made_another(resume: Resume) -> None:
     write = one.wrote(Tag.SPEC)
     assert write.guards == (Unchanged("spec", one.revision),)
     assert write.writes[0] == Put("spec", other)
-    folders = {Delete("reports/", prefix=True), Delete("summary")}
+    folders = {Delete("reports/", prefix=True), Delete("summary"), Delete("forgotten")}
     checkpoint = {Delete("checkpoint")} if resume is Resume.NEVER else set()
     assert set(write.writes[1:]) == {Delete("budget"), *folders, *checkpoint}, "what an earlier run left"
     one.answered(Tag.SPEC)

@@ -7,9 +7,20 @@ from dataclasses import replace
 import pytest
 
 from elasticd.core import gathered
-from elasticd.core.facts import Extent, NodeLedger, NodeTelemetry, Phase, Progress, SlotTime, Summary
+from elasticd.core.facts import (
+    Extent,
+    ForgottenNodes,
+    NodeLedger,
+    NodeTelemetry,
+    Phase,
+    Progress,
+    SlotTime,
+    Summary,
+)
 from elasticd.core.gathered import KEPT_MAX, Gathered, hear, restore, summarize
+from elasticd.core.ledger import Kind
 from elasticd.etcd import records
+from elasticd.etcd.names import NAME_MAX
 from tests.bench.scale import counted
 from tests.core.build import life, round
 
@@ -103,6 +114,40 @@ def test_the_time_of_nodes_that_come_back_counts_once_also_if_they_had_no_room_i
     assert len(it.forgotten) == 0
 
 
+@pytest.mark.parametrize("early", [0, 100, 200])
+def test_the_time_of_nodes_that_come_back_under_another_leader_counts_once(early: int) -> None:
+    """``early``: so many tell the new leader of themselves before it has read what the first one left."""
+    names = [f"n{n:03}" for n in range(200)]
+    first, summary = summarize(known(**dict.fromkeys(names, 100.0)), "n000", {"n000"}, 200.0)
+    left = records.decode("forgotten", records.encode("forgotten", gathered.to_keep(first)))
+    assert isinstance(left, ForgottenNodes)
+    assert len(left.spent) == 200 - KEPT_MAX
+    second = Gathered(RUN)
+    for name in names[:early]:
+        second = hear(second, telemetry(name, 110.0))
+    second = restore(second, summary, left)
+    assert second.spent["productive"] == pytest.approx(20_000.0 + early * 10.0)
+    for name in names[early:]:
+        second = hear(second, telemetry(name, 110.0))
+    second, summary = summarize(second, "n001", set(names), 201.0)
+    assert summary.spent["productive"] == pytest.approx(22_000.0) and summary.gone["productive"] == 0.0
+    assert gathered.to_keep(second).spent == {}
+
+
+def test_a_new_agent_of_a_node_that_an_earlier_leader_forgot_continues_its_time() -> None:
+    first, summary = summarize(known(**{f"n{n:03}": 100.0 for n in range(200)}), "n000", {"n000"}, 200.0)
+    second = restore(Gathered(RUN), summary, gathered.to_keep(first))
+    kept = gathered.kept_for(second, telemetry("n199", None, number=2))
+    assert kept is not None and kept.run == RUN and kept.slots[0].spent == {"productive": 100.0}
+
+
+def test_what_leaders_forget_fits_into_a_value_of_etcd() -> None:
+    spent = dict.fromkeys(map(str, Kind), 12_345_678.123)
+    names = (f"{n:0>{NAME_MAX}}" for n in range(gathered.FORGOTTEN_MAX))
+    full = ForgottenNodes(RUN, dict.fromkeys(names, spent))
+    assert len(records.encode("forgotten", full)) < 1.4e6
+
+
 def test_a_summary_of_a_small_job_has_all_nodes_without_their_paces() -> None:
     _, summary = summarize(known(a=10.0, b=5.0), "a", {"a", "b"}, 200.0)
     assert [told.node for told in summary.nodes] == ["a", "b"]
@@ -155,12 +200,13 @@ def test_the_leader_hears_of_a_bounded_number_of_nodes_a_second(nodes: int, ever
 
 
 @pytest.mark.parametrize("slots", [1, 8, 64, KEPT_MAX * 8])
-def test_the_summaries_of_an_hour_fill_no_etcd(slots: int) -> None:
+def test_the_summaries_of_a_day_fill_no_etcd(slots: int) -> None:
+    """Neither its database, nor its raft log, which keeps many of them in memory."""
     times = tuple(SlotTime(n, {"productive": 123456.789, "restarting": 12.345}, 10_000) for n in range(slots))
     told = NodeTelemetry("node", "i" * 32, ledger=NodeLedger("node", 1e9, times, RUN))
     summary = Summary(RUN, 1e9, nodes=(told,))
-    written = 3600 / gathered.summarize_every_s(summary) * len(records.encode("summary", summary))
-    assert written < 60e6
+    written = 86_400 / gathered.summarize_every_s(summary) * len(records.encode("summary", summary))
+    assert written < 100e6
 
 
 def test_what_a_node_costs_the_leader_does_not_grow_with_the_nodes() -> None:

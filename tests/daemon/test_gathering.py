@@ -11,6 +11,8 @@ import pytest
 
 from elasticd.core import agent
 from elasticd.core.facts import (
+    Fact,
+    ForgottenNodes,
     Leadership,
     Limits,
     NodeLedger,
@@ -22,7 +24,7 @@ from elasticd.core.facts import (
     Spec,
     Summary,
 )
-from elasticd.core.gathered import Gathered
+from elasticd.core.gathered import PROBE_S, Gathered
 from elasticd.core.leader import View
 from elasticd.core.ports import Answer, Applied, Entry, Guard, Heard, Listing, Put, Seen, StillThere, Write
 from elasticd.core.round_parts import PartSizes, without_parts
@@ -39,23 +41,23 @@ class Etcd:
     """Has a summary, perhaps, and takes what is written."""
 
     def __init__(self, summary: Summary | None = None) -> None:
-        self.summary = summary
+        self.facts: dict[str, Fact] = {"summary": summary} if summary is not None else {}
         self.written: list[Summary] = []
+        self.keys: list[list[str]] = []
         self.guards: list[tuple[Guard, ...]] = []
 
     def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
-        assert key == "summary"
-        there = (Entry("summary", self.summary, 9, 9),) if self.summary is not None else ()
+        there = (Entry(key, self.facts[key], 9, 9),) if key in self.facts else ()
         seen(Listing(there, 9))
         return lambda: None
 
     def transact(
         self, guards: tuple[Guard, ...], writes: tuple[Write, ...], answer: Callable[[Answer], None]
     ) -> None:
-        (put,) = writes
-        assert isinstance(put, Put) and isinstance(put.fact, Summary)
-        self.summary = put.fact
-        self.written.append(put.fact)
+        self.facts |= {put.key: put.fact for put in writes if isinstance(put, Put)}
+        self.keys.append([write.key for write in writes])
+        if "summary" in self.keys[-1]:
+            self.written.append(cast(Summary, self.facts["summary"]))
         self.guards.append(guards)
         answer(Applied(10))
 
@@ -174,9 +176,41 @@ def test_the_summary_is_written_rarely_by_the_leader_alone() -> None:
     for n in range(100):  # ten seconds
         made.hear((telemetry("b", 1.0 + n // 50),))
         made.attend(its, registered("a", "b", "c"), 1001.0 + n / 10)
-    assert 9 <= len(etcd.written) <= 11, "so a full etcd is noticed"
+    assert 9 <= len(etcd.written) <= 11 and etcd.keys[-1] == ["summary"]
     assert etcd.written[-1].spent["productive"] == 2.0 and not etcd.written[-1].final
     assert set(etcd.guards) == {(StillThere("leader", 3),)}, "a deposed leader cannot write"
+
+
+def test_while_a_large_summary_waits_a_small_write_would_notice_a_full_etcd() -> None:
+    etcd, names = Etcd(), [f"n{n}" for n in range(50)]
+    made, _, its = leading(etcd)
+    made.hear([telemetry(name, 1.0) for name in names])  # not registered
+    made.attend(its, registered("a", *names), 1001.0)
+    slots = tuple(SlotTime(slot, {"productive": 1.0}) for slot in range(8))
+    made.hear([NodeTelemetry(n, life(n), ledger=NodeLedger(n, 1002.0, slots, RUN)) for n in names])
+    etcd.keys.clear()
+    due = [at for at in range(1002, 1302) if made.wake_at is not None]
+    for at in due:
+        made.attend(its, registered("a", *names), float(at))
+    summaries, probes = (sum(key in keys for keys in etcd.keys) for key in ("summary", "room"))
+    assert 3 <= summaries <= 5, "1 kB in a second"
+    assert 300 / PROBE_S - summaries - 5 <= probes <= 300 / PROBE_S
+
+
+def test_what_a_leader_has_forgotten_is_written_when_it_changes_and_its_successor_counts_it_once() -> None:
+    etcd, names = Etcd(), ["a", *(f"n{n:03}" for n in range(200))]
+    first, _, its = leading(etcd)
+    first.attend(its, registered(*names), 1000.0)
+    first.hear([telemetry(name, 10.0) for name in names])
+    for at in (1020.0, 1120.0):
+        first.attend(its, registered("a"), at)
+    assert ["forgotten" in keys for keys in etcd.keys][-2:] == [True, False]
+    second, _, its = leading(etcd)
+    second.attend(its, registered(*names), 1160.0)
+    second.hear([telemetry(name, 11.0) for name in names])
+    second.attend(its, registered(*names), 1280.0)
+    assert etcd.written[-1].spent["productive"] == pytest.approx(11.0 * len(names))
+    assert etcd.facts["forgotten"] == ForgottenNodes(RUN)
 
 
 def test_the_summary_of_a_run_of_one_node_with_its_own_etcd_is_not_written() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import queue
 import socket
 import threading
@@ -26,7 +25,14 @@ from elasticd.daemon.leader_link import (
 )
 from elasticd.daemon.leader_link.telemetry_follower import JobTelemetry, TelemetryFollower, ask_leader
 from elasticd.daemon.leader_link.telemetry_listener import TelemetryListener
-from elasticd.daemon.leader_link.telemetry_messages import BATCH_NODES, Ask, NotLeading, Tell
+from elasticd.daemon.leader_link.telemetry_messages import (
+    BATCH_NODES,
+    Ask,
+    InvalidTold,
+    NotLeading,
+    Taken,
+    Tell,
+)
 from elasticd.daemon.leader_link.telemetry_sender import TelemetrySender
 
 SECRET = "secret of the job"
@@ -62,6 +68,22 @@ class Leader:
 def cleanup() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
+
+
+Said = queue.SimpleQueue[dict[str, Any]]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Said:
+    """The warnings in the log."""
+    warnings = Said()
+
+    class Log:
+        def warning(self, event: str, **fields: Any) -> None:
+            warnings.put({"event": event, **fields})
+
+    monkeypatch.setattr("elasticd.telemetry.log.get", lambda name: Log())
+    return warnings
 
 
 def serve(cleanup: ExitStack, leader: Leader, secret: str = SECRET) -> Leadership:
@@ -158,16 +180,10 @@ def test_flush_waits_until_the_leader_has_the_last_and_not_for_a_leader_that_is_
 
 
 def test_an_agent_that_cannot_reach_the_leader_says_so_once(
-    cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+    cleanup: ExitStack, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-
-    class Log:
-        def warning(self, event: str, **fields: Any) -> None:
-            said.put({"event": event, **fields})
-
-    monkeypatch.setattr(telemetry_sender.log, "get", lambda name: Log())
     monkeypatch.setattr(telemetry_sender, "FIRST_S", 0.001)
+    monkeypatch.setattr(telemetry_sender, "RETRY_S_MAX", 0.001)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     tells = sender(cleanup)
@@ -189,28 +205,47 @@ def test_who_does_not_know_the_secret_tells_and_learns_nothing(cleanup: ExitStac
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "sender"),
     [
-        b"",
-        b"\x80\x04K\x01.",
-        b'{"type":"tell"}',
-        b'{"type":"reset"}',
-        b'{"type":"tell","nodes":[{"node":"../a","incarnation":"i"}]}',
-        b'{"type":"tell","nodes":[{"node":"a","incarnation":"i","port":70000}]}',
-        b'{"type":"tell","nodes":[{"node":"a","incarnation":"i","progress":{"node":"b","round":1}}]}',
-        b"[" * 100_000,
+        (b"", "127.0.0.1"),
+        (b"\x80\x04K\x01.", "127.0.0.1"),
+        (b'{"type":"tell"}', "127.0.0.1"),
+        (b'{"type":"reset"}', "127.0.0.1"),
+        (b'{"type":"tell","nodes":[{"node":"../a","incarnation":"i"}]}', "127.0.0.1"),
+        (b'{"type":"tell","nodes":[{"node":"a","incarnation":"i","port":70000}]}', "a"),
+        (b'{"type":"tell","nodes":[{"node":"a","incarnation":"i","progress":{"node":"b","round":1}}]}', "a"),
+        (b'{"type":"tell","nodes":[{"node":"a","incarnation":7}]}', "a"),
+        (b"[" * 100_000, "127.0.0.1"),
     ],
 )
-def test_a_message_that_is_not_valid_ends_the_connection_and_nothing_else(
-    cleanup: ExitStack, content: bytes
+def test_a_message_that_is_not_valid_is_refused_and_its_sender_is_named_once(
+    cleanup: ExitStack, said: Said, content: bytes, sender: str
 ) -> None:
     leader = Leader()
     there = serve(cleanup, leader)
     with Wire.connect(there.host, there.port, SECRET) as wire:
-        wire.send_raw_message(content)
-        with pytest.raises(PeerGone):
-            wire.receive_raw_message()
-    assert leader.told.empty() and ask_leader(there).nodes == {}
+        for _ in range(2):
+            wire.send_raw_message(content)
+            answer = telemetry_messages.answer(wire.receive_raw_message())
+            assert isinstance(answer, InvalidTold) and answer.why
+        wire.send_raw_message(telemetry_messages.encoded(Tell((telemetry("b", 1),))))
+        assert isinstance(telemetry_messages.answer(wire.receive_raw_message()), Taken)
+    assert leader.next() == telemetry("b", 1) and leader.told.empty(), "others are heard"
+    warning = said.get(timeout=PATIENCE_S)
+    assert (warning["event"], warning["sender"]) == ("telemetry.refused", sender)
+    assert said.empty()
+
+
+def test_an_agent_that_is_refused_says_so_once(
+    cleanup: ExitStack, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry_sender, "FIRST_S", 0.001)
+    tells = sender(cleanup)
+    tells.tell(NodeTelemetry("b", "b#1", port=70_000), serve(cleanup, Leader()))
+    events = {said.get(timeout=PATIENCE_S)["event"] for _ in range(2)}
+    assert events == {"leader.refuses", "telemetry.refused"}
+    tells.flush(PATIENCE_S)
+    assert said.empty()
 
 
 def test_a_message_that_is_too_long_is_not_read(cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,27 +333,6 @@ def test_a_leader_that_ends_drops_its_connections_in_silence(
     assert _is_closed(stranger)
     assert [record.getMessage() for record in caplog.records] == []
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_leader_without_a_free_file_is_silent_and_serves_again_later(
-    cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    there = serve(cleanup, Leader())
-    with Wire.connect(there.host, there.port, SECRET):
-        pass  # the listener uses asyncio from now on
-    tried = threading.Event()
-    accept = socket.socket._accept  # type: ignore[attr-defined]
-
-    def full(listener: socket.socket) -> Any:
-        if tried.is_set():
-            return accept(listener)
-        tried.set()
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(socket.socket, "_accept", full)
-    with Wire.connect(there.host, there.port, SECRET):
-        assert tried.is_set()
-    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_an_agent_whose_address_a_router_translates_listens_on_all_interfaces() -> None:

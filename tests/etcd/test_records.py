@@ -71,6 +71,8 @@ KEYS: dict[type, str] = {
     facts.Hang: "hang",
     facts.Stragglers: "stragglers",
     facts.Summary: "summary",
+    facts.ForgottenNodes: "forgotten",
+    facts.RoomProbe: "room",
     facts.SaverAddress: "savers/a",
     facts.DebugTails: "debug/a",
 }

@@ -37,7 +37,7 @@ from elasticd.core.agent_messages import (
     WardenLost,
     WorkerExited,
 )
-from elasticd.core.facts import Node, Phase, Report
+from elasticd.core.facts import Exit, Node, Phase, Report
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.ports import (
     Answer,
@@ -303,7 +303,7 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
         held=crew.held - {exit.slot},
         report=replace(
             crew.report,
-            exits=(*crew.report.exits, exit) if end is Life.FAILED else crew.report.exits,
+            exits=with_exit(crew.report.exits, exit) if end is Life.FAILED else crew.report.exits,
             steps=max(crew.report.steps, event.steps),
         ),
     )
@@ -322,6 +322,15 @@ def _trains(do: Decisions) -> bool:
     crew, round = do.state.crew, do.state.round_of_crew
     live = round is not None and round.phase is Phase.LIVE and not round.handover
     return do.state.inplace and live and crew is not None and crew.order is None
+
+
+def with_exit(exits: tuple[Exit, ...], exit: Exit) -> tuple[Exit, ...]:
+    """Return the exits with one more, and the tracebacks of those that may be named as the cause. When a
+    worker of a large job dies, all others may fail within a moment, and etcd takes all reports."""
+    exits = (*exits, exit)
+    kinds = exits, [one for one in exits if one.raised], [one for one in exits if one.fatal is not None]
+    named = {min(some, key=lambda one: (one.at, one.rank)).slot for some in kinds if some}
+    return tuple(one if one.slot in named else replace(one, traceback="") for one in exits)
 
 
 def _signalled(do: Decisions, signal: int) -> None:

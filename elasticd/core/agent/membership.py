@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from ipaddress import ip_address
 
 from elasticd.core.age import Age
 from elasticd.core.agent.agent_state import AgentState, Decisions
@@ -118,11 +119,48 @@ def join(do: Decisions) -> None:
                 Delete("budget"),
                 Delete("reports/", prefix=True),
                 Delete("summary"),
+                Delete("forgotten"),
                 *forgotten,
             ),
         )
     elif state.registration.others > 0:
         do.set(exiting=LeaveJob(2, difference))
+
+
+def leave_an_unreachable_leader(do: Decisions) -> None:
+    """Leave if this node and the leader's cannot reach each other: they are different machines, and one of
+    them is at a loopback address. The leader was there first."""
+    leader, me = do.state.leader, do.state.me
+    if leader is None or leader.node == me.node or not _are_apart(leader.machine, me.host):
+        return
+    if _is_loopback(me.address):
+        why = (
+            f"node {leader.node}, which leads the job, is on another machine, and cannot reach this node at "
+            f"{me.address}, a loopback address: give --address with one at which other nodes reach this node"
+        )
+    elif _is_loopback(leader.host):
+        why = (
+            f"this node cannot reach node {leader.node}, which leads the job from another machine at "
+            f"{leader.host}, a loopback address: give --address on that node"
+        )
+    else:
+        return
+    do.set(exiting=LeaveJob(2, why))
+
+
+def _are_apart(machine: str, other: str) -> bool:
+    """Whether the machines have different boot ids."""
+    boots = (
+        {machine.rpartition("/")[2], other.rpartition("/")[2]} if "/" in machine and "/" in other else {""}
+    )
+    return len(boots) == 2 and "" not in boots
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:  # a name
+        return address == "localhost"
 
 
 def _finished_before(round: Round, began_at: float) -> LeaveJob:
@@ -286,7 +324,6 @@ def campaign(do: Decisions) -> None:
         return
     assert state.registration.own is not None
     me = state.me
-    put = Put("leader", Leadership(me.node, me.incarnation, me.address, me.port, me.secret), leased=True)
-    do.transact(
-        Tag.LEAD, (Unchanged("leader", 0), StillThere(state.me.key, state.registration.own.created)), (put,)
-    )
+    mine = Leadership(me.node, me.incarnation, me.address, me.port, me.secret, me.host)
+    there = StillThere(state.me.key, state.registration.own.created)
+    do.transact(Tag.LEAD, (Unchanged("leader", 0), there), (Put("leader", mine, leased=True),))

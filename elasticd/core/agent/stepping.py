@@ -16,6 +16,7 @@ from elasticd.core.agent.lingering import tell_of_the_held_back, watch_the_linge
 from elasticd.core.agent.membership import (
     campaign,
     join,
+    leave_an_unreachable_leader,
     move_the_fence,
     outlast_the_store,
     register,
@@ -47,6 +48,8 @@ def decide(do: Decisions) -> None:
     begin_requested_drain(do)
     outlast_the_store(do)
     rejoin_if_spec_was_deleted(do)
+    if do.state.exiting is None and do.state.departure is None:
+        leave_an_unreachable_leader(do)
     if not do.state.registration.joined and do.state.exiting is None and do.state.departure is None:
         join(do)
     end_with_the_job(do)

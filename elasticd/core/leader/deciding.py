@@ -16,7 +16,10 @@ from elasticd.core.leader.view import View
 from elasticd.core.ports import Delete
 from elasticd.core.round_parts import FOLDER
 
-_FORGOTTEN: Final = (Delete("summary"), *(Delete(folder, prefix=True) for folder in ("reports/", FOLDER)))
+_OUTDATED: Final = (
+    *(Delete(key) for key in ("summary", "forgotten", "room")),
+    *(Delete(folder, prefix=True) for folder in ("reports/", FOLDER)),
+)
 
 
 def decide(view: View, now: float) -> Plan:
@@ -64,5 +67,5 @@ def _open(view: View, now: float) -> Plan:
         # A job ends by one transaction that also deletes its spec, but the two keys are watched separately.
         # Without this guard the old spec and the job's end would look like a new job.
         guards=(*plan.guards, view.unchanged("spec")),
-        writes=(*plan.writes, *_FORGOTTEN, *forgotten),
+        writes=(*plan.writes, *_OUTDATED, *forgotten),
     )

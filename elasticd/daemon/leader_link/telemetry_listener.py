@@ -13,7 +13,7 @@ import os
 import resource
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from elasticd.checkpoint.replication.wire import HEAD, NONCE, PeerGone, Seals, digest_of
 from elasticd.core.facts import NodeTelemetry
@@ -23,13 +23,16 @@ from elasticd.daemon.leader_link import telemetry_messages
 from elasticd.daemon.leader_link.telemetry_messages import (
     BATCH_NODES,
     REQUEST_MAX,
+    InvalidRequest,
+    InvalidTold,
     NotLeading,
     Taken,
     TelemetryBatch,
     Tell,
 )
 from elasticd.etcd.clock import SteadyClock
-from elasticd.telemetry.http import wait_for_connection
+from elasticd.telemetry import log
+from elasticd.telemetry.accepting import BACKLOG, Scarcity, serve_from_the_first
 
 if TYPE_CHECKING:
     import asyncio
@@ -39,6 +42,7 @@ CONNECTIONS_MAX: Final = 4096  # or a quarter of the files that this process may
 # further connection closes the oldest.
 STRANGERS_MAX: Final = 256
 GREET_S: Final = 5.0  # the most time for a greeting
+SENDERS_SAID_MAX: Final = 100  # senders of invalid messages that the log names
 IDLE_S: Final = 300.0  # the most time between two messages
 
 
@@ -50,11 +54,11 @@ def listen(address: str) -> socket.socket:
     """
     family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
     try:
-        return socket.create_server((address, 0), family=family, backlog=1024)
+        return socket.create_server((address, 0), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        return socket.create_server(("", 0), family=family, backlog=1024)
+        return socket.create_server(("", 0), family=family, backlog=BACKLOG)
 
 
 class TelemetryListener:
@@ -70,6 +74,8 @@ class TelemetryListener:
         self._most = min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._open: set[asyncio.StreamWriter] = set()
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._scarcity = Scarcity("the leader")
+        self._refused: set[str] = set()  # senders of invalid messages
         self._over, self._closed_to_end = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="elasticd-telemetry", daemon=True)
         self._thread.start()
@@ -88,21 +94,24 @@ class TelemetryListener:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        with self._listener, self._over:
-            if wait_for_connection(self._listener, self._over):
-                import asyncio
+        def serve() -> None:
+            import asyncio
 
-                asyncio.run(self._serve_all())
+            asyncio.run(self._serve_all())
+
+        with self._listener, self._over:
+            serve_from_the_first(self._listener, self._over, serve, self._scarcity)
 
     async def _serve_all(self) -> None:
         import asyncio
 
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_note)
+        loop.set_exception_handler(self._scarcity.note)
         loop.add_reader(self._over, ended.set)
         self._listener.setblocking(False)
         server = await asyncio.start_server(self._serve, sock=self._listener)
+        self._listener.listen(BACKLOG)  # asyncio has set 100
         await ended.wait()
         server.close()
         for writer in tuple(self._open):
@@ -120,6 +129,7 @@ class TelemetryListener:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]  # its task ends later
             oldest.transport.abort()
+        answer: Taken | TelemetryBatch | NotLeading | InvalidTold
         shown: PersistentMap[NodeTelemetry] = PersistentMap()
         try:
             async with asyncio.timeout(GREET_S):
@@ -127,8 +137,12 @@ class TelemetryListener:
             self._strangers.pop(writer, None)
             while True:
                 async with asyncio.timeout(IDLE_S):
-                    asked = telemetry_messages.request(await _received(reader, seals))
-                    answer, shown = self._answer(asked, shown)
+                    raw = await _received(reader, seals)
+                    try:
+                        answer, shown = self._answer(telemetry_messages.request(raw), shown)
+                    except InvalidRequest as error:
+                        self._say_refused(error, writer)
+                        answer = InvalidTold(str(error))
                     content = telemetry_messages.encoded(answer)
                     writer.write(seals.head(len(content), digest_of(content)) + content)
                     await writer.drain()
@@ -156,12 +170,19 @@ class TelemetryListener:
         batch = TelemetryBatch(tuple(some.values()), summary, more=len(news) > len(some))
         return batch, shown.updated(some)
 
-
-def _note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error as asyncio does, unless the error is an OSError. Without a free file asyncio tries again
-    to accept, and would log that a hundred times a second."""
-    if not isinstance(context.get("exception"), OSError):
-        loop.default_exception_handler(context)
+    def _say_refused(self, error: InvalidRequest, writer: asyncio.StreamWriter) -> None:
+        """Say once of each sender that its message is not valid."""
+        address = str((writer.get_extra_info("peername") or ("an unknown address",))[0])
+        sender = error.sender or address
+        if sender in self._refused or len(self._refused) >= SENDERS_SAID_MAX:
+            return
+        self._refused.add(sender)
+        who = f"the agent of node {sender} at {address}" if error.sender else f"an agent at {address}"
+        said = (
+            f"{who} tells something that is not valid ({error}): what it tells is ignored; all agents need "
+            "the same version of elasticd"
+        )
+        log.get("elasticd.agent").warning("telemetry.refused", sentence=said, sender=sender, why=str(error))
 
 
 async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> Seals:

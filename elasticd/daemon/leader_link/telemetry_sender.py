@@ -15,7 +15,7 @@ from elasticd.checkpoint.replication.wire import PeerGone, Wire
 from elasticd.core.facts import Leadership, NodeTelemetry
 from elasticd.core.ports import Heard
 from elasticd.daemon.leader_link import telemetry_messages
-from elasticd.daemon.leader_link.telemetry_messages import REQUEST_MAX, Taken, Tell
+from elasticd.daemon.leader_link.telemetry_messages import REQUEST_MAX, InvalidTold, Taken, Tell
 from elasticd.telemetry import log
 
 FIRST_S: Final = 1.0  # between two messages, before the leader has said how often it wants to hear
@@ -38,6 +38,7 @@ class TelemetrySender:
         self._every_s = FIRST_S
         self._due = 0.0  # by time.monotonic
         self._failures = 0  # in a row
+        self._refused_by: Leadership | None = None
         self._tries = 0
         self._hurry_at = math.inf  # as ``_due``, whatever the leader wants
         self._closed = False
@@ -108,6 +109,9 @@ class TelemetrySender:
             answer = None
             if self._failures + 1 == FAILURES_SAID:
                 _warn(leader, error)
+        if isinstance(answer, InvalidTold) and self._refused_by != leader:
+            self._refused_by = leader
+            _say_refused(leader, answer.why)
         with self._change:
             self._tries += 1
             now = time.monotonic()
@@ -155,3 +159,11 @@ def _warn(leader: Leadership, error: PeerGone) -> None:
         "`elasticd status` lacks this node's steps and times; see that the nodes reach each other's --address"
     )
     log.get("elasticd.agent").warning("leader.unreachable", sentence=said, node=leader.node, address=where)
+
+
+def _say_refused(leader: Leadership, why: str) -> None:
+    said = (
+        f"the leader's agent on {leader.node} refuses what this agent tells ({why}): training goes on, but "
+        "`elasticd status` lacks this node's steps and times; all agents need the same version of elasticd"
+    )
+    log.get("elasticd.agent").warning("leader.refuses", sentence=said, node=leader.node, why=why)
