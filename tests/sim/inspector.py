@@ -129,8 +129,8 @@ def where(worker: SimWorker) -> ThreadActivity | None:
         return ThreadActivity(ActivityKind.OWN, f"job.py:{ill.line}")
     if world is not None and world.held and worker.rank == 0:
         return ThreadActivity(ActivityKind.PROGRAM, "job.py:3", "waiting for a program")
-    if worker.awaits_news and not worker.computes:
+    if worker.awaits_news and not (worker.computes or worker.stuck):
         return ThreadActivity(ActivityKind.PROGRAM, "job.py:4", "waiting for its agent")
-    if worker.computes or world is None:
+    if worker.computes or worker.stuck or world is None:
         return ThreadActivity(ActivityKind.OWN, "job.py:1")
     return ThreadActivity(ActivityKind.COLLECTIVE, "job.py:2", "all_reduce")
