@@ -91,6 +91,7 @@ def test_each_alert_fires_when_it_should_and_not_when_it_should_not() -> None:
     assert code == 0, said
 
 
+@pytest.mark.slow
 def test_the_unit_tests_fail_where_an_alert_is_wrong(tmp_path: Path) -> None:
     wrong = (HERE / "rules.yml").read_text().replace("elasticd_etcd_up) == 0", "elasticd_etcd_up) == 2")
     (tmp_path / "rules.yml").write_text(wrong)

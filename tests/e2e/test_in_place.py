@@ -308,6 +308,7 @@ def test_a_node_that_leaves_or_comes_and_scaling_restart_nobody_elsewhere(reside
     assert residents.cluster.round.restarts == 0
 
 
+@pytest.mark.slow
 def test_a_sharded_job_that_is_scaled_down_by_more_workers_than_there_are_copies_loses_no_step(
     residents: Residents,
 ) -> None:

@@ -212,7 +212,8 @@ def test_the_script_and_its_own_modules_are_read_at_every_start(bench: Bench, tm
     assert run(bench, procs).out == b"newer newer, too\nTrue\n"
 
 
-@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", ["1", "3"])
 def test_torch_computes_the_same_on_the_same_threads_and_draws_other_random_numbers(
     bench: Bench, tmp_path: Path, threads: str
 ) -> None:
