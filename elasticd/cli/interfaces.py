@@ -47,11 +47,7 @@ def loopback_of(host: str) -> str:
     gives the machine's own name 127.0.1.1 in /etc/hosts, where other machines have another address."""
     if not host_is_loopback(host):
         return ""
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    return host
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def network_environment(address: str, environ: Mapping[str, str], *, asked: bool) -> dict[str, str]:

@@ -177,7 +177,8 @@ def _with_forgotten(known: Gathered, forgotten: ForgottenNodes) -> Gathered:
         back = known.nodes.get(name)
         if back is not None:  # it is back already, and has perhaps told its time, with the time that is gone
             told = (back.ledger,) if back.ledger is not None else ()
-            known = hear(replace(known, spent=_changed(known.spent, told, ())), back)
+            spent, ended = _changed(known.spent, told, ()), known.ended - back.last
+            known = hear(replace(known, spent=spent, ended=ended), back)
     return known
 
 

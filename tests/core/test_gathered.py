@@ -124,8 +124,9 @@ def test_the_time_of_nodes_that_come_back_under_another_leader_counts_once(early
     assert len(left.spent) == 200 - KEPT_MAX
     second = Gathered(RUN)
     for name in names[:early]:
-        second = hear(second, telemetry(name, 110.0))
+        second = hear(second, replace(telemetry(name, 110.0), last=True))
     second = restore(second, summary, left)
+    assert second.ended == early
     assert second.spent["productive"] == pytest.approx(20_000.0 + early * 10.0)
     for name in names[early:]:
         second = hear(second, telemetry(name, 110.0))

@@ -147,6 +147,24 @@ def test_a_node_that_let_go_of_a_live_round_is_as_good_as_lost() -> None:
     assert plan.reasons == (RoundClosing(5, Cause.NODE_LOST, ("a",)),)
 
 
+@pytest.mark.parametrize(
+    ("failed", "after_s", "cause"),
+    [(False, 0.0, None), (False, 6.0, Cause.NODE_LOST), (True, 0.0, Cause.WORKER_FAILED)],
+)
+def test_a_node_that_left_a_live_round_for_a_failure_is_not_lost_before_its_report_is_here(
+    failed: bool, after_s: float, cause: Cause | None
+) -> None:
+    """The release and the report are watched separately."""
+    nodes = {"a": node("a", released=5, told=1), "b": node("b")}
+    seen = live({"a": 2, "b": 2}, [], [report("a", 5, exit(0, 0))] if failed else [])
+    seen = replace(seen, nodes=PersistentMap({n: Registered(one, 100, 0.0, NOW) for n, one in nodes.items()}))
+    plan = decide(seen, NOW + after_s)
+    if cause is None:
+        assert not plan.writes and plan.wake_at is not None and plan.wake_at > NOW
+    else:
+        assert next_round(plan).closing is cause
+
+
 def resizing(wish: str, **more: Any) -> View:
     """A live round of a script that tells of its checkpoints, and something to resize it for."""
     nodes = {"grow": [node("a"), node("b")], "scale": [node("a")], "drain": [node("a", draining=True)]}

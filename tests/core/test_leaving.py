@@ -22,7 +22,7 @@ from elasticd.core.facts import (
     Report,
 )
 from elasticd.core.leader import Plan, View, decide
-from elasticd.core.leader.settling import REPORT_S
+from elasticd.core.leader.plan import REPORT_S
 from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import WorkerBroke, WorkerWaiting
 from elasticd.core.reasons import AwaitingRelease, WorkerEnded

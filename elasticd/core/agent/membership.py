@@ -149,11 +149,10 @@ def leave_an_unreachable_leader(do: Decisions) -> None:
 
 
 def _are_apart(machine: str, other: str) -> bool:
-    """Whether the machines have different boot ids."""
-    boots = (
-        {machine.rpartition("/")[2], other.rpartition("/")[2]} if "/" in machine and "/" in other else {""}
-    )
-    return len(boots) == 2 and "" not in boots
+    """Whether these are different machines: they have other names and other boot ids. A container has a name
+    of its own, and a machine that has just started again has another boot id."""
+    pairs = zip(machine.partition("/")[::2], other.partition("/")[::2], strict=True)
+    return all(one and another and one != another for one, another in pairs)
 
 
 def _is_loopback(address: str) -> bool:

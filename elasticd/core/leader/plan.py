@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from elasticd.core import round_parts, seating
 from elasticd.core.facts import Budget, Cause, Failure, Outcome, Phase, RankRange, Round
+from elasticd.core.leader.roll import Mark
 from elasticd.core.leader.view import NOT_JUDGED, Judged, View
 from elasticd.core.ports import Delete, Guard, Put, Write
-from elasticd.core.reasons import JobEnded, Reason, RoundClosing
+from elasticd.core.reasons import AwaitingRelease, JobEnded, Reason, RoundClosing
+
+REPORT_S: Final = 5.0  # a report comes within milliseconds, unless etcd is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,18 @@ def _unwritten(view: View, record: Round, parts: tuple[Put, ...]) -> tuple[Put, 
 def _in_batches(parts: tuple[Put, ...], most: int) -> list[tuple[Put, ...]]:
     """Return the parts in batches, and at least one batch."""
     return [parts[i : i + most] for i in range(0, len(parts), most)] or [()]
+
+
+def await_reports(view: View, now: float) -> Plan | None:
+    """Return the plan to wait for the reports of nodes that have released the round; None if all are here. A
+    release and its report are watched separately, so the leader may see the release first."""
+    roll, nodes = view.roll, view.nodes
+    assert nodes is not None
+    due = (nodes[name].news_at + REPORT_S for name in roll[Mark.TO_REPORT])
+    until = next((at for at in due if now < at), None)
+    if until is None:
+        return None
+    return Plan(wake_at=until, reasons=(AwaitingRelease(*roll.some(Mark.TO_REPORT)),))
 
 
 def close(

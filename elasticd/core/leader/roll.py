@@ -211,6 +211,8 @@ class Roll:
             marks.append(Mark.LEFT)
             if node.declined == round.number:
                 marks.append(Mark.DECLINED)
+            if node.told and node.told > _ends(node, report):
+                marks.append(Mark.TO_REPORT)
             if round.anew and node.holders:
                 marks.append(Mark.HOLDING)
             if node.age is not None and node.age.agreed == round.number:
@@ -219,8 +221,6 @@ class Roll:
             marks.append(Mark.LEAVING)
         if node.fenced >= round.number:
             marks.append(Mark.FENCED)
-        if node.told and node.told > _ends(node, report):
-            marks.append(Mark.TO_REPORT)
         return marks
 
     def _standing(self, known: Registered | None) -> tuple[Standing, ...]:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from elasticd.core import budget as budgets
 from elasticd.core.facts import Budget, Cause, Failure, Outcome, Round, Spec
 from elasticd.core.leader.forming import form_or_wait
-from elasticd.core.leader.plan import Plan, end, write
+from elasticd.core.leader.plan import Plan, await_reports, end, write
 from elasticd.core.leader.roll import SHOWN_MAX, Mark, in_rank_order
 from elasticd.core.leader.view import View
 from elasticd.core.page_layout import Fatal
 from elasticd.core.reasons import AwaitingRelease, AwaitingReturn, FailureCharged, Reason, SlotQuarantined
 
-REPORT_S = 5.0  # a report comes within milliseconds, unless etcd is slow
 _OUTCOMES = {
     Fatal.NOT_FINITE: Outcome.DIVERGED,
     Fatal.NO_CHECKPOINT: Outcome.NOWHERE,
@@ -91,7 +90,6 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
 def _await_members(view: View, spec: Spec, round: Round, now: float) -> Plan | None:
     """Return the plan to wait until every member has released the round and reported, or is lost; None when
     there is nothing to wait for."""
-    assert view.nodes is not None
     roll = view.roll
     if roll[Mark.HOLDING]:
         disturbed = any(roll.needed(Mark.MISSING)) or roll[Mark.BROKEN] or roll[Mark.FAILED]
@@ -108,10 +106,8 @@ def _await_members(view: View, spec: Spec, round: Round, now: float) -> Plan | N
                 return write(view, replace(round, outlived=True), view.budget)
             return Plan(wake_at=by, reasons=(waits,))
         return Plan(reasons=(waits,))
-    due = (view.nodes[name].news_at + REPORT_S for name in roll[Mark.TO_REPORT])
-    until = next((at for at in due if now < at), None)
-    if until is not None:
-        return Plan(wake_at=until, reasons=(AwaitingRelease(*roll.some(Mark.TO_REPORT)),))
+    if (wait := await_reports(view, now)) is not None:
+        return wait
     gone = roll[view.mark_of_lost(now)]
     if any(member.node not in gone for member in roll.needed(Mark.MISSING)):
         names, until = in_rank_order(roll.needed(Mark.MISSING)), view.absence_counts_from

@@ -9,7 +9,7 @@ from dataclasses import replace
 from elasticd.core import budget as budgets
 from elasticd.core import handover, seating
 from elasticd.core.facts import Cause, Outcome, Round, Spec
-from elasticd.core.leader.plan import Plan, close, end, write
+from elasticd.core.leader.plan import Plan, await_reports, close, end, write
 from elasticd.core.leader.roll import Mark, in_rank_order
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Put
@@ -43,7 +43,8 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
         declined = roll.names(Mark.DECLINED)
         return _see_handed_over(view, round, idle, (*lost, *declined), now)
     if idle or lost:
-        return close(view, round, Cause.NODE_LOST, False, now, nodes=(*idle, *lost))
+        wait = None if lost else await_reports(view, now)
+        return wait or close(view, round, Cause.NODE_LOST, False, now, nodes=(*idle, *lost))
     if roll[Mark.BROKEN]:
         return close(view, round, Cause.WORLD_BROKEN, False, now, nodes=tuple(sorted(roll[Mark.BROKEN])))
 
