@@ -97,7 +97,7 @@ def draw(seed: int) -> Plan:
 
 
 def _simple(seed: int) -> Plan:
-    """Losses are at most as many at once as the redundancy, and each comes after a commit of its world."""
+    """Losses are at most as many at once as the redundancy, and each comes once its world has the copies."""
     chance = random.Random(f"shards {seed}")
     unit, redundancy = chance.choice([1, 1, 2]), chance.choice([0, 1, 1, 2])
     if chance.random() < 0.15:
@@ -160,7 +160,11 @@ class Agent(Crew):
         self.until(self._is_over)
 
     def _is_due(self, event: Event) -> bool:
-        return self._is_over() or (self._made >= event.step and not self.closing)
+        return self._is_over() or (self._made >= event.step and not self.closing and self._has_copies())
+
+    def _has_copies(self) -> bool:
+        """Whether every shard has as many copies as it is to have: all workers train in the present world."""
+        return all(hand.entered and hand.entered[-1].round == self.round for hand in self.members)
 
     def _is_over(self) -> bool:
         return all(hand.status is not None or hand.shunned for hand in self.members)
@@ -170,18 +174,23 @@ class Agent(Crew):
         chosen = self._chance.sample(members, min(event.many, len(members) - 1))
         match event.kind:
             case "kill" | "lose":
-                self._signal(signal.SIGKILL, chosen)
+                self._kill(chosen)
             case "stop":
                 self._signal(signal.SIGSTOP, chosen)
                 time.sleep(PAUSE_S)  # the agent notices a worker that stands still after a while
-                self._signal(signal.SIGKILL, chosen)
+                self._kill(chosen)
             case "node":
                 first = PER_NODE * self._chance.randrange(max(1, len(members) // PER_NODE))
-                self._signal(signal.SIGKILL, self.members[first : first + PER_NODE])
+                self._kill(self.members[first : first + PER_NODE])
             case "grow":
                 self.all_ready([self.add() for _ in range(event.many)])
             case "shrink" | "twice":
                 self._shrink(chosen, again=event.kind == "twice")
+
+    def _kill(self, hands: list[Hand]) -> None:
+        """Kill the workers, and wait until this is noticed, so that their world has no further loss."""
+        self._signal(signal.SIGKILL, hands)
+        self.until(lambda: all(hand.status is not None for hand in hands))
 
     def _signal(self, number: int, hands: list[Hand]) -> None:
         for hand in hands:

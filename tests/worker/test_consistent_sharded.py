@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint  # parts of DTensors are found with it
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from elasticd import worker
+from elasticd.worker.gradients import whole_norms
 from elasticd.worker.gradients.owned_sums import owned
 from elasticd.worker.gradients.whole_norms import shard_lengths
 from elasticd.worker.sharding.spans import Span
@@ -47,6 +49,18 @@ class Part(nn.Module):
         return x + self.down(self.drop(torch.tanh(self.norm(up))).view(*x.shape[:2], -1))
 
 
+class Aside(nn.Module):
+    """A module whose input needs no gradient, with a parameter that only some virtual ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 7)
+        self.seldom = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x) * self.seldom if int(1000 * x.sum()) % 2 else self.up(x)
+
+
 class Stack(nn.Module):
     """Parameters that two layers share, a layer that is frozen, and one that nobody uses."""
 
@@ -54,6 +68,7 @@ class Stack(nn.Module):
         super().__init__()
         self.first = nn.Linear(3, 7)
         self.blocks = nn.ModuleList(Part(recomputes) for recomputes in (False, True, False, False))
+        self.aside = Aside()
         self.frozen = nn.Linear(7, 7).requires_grad_(False)
         self.never = nn.Linear(2, 2)
         self.inner = nn.Linear(7, 7, bias=False)
@@ -61,14 +76,14 @@ class Stack(nn.Module):
         self.tied.weight = self.inner.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+        samples, x = x, self.first(x)
         for block in self.blocks:
             x = block(x)
-        return self.tied(torch.tanh(self.inner(self.frozen(x))))
+        return self.tied(torch.tanh(self.inner(self.frozen(x + self.aside(samples)))))
 
 
 def shard(model: Stack, mesh: DeviceMesh) -> None:
-    for block in model.blocks:
+    for block in (*model.blocks, model.aside):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
@@ -140,6 +155,66 @@ def test_one_digest_comes_out_of_ddp_and_fsdp2_and_hsdp_in_a_world_of_any_size(
     for world, units in ((1, ()), (2, (2,)), (3, ()), (4, (2,)), (6, (2, 3))):
         for found in in_world(world, tmp_path, in_modes, accumulate, *units):
             assert found == [whole] * len(found), world
+
+
+def gradients(refused: bool) -> tuple[float, float, str]:
+    """The gradient of a step of two parts in bfloat16, the gradient of the script's own backward pass after
+    the run function, and what is said if the script makes one during a step."""
+    model = nn.Linear(1, 1, bias=False)
+    samples = torch.tensor([[1.0], [2.0**-10]])
+    options: dict[str, Any] = {"virtual_ranks": 1, "accumulate": 2, "shuffle": False, "consistent": True}
+    data = worker.Data(samples, global_batch=2, **options)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    state = worker.State(
+        model, optimizer, data=data, shard=lambda model, mesh: fully_shard(model, mesh=mesh, mp_policy=policy)
+    )
+
+    @worker.run
+    def run(state: worker.State) -> tuple[float, str]:
+        said = ""
+        for step in state.steps():
+            for batch in step:
+                step.backward(state.model(batch).mean())
+            gradient = full(state.model.weight.grad).item()
+            if refused:
+                with pytest.raises(RuntimeError) as refusal:
+                    state.model(batch).mean().backward()
+                said = str(refusal.value)
+                break
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            state.commit()
+        return gradient, said
+
+    gradient, said = run(state)
+    if not refused:
+        state.model(torch.ones(1, 1)).mean().backward()
+    own = state.model.weight.grad
+    return gradient, 0.0 if own is None else full(own).item(), said
+
+
+def taken_whole() -> list[bool]:
+    """Whether the norm of a tensor on the mesh is taken whole, by its placement."""
+    mesh = init_device_mesh("cpu", (1,))
+    end = whole_norms.take_whole(mesh)
+    tensors = [distribute_tensor(torch.ones(2, 2), mesh, [how]) for how in (Shard(0), Shard(1), Replicate())]
+    found = [whole_norms._mesh_of([tensor]) is mesh for tensor in tensors]
+    end()
+    return [*found, whole_norms._mesh_of(tensors[:1]) is mesh]
+
+
+def of_one_worker() -> list[Any]:
+    return [gradients(refused=False), gradients(refused=True), taken_whole()]
+
+
+def test_gradients_are_added_up_in_the_type_of_the_parameters_and_come_from_step_backward_alone(
+    tmp_path: Path,
+) -> None:
+    [(after, during, whole)] = in_world(1, tmp_path, of_one_worker)
+    assert after == (0.5 + 2.0**-11, 1.0, ""), "bfloat16 has no such number"
+    assert during[2].startswith("a gradient was computed outside of step.backward(loss)")
+    assert whole == [True, False, False, False], "only what is sharded as fully_shard does, while it lasts"
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,9 @@ def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_its_connections_a
         for end in (mine, theirs):
             end.shutdown(socket.SHUT_RDWR)
         assert len(loop.poll(0)) == 2
-        destroying.destroy(groups, {one for one in destroying.sockets() if one[0] == mine.fileno()})
+        ours = {one for one in destroying.sockets() if one[0] == mine.fileno()}
+        closed = script.fileno(), "socket:[1]"  # the script's has its descriptor
+        destroying.destroy(groups, {*ours, closed})
         assert not destroyed.is_set(), "its destructor waits still"
         assert [number for number, _ in loop.poll(0)] == [script.fileno()], "the script's own is watched"
     released.set()

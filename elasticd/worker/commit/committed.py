@@ -141,6 +141,7 @@ class CommittedState:
         for scaler in self.contents.scalers:  # initialises the scaler, also in a worker without a batch
             scaler.scale(torch.zeros((), device=self.last.device))
         self.models.enter(world)
+        self.reduction.close()  # of an earlier run function in the same world
         self.uncommitted.enter(world)
         self.comparison.enter(world, self.step)
         if self._is_consistent and self.data is not None:
@@ -238,6 +239,7 @@ class CommittedState:
 
     def finish(self) -> None:
         """Save the last steps, after the run functions of all workers have returned. Raises WorldChanged."""
+        self.reduction.close()  # from now on the model is the script's
         if self.recorder is not None:
             self.recorder.learned(self.step, self._learned())
         if self.saves is not None:

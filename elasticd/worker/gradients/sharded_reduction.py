@@ -4,6 +4,10 @@ holds whole, in a world of any size.
 fully_shard would average the gradients of a backward pass over the workers, in an order that depends on their
 number. So this module takes each gradient as soon as the backward pass has computed it, and fully_shard finds
 none. The gradients are added up as in elasticd.worker.gradients.owned_sums.
+
+These sums and fully_shard's gathering of parameters are collectives of one process group, and all workers
+must call them in one order. So gradients are sent where fully_shard would reduce them: not when the last of
+them is there, since a virtual rank may use only some of the parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +37,11 @@ from elasticd.worker.sharding.spans import Spans
 from elasticd.worker.world.group import World, device
 
 UNDER_WAY = 2  # exchanges in flight
-
+_OUTSIDE = (
+    "a gradient was computed outside of step.backward(loss), and fully_shard would average it, so that its "
+    "bits depend on the number of workers: compute gradients by step.backward(loss) only, or give Data "
+    "consistent=False"
+)
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -91,7 +99,7 @@ class ShardedReduction:
             unit.module.register_forward_pre_hook(partial(self._before_forward, number), with_kwargs=True)
             for number, unit in enumerate(self._units)
         ]
-        self._awaited = [0] * len(self._units)  # inputs of the unit whose gradients are still to come
+        self._awaited = [0] * len(self._units)  # calls of the unit that the backward pass has yet to leave
         self._loss: torch.Tensor | None = None
         self._hooked: dict[int, tuple[torch.Tensor, torch.utils.hooks.RemovableHandle]] = {}
         self._end_norms = whole_norms.take_whole(self._parameters[0].device_mesh)
@@ -127,7 +135,6 @@ class ShardedReduction:
             self._loss = mine if self._loss is None else self._loss + mine
         self._counts, self._closes, self._computes = part.counts, part.closes, True
         self._seen = bytearray(len(self._parameters))
-        self._missing = [len(sums.members) for sums in self._sums]
         try:
             weighted.backward()  # type: ignore[no-untyped-call]
         finally:
@@ -166,9 +173,9 @@ class ShardedReduction:
         if self._world is not None:
             self._world.sums_begun += 1
         self._under_way = True
-        self._turn = self._passes = self._sent = 0
+        self._passes = 0
         self._held: dict[int, torch.Tensor] = {}  # the gradients of the present virtual rank
-        self._used = bytearray(len(self._parameters))
+        self._begin_turn(0)
         self._exchanges: deque[_Exchange] = deque()
         self._exchanged = 0
         self._loss = None
@@ -215,8 +222,8 @@ class ShardedReduction:
 
     @_not_compiled
     def _before_forward(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Watch the gradients of the parameters that fully_shard has gathered for this module, and those of
-        its inputs."""
+        """Watch the gradients of the parameters that fully_shard has gathered for this module, and the end of
+        the module's backward pass."""
         if not torch.is_grad_enabled():
             return
         for module, name, parameter in self._units[number].places:
@@ -228,59 +235,55 @@ class ShardedReduction:
                 hook = whole.register_post_accumulate_grad_hook(partial(self._arrived, parameter))
                 self._hooked[parameter] = whole, hook
         if self._under_way and not self._computes:  # else the forward pass is computed again
-            for tensor in _find_tensors((args, kwargs)):  # type: ignore[no-untyped-call]
-                if tensor.requires_grad:
-                    self._awaited[number] += 1
-                    tensor.register_hook(partial(self._passed, number))
+            inputs = _find_tensors((args, kwargs))  # type: ignore[no-untyped-call]
+            last = next((tensor.grad_fn for tensor in inputs if tensor.requires_grad), None)
+            if last is not None:  # fully_shard's own node, which reduces the gradients
+                self._awaited[number] += 1
+                last.register_prehook(partial(self._passed, number))
 
     def _arrived(self, number: int, whole: torch.Tensor) -> None:
         """Take the gradient of a parameter."""
         if not self._computes:
-            return
+            raise RuntimeError(_OUTSIDE)
         place = self._sums_of.get(number)
-        if self._seen[number] or (self._closes and place is not None and place < self._sent):
+        if self._seen[number] or (place is not None and self._sent[place]):
             raise RuntimeError(TWICE)
         self._seen[number] = 1
         gradient, whole.grad = whole.grad, None
         if self._counts and gradient is not None:
             self._used[number] = 1
-            held = self._held.setdefault(number, gradient)
-            if held is not gradient:
-                held += gradient
-        if place is not None:
-            self._missing[place] -= 1
-            self._send_ready()
+            self._hold(number, gradient)
 
-    def _passed(self, number: int, _: torch.Tensor) -> None:
-        """Note that the backward pass has computed the gradient of a unit's input. After the last input, none
-        of the unit's parameters gets a gradient any more."""
+    def _hold(self, number: int, gradient: torch.Tensor) -> None:
+        """Add up the gradients of a virtual rank's parts, in the type of the parameter."""
+        if (held := self._held.get(number)) is not None:
+            held += gradient
+        else:
+            self._held[number] = gradient if self._closes else gradient.to(self._parameters[number].dtype)
+
+    def _passed(self, number: int, *_: Any) -> None:
+        """Note that the backward pass has left a call of the unit. After the last call, none of the unit's
+        parameters gets a gradient any more."""
         if not self._computes:
             return
         self._awaited[number] -= 1
-        if not self._awaited[number]:
-            for place in self._places[number]:
-                self._missing[place] = 0
-            self._send_ready()
-
-    def _send_ready(self) -> None:
-        if self._closes:
+        if self._closes and not self._awaited[number]:
             with torch.no_grad():
-                while self._sent < len(self._sums) and not self._missing[self._sent]:
-                    self._send_next()
+                for place in self._places[number]:
+                    self._send(place)
 
     def _refuse_own_sums(self) -> None:
-        """Raise RuntimeError if fully_shard has averaged a gradient."""
+        """Raise RuntimeError if a gradient is where fully_shard leaves its averages."""
         if any(parameter.grad is not None for parameter in self._parameters):
             raise RuntimeError(
-                "fully_shard has averaged a gradient, whose bits depend on the number of workers: compute "
-                "gradients by step.backward(loss) only, and call each sharded module itself and not another "
-                "of its methods, or give Data consistent=False"
+                "fully_shard has averaged a gradient, whose bits depend on the number of workers: call each "
+                "sharded module itself and not another of its methods, or give Data consistent=False"
             )
 
-    def _send_next(self) -> None:
-        """Begin the next exchange, and add up an earlier one, which has probably ended."""
-        sums = self._sums[self._sent]
-        self._sent += 1
+    def _send(self, place: int) -> None:
+        """Begin the exchange of these sums, and add up an earlier one, which has probably ended."""
+        sums = self._sums[place]
+        self._sent[place] = 1
         if len(self._exchanges) == UNDER_WAY:
             self._add_up()
         sent, room = self._rooms[sums.dtype][self._exchanged % UNDER_WAY]
@@ -302,8 +305,9 @@ class ShardedReduction:
     # ------------------------------------------------------------ turns
 
     def _close_turn(self, part: Portion) -> None:
-        while self._sent < len(self._sums):
-            self._send_next()
+        for place in range(len(self._sums)):
+            if not self._sent[place]:
+                self._send(place)
         if part.counts and self._loss is not None:
             count = len(self._parameters)
             of_turn = self._notes[self._turn]
@@ -314,7 +318,7 @@ class ShardedReduction:
         self._begin_turn(self._turn + 1)
 
     def _begin_turn(self, turn: int) -> None:
-        self._turn, self._sent = turn, 0
+        self._turn, self._sent = turn, bytearray(len(self._sums))
         self._used = bytearray(len(self._parameters))
 
     def _skip_to(self, turn: int) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import clip_grad
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
@@ -63,11 +63,17 @@ def _replace() -> None:
 
 
 def _mesh_of(tensors: Sequence[torch.Tensor]) -> DeviceMesh | None:
-    """Return the mesh over which all these tensors are sharded, if their norms are taken whole."""
+    """Return the mesh over which all these tensors are sharded as fully_shard does, if their norms are taken
+    whole."""
     for mesh in _meshes:
-        if tensors and all(getattr(tensor, "device_mesh", None) == mesh for tensor in tensors):
+        layout = mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+        if tensors and all(_layout_of(tensor) == layout for tensor in tensors):
             return mesh
     return None
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Any, ...]] | None:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def _norm(gradients: Sequence[Any], mesh: DeviceMesh, kind: float, foreach: bool | None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import sys
 import threading
@@ -26,14 +27,14 @@ def begin(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) ->
     """Have another thread ``destroy`` the groups.
 
     Gloo's event loop looks every 10 ms whether it is to end. The next world does not wait for that. With CUDA
-    it waits: NCCL's communicators should be gone before the next are made.
+    the caller waits: NCCL's communicators should be gone before the next are made.
     """
-    destroying = threading.Thread(
-        target=destroy, args=(groups, connections), name="elasticd-destroy", daemon=True
-    )
-    destroying.start()
     if torch.cuda.is_available():
-        destroying.join()
+        destroy(groups, connections)
+    else:
+        threading.Thread(
+            target=destroy, args=(groups, connections), name="elasticd-destroy", daemon=True
+        ).start()
 
 
 def destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
@@ -72,12 +73,19 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 
 
 def _forget_connections(connections: Set[tuple[int, str]]) -> None:
-    left = {number for number, _ in connections & set(sockets())}
+    """Remove the connections from event loops. The next world may already have sockets with the descriptors
+    of closed connections, so ids are compared, too."""
     for number, target in _descriptors():
         if target != "anon_inode:[eventpoll]":
             continue
-        with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{number}") as file:
-            watched = {int(line.split()[1]) for line in file if line.startswith("tfd:")}
-            with contextlib.closing(select.epoll.fromfd(os.dup(number))) as poll:
-                for descriptor in watched & left:
-                    poll.unregister(descriptor)
+        with contextlib.suppress(OSError), contextlib.closing(select.epoll.fromfd(os.dup(number))) as poll:
+            for watched in _watched(poll.fileno()) & connections:
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    poll.unregister(watched[0])
+
+
+def _watched(poll: int) -> set[tuple[int, str]]:
+    """Return the sockets that an event loop watches: descriptors and ids, as from ``sockets``."""
+    with open(f"/proc/self/fdinfo/{poll}") as file:
+        found = re.findall(r"^tfd: *(\d+) .* ino:([0-9a-f]+)", file.read(), re.MULTILINE)
+    return {(int(number), f"socket:[{int(its_id, 16)}]") for number, its_id in found}
