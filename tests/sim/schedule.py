@@ -147,6 +147,8 @@ def _bad_slot(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
 
 
 def _sigterm(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    if agent.signalled:  # the second signal: the agent leaves at once, and its workers hand nothing over
+        cluster.only_planned = False
     agent.signal(signal.SIGTERM)
     _restart_later(cluster, agent, fault)
 
