@@ -17,24 +17,9 @@ import sys
 import threading
 from collections.abc import Iterator, Set
 
-import torch
 import torch.distributed as dist
 
 SOON_S = 0.2  # many times as long as the destructor usually takes
-
-
-def begin(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
-    """Have another thread ``destroy`` the groups.
-
-    Gloo's event loop looks every 10 ms whether it is to end. The next world does not wait for that. With CUDA
-    the caller waits: NCCL's communicators should be gone before the next are made.
-    """
-    if torch.cuda.is_available():
-        destroy(groups, connections)
-    else:
-        threading.Thread(
-            target=destroy, args=(groups, connections), name="elasticd-destroy", daemon=True
-        ).start()
 
 
 def destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
@@ -48,7 +33,7 @@ def destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) 
         groups.clear()
         destroyed.set()
 
-    threading.Thread(target=drop, name="elasticd-drop", daemon=True).start()
+    threading.Thread(target=drop, name="elasticd-destroy", daemon=True).start()
     if not destroyed.wait(SOON_S):
         _forget_connections(connections)
 
