@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elasticd.data.summing import plan_sums
+from elasticd.worker.gradients.running_sums import RunningSums, put
 
 FIRST_BYTES = 1 << 20  # small, so that sending begins early, as in DistributedDataParallel
 BUCKET_BYTES = 25 << 20
@@ -51,13 +52,11 @@ class Bucket:
         self._exchange = exchange
         elements = sum(t.numel() for t in examples)
         self._slice = -(-elements // (exchange.size * _ALIGNED)) * _ALIGNED
-        rows = max(1, exchange.leaves.height)
-        # The sums so far, one row for each subtree. After ``gather``, the first row is the total.
-        self._rows = examples[0].new_zeros((rows, exchange.size * self._slice))
+        self._running = RunningSums(exchange.leaves, exchange.size * self._slice, examples[0])
+        self._rows = self._running.rows  # after ``gather``, the first row is the total
         self._views = [_views(row, examples) for row in self._rows]
         self.arrival_elements = exchange.arriving * self._slice
         self._arrived = self._rows[:0]
-        self._height = self._leaf = 0
         self._works: list[dist.Work] = []
 
     @property
@@ -67,26 +66,15 @@ class Bucket:
 
     def add(self, gradients: Gradients) -> None:
         """Add the gradients of the next virtual rank. None stands for zeros."""
-        if self._leaf == len(self._exchange.leaves.sums):
-            self._leaf = self._height = 0
-        halves = self._exchange.leaves.sums[self._leaf]
-        self._leaf += 1
-        self._height += not halves
-        views = self._views[self._height - 1]
+        row, adds = self._running.begin()
+        views = self._views[row]
         whole = [g for g in gradients if g is not None]
         if len(whole) == len(views):
-            (torch._foreach_add_ if halves else torch._foreach_copy_)(views, whole)
+            (torch._foreach_add_ if adds else torch._foreach_copy_)(views, whole)
         else:
             for view, gradient in zip(views, gradients, strict=True):
-                if halves:
-                    view.add_(0 if gradient is None else gradient)  # a sum with 0 turns -0.0 into 0.0
-                elif gradient is None:
-                    view.zero_()
-                else:
-                    view.copy_(gradient)
-        for _ in range(halves - 1):
-            self._height -= 1
-            self._rows[self._height - 1] += self._rows[self._height]
+                put(gradient, view, adds)
+        self._running.end()
 
     def hand_in(self, room: torch.Tensor) -> None:
         """Begin to send each owner its slice of this worker's sums. ``room``: a tensor for the arriving data,

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from elasticd.data.dealing import cut
-from elasticd.data.summing import SumPlan, plan_sums
+from elasticd.data.summing import plan_sums
+from elasticd.worker.gradients.running_sums import RunningSums, put
 from elasticd.worker.sharding.moves import replicas
 from elasticd.worker.sharding.spans import Span, Spans
 
@@ -55,11 +56,9 @@ class OwnedSums:
     ) -> None:
         self.members, self._pieces, self._rank, self._size = members, pieces, rank, len(pieces)
         self._virtual_ranks = virtual_ranks
-        self._plan: SumPlan = plan_sums((range(v, v + 1) for v in range(virtual_ranks)), virtual_ranks)
         self._lengths = [sum(piece.size for piece in its) for its in pieces]
-        # The sums so far, one row for each subtree. After the last virtual rank, the first row is the total.
-        self._rows = like.new_zeros((self._plan.height, self._lengths[rank]))
-        self._height = self._leaf = 0
+        plan = plan_sums((range(v, v + 1) for v in range(virtual_ranks)), virtual_ranks)
+        self._running = RunningSums(plan, self._lengths[rank], like)
         self.dtype = like.dtype
         self.sent_elements = sum(self._lengths)
         self.arriving_elements = self._size * self._lengths[rank]
@@ -112,21 +111,9 @@ class OwnedSums:
             torch._foreach_copy_(there, values)
 
     def _add(self, gradient: torch.Tensor | None) -> None:
-        if self._leaf == len(self._plan.sums):
-            self._leaf = self._height = 0
-        halves = self._plan.sums[self._leaf]
-        self._leaf += 1
-        self._height += not halves
-        row = self._rows[self._height - 1]
-        if halves:
-            row.add_(0 if gradient is None else gradient)  # a sum with 0 turns -0.0 into 0.0
-        elif gradient is None:
-            row.zero_()
-        else:
-            row.copy_(gradient)
-        for _ in range(halves - 1):
-            self._height -= 1
-            self._rows[self._height - 1] += self._rows[self._height]
+        row, adds = self._running.begin()
+        put(gradient, self._running.rows[row], adds)
+        self._running.end()
 
     # ------------------------------------------------------------ the end of a step
 
@@ -135,7 +122,7 @@ class OwnedSums:
 
         ``group``: the ranks that have the same parts. All ranks call the function together.
         """
-        own = self._rows[0]
+        own = self._running.rows[0]
         sizes = {rank: [piece.size for piece in self._pieces[rank]] for rank in group}
         if len(group) == 1:
             return list(torch.split(own, sizes[self._rank]))
