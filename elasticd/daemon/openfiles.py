@@ -10,10 +10,10 @@ import errno
 import os
 import resource
 from collections.abc import Callable
-from contextlib import suppress
 
 from elasticd.core.agent_messages import ResourceExhausted
 from elasticd.daemon.config import CannotStart
+from elasticd.telemetry.accepting import files_are_free
 
 RESERVE = 32  # reserved files, enough for an agent to exit in order
 MARGIN = 16  # with fewer free files, a round's store, a worker's pipes or gRPC fail; gRPC aborts the process
@@ -53,7 +53,7 @@ class Reserve:
     def routine(self, now: float) -> float:
         if now >= self._due:
             self._due = now + LOOK_S
-            if self._held and not _some_left():
+            if self._held and not files_are_free(MARGIN):
                 self.give()
                 self._post(ResourceExhausted(self.why))
         return self._due
@@ -74,7 +74,7 @@ class Reserve:
             if isinstance(seen, OSError) and seen.errno in (errno.EMFILE, errno.ENFILE):
                 return True
             seen = seen.__cause__ or seen.__context__
-        return not self._held or not _some_left()
+        return not self._held or not files_are_free(MARGIN)
 
     def give(self) -> None:
         held, self._held = self._held, []
@@ -82,13 +82,3 @@ class Reserve:
             os.close(fd)
 
     close = give
-
-
-def _some_left() -> bool:
-    tried: list[int] = []
-    with suppress(OSError):
-        while len(tried) < MARGIN:
-            tried.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    for fd in tried:
-        os.close(fd)
-    return len(tried) == MARGIN

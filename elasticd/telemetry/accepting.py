@@ -86,10 +86,15 @@ def _readable(over: socket.socket, *others: socket.socket, within_s: float | Non
 
 
 def _are_free() -> bool:
+    return files_are_free(_NEEDED)
+
+
+def files_are_free(number: int) -> bool:
+    """Whether this process may open as many files more."""
     tried: list[int] = []
     with suppress(OSError):
-        while len(tried) < _NEEDED:
+        while len(tried) < number:
             tried.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     for fd in tried:
         os.close(fd)
-    return len(tried) == _NEEDED
+    return len(tried) == number
