@@ -28,6 +28,7 @@ from elasticd.checkpoint.client.tensors import full_of
 from elasticd.data.auditnotes import FOLDER, VARIABLE
 from elasticd.worker.steps import Step
 from tests.worker.jobs import begin
+from tests.worker.step_samples import StepSamples
 
 BATCH, CONTEXT = 12, 8
 PROGRAM = Path(__file__).parents[2] / "workers/gpt.py"
@@ -50,19 +51,6 @@ def shard(model: Any, mesh: DeviceMesh) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-class Batches(torch.utils.data.Dataset[torch.Tensor]):
-    """The samples of all steps, in order."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def __len__(self) -> int:
-        return self._steps * BATCH
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return text_of(index // BATCH)[index % BATCH]
 
 
 @functools.cache
@@ -98,7 +86,9 @@ def work(
     if virtual_ranks:
         os.environ[VARIABLE] = str(Path(folder) / FOLDER)
         cut = {"global_batch": BATCH, "virtual_ranks": virtual_ranks}
-        options["data"] = worker.Data(Batches(steps), shuffle=False, consistent=consistent, **cut)
+        options["data"] = worker.Data(
+            StepSamples(steps, BATCH, text_of), shuffle=False, consistent=consistent, **cut
+        )
     torch.manual_seed(5)
     model = gpt.GPT(SHAPE).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -24,9 +24,11 @@ from elasticd.data.auditnotes import EVERY, FOLDER, VARIABLE
 from elasticd.worker.sharding import agreement, sharded_state
 from elasticd.worker.steps import Step
 from tests.worker.jobs import NOTHING, Accident, begin, commit, hear_of_leaving
+from tests.worker.step_samples import StepSamples, noise
 
 STEPS = 8
 BATCH = 12
+batch_of = functools.partial(noise, BATCH)
 
 
 class Body(nn.Linear):
@@ -96,22 +98,6 @@ def make(feature: str = "", **options: Any) -> worker.State:
     return worker.State(model=model, optimizer=optimizer, schedule=schedule, drawn=0.0, **options)
 
 
-class Batches(torch.utils.data.Dataset[torch.Tensor]):
-    """The samples of all steps, in order."""
-
-    def __len__(self) -> int:
-        return STEPS * BATCH
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return batch_of(index // BATCH)[index % BATCH]
-
-
-@functools.cache
-def batch_of(step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, 4, generator=generator, dtype=torch.float64)
-
-
 def gradients(state: worker.State, step: Step | int, accident: Accident) -> float:
     """Compute this step's gradients. Return the loss of the global batch."""
     model, many = state.model, BATCH // worker.world_size()
@@ -158,7 +144,7 @@ def train(
     if virtual_ranks:
         os.environ |= {VARIABLE: str(Path(folder) / FOLDER), EVERY: "4"}
         cut = {"global_batch": BATCH, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
-        options["data"] = worker.Data(Batches(), shuffle=False, **cut)
+        options["data"] = worker.Data(StepSamples(STEPS, BATCH, batch_of), shuffle=False, **cut)
     state = make(**options)
 
     @worker.run

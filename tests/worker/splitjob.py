@@ -22,9 +22,11 @@ from elasticd import worker
 from elasticd.data.auditnotes import EVERY, FOLDER, VARIABLE
 from elasticd.worker.steps import Step
 from tests.worker.jobs import NOTHING, Accident, begin, commit
+from tests.worker.step_samples import StepSamples, noise
 
 STEPS = 8
 BATCH = 8
+batch_of = functools.partial(noise, BATCH)
 UNIT = 2
 
 
@@ -40,21 +42,6 @@ def stage(model: nn.Sequential, unit: DeviceMesh) -> nn.Module:
 
 def rows_and_columns(model: nn.Sequential, unit: DeviceMesh) -> None:
     parallelize_module(model, unit, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-
-class Batches(torch.utils.data.Dataset[torch.Tensor]):
-    """The samples of all steps, in order."""
-
-    def __len__(self) -> int:
-        return STEPS * BATCH
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return batch_of(index // BATCH)[index % BATCH]
-
-
-@functools.cache
-def batch_of(step: int) -> torch.Tensor:
-    return torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
 def pipelined(state: worker.State, step: Step, inputs: torch.Tensor) -> None:
@@ -116,7 +103,9 @@ def train(
             commit(state, journal)
         journal.write(weights=weights(state.model), place=mesh["unit"].get_local_rank())
 
-    data = worker.Data(Batches(), global_batch=BATCH, shuffle=False, virtual_ranks=3)
+    data = worker.Data(
+        StepSamples(STEPS, BATCH, batch_of), global_batch=BATCH, shuffle=False, virtual_ranks=3
+    )
     run(worker.State(model=model, optimizer=optimizer, split=split, unit=UNIT, data=data))
 
 
