@@ -188,7 +188,12 @@ class Prometheus:
             "rule_files": ["rules.yml"],
             "alerting": {"alertmanagers": [{"static_configs": [{"targets": [self.alerts.address]}]}]},
             "scrape_configs": [
-                {"job_name": "elasticd", "file_sd_configs": [{"files": ["targets.json"]}], **how},
+                # Prometheus reads the file before it watches it: a change in between waits for a refresh
+                {
+                    "job_name": "elasticd",
+                    "file_sd_configs": [{"files": ["targets.json"], "refresh_interval": "1s"}],
+                    **how,
+                },
             ],
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -285,7 +290,9 @@ class Prometheus:
         that something was scraped."""
         patient_until = time.monotonic() + PATIENCE_S
         while not (found := holds(answer := self.query(expr))):
-            assert time.monotonic() < patient_until, f"{expr} never became so, but is {answer}"
+            assert time.monotonic() < patient_until, (
+                f"{expr} never became so, but is {answer}; targets: {self._ask('targets')['activeTargets']}"
+            )
             time.sleep(EVERY_S)
         return found
 
