@@ -86,15 +86,23 @@ def _parts_left_out(
     if not there:
         return {}
     taking = {(heir.node, slot) for heir in heirs for slot in heir.slots}
-    kept = {place for rank, place in _places(round) if not round.leaves_out(rank)}
-    if round.planned and kept and kept <= there:
-        there -= {place for rank, place in _places(round) if round.leaves_out(rank)}
+    out = {place for rank, place in _places(round) if round.leaves_out(rank)}
+    kept = {place for _, place in _places(round)} - out
+    if round.planned and kept and kept <= there and _have_all_entered(round, nodes, kept):
+        there -= out  # they have given their parts at the last commit
     elif unit > 1 and _is_whole_unit_among(taking & there, round, unit):
         return {}
     giving: dict[str, tuple[int, ...]] = {}
     for name, slot in sorted(there - taking):
         giving[name] = (*giving.get(name, ()), slot)
     return giving
+
+
+def _have_all_entered(round: Round, nodes: Mapping[str, Node], kept: Iterable[_Place]) -> bool:
+    """Return whether the workers at these places have agreed on the state in this round. Workers that are
+    asked to leave before their world has formed leave at once, so such a round has no last commit."""
+    ages = (nodes[name].age for name, _ in kept)
+    return all(age is not None and age.agreed == round.number for age in ages)
 
 
 def _have_given(round: Round, nodes: Mapping[str, Node]) -> set[_Place]:

@@ -120,6 +120,11 @@ def test_who_was_to_stay_and_is_left_out_all_the_same_gives_its_part() -> None:
     assert giving({"a": 1}, *ALL, out=2) == [("a", 1)]
 
 
+def test_who_was_to_leave_before_the_world_had_formed_gives_its_part() -> None:
+    entered, early = parts("a", 0, 1), parts("b", 0, 1, agreed=3)
+    assert giving({"a": 2, "b": 2}, entered, early, parts("c", 0, 1, agreed=3), out=4) == [("c", 0), ("c", 1)]
+
+
 def test_what_was_given_to_one_that_has_ended_is_given_again_by_who_has_it() -> None:
     assert giving({"a": 1}, parts("a", 0), *ALL[1:], out=2) == [("b", 0), ("b", 1), ("c", 0), ("c", 1)]
 
