@@ -56,9 +56,11 @@ def nonfinite_step(round: Round, reports: Iterable[Report]) -> int | None:
 
 def _of_members(round: Round, reports: Iterable[Report]) -> list[Report]:
     """Return the reports that tell of exits of the round's workers."""
-    told = [report for report in reports if report.exits and report.round == round.number]
-    lives = [(round.by_node.get(report.node), report) for report in told] if told else []
-    return [report for member, report in lives if member and member.incarnation == report.incarnation]
+    number, members = round.number, round.by_node
+    told = [
+        report for report in reports if report.exits and report.round == number and report.node in members
+    ]
+    return [report for report in told if members[report.node].incarnation == report.incarnation]
 
 
 def progressed(round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:

@@ -4,7 +4,7 @@ The leader keeps one record per node, and gets news of one node at a time."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import TypeVar
+from typing import TypeVar, overload
 from zlib import crc32
 
 PARTS = 128  # with 10,000 keys, a part has about 80
@@ -29,6 +29,13 @@ class PersistentMap(Mapping[str, V]):
 
     def __getitem__(self, key: str) -> V:
         return self._parts[_part(key)][key]
+
+    @overload
+    def get(self, key: str, /) -> V | None: ...
+    @overload
+    def get(self, key: str, /, default: V | W) -> V | W: ...
+    def get(self, key: str, /, default: V | W | None = None) -> V | W | None:
+        return self._parts[_part(key)].get(key, default)
 
     def __iter__(self) -> Iterator[str]:
         for part in self._parts:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple
 
 from elasticd.core.facts import (
@@ -116,6 +115,21 @@ def form(
     last round; whole units are compared by their best slots. A unit of ``last`` that is whole is not divided
     to complete another.
     """
+    return _form(nodes, last, limits, quarantines, now, newest_holders)
+
+
+_Holding = Mapping[str, tuple[int, ...]]
+
+
+def _form(
+    nodes: Sequence[Node],
+    last: Round | None,
+    limits: Limits,
+    quarantines: Sequence[Quarantine],
+    now: float,
+    holding: Callable[[Sequence[Node]], _Holding],
+) -> tuple[Member, ...]:
+    """Return ``form``. ``holding``: tells which slots hold the newest state."""
     ordered = order(nodes, last)
     out = {q.node for q in quarantines}
     usable = [node.slots for node in ordered]
@@ -125,8 +139,8 @@ def form(
     if _are_all_in(ordered, usable, last, limits):
         chosen = ((number, slots) for number, slots in enumerate(usable) if slots)
     else:
-        chosen = _best(ordered, usable, last, limits)
-    return seat((ordered[number].name, ordered[number].incarnation, slots) for number, slots in chosen)
+        chosen = _best(ordered, usable, last, limits, holding(ordered))
+    return seat(((ordered[n].name, ordered[n].incarnation, slots) for n, slots in chosen), last)
 
 
 def _are_all_in(
@@ -146,10 +160,13 @@ def _are_all_in(
 
 
 def _best(
-    nodes: Sequence[Node], usable: Sequence[tuple[int, ...]], last: Round | None, limits: Limits
+    nodes: Sequence[Node],
+    usable: Sequence[tuple[int, ...]],
+    last: Round | None,
+    limits: Limits,
+    holding: _Holding,
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots."""
-    holding = newest_holders(nodes)
     offers = [_by_merit(node, slots, holding, last) for node, slots in zip(nodes, usable, strict=True)]
     if limits.unit == 1:
         return _best_slots(offers, limits)
@@ -164,18 +181,20 @@ def left_out(
     ``nodes``: as for ``form``, with the slots in ``round``. What waiting workers hold does not count: the
     workers of ``round`` will hold a newer state.
     """
-    bare = [replace(node, age=None, holders=()) if node.age is not None else node for node in nodes]
-    return ranks_without(round.members, form(bare, round, limits, quarantines, now))
+    formed = _form(nodes, round, limits, quarantines, now, lambda nodes: {})
+    return ranks_without(round.members, formed)
 
 
 def ranks_without(members: Iterable[Member], others: Iterable[Member]) -> tuple[RankRange, ...]:
     """Return the ranks of the members whose slots are not among the others'."""
     seats = {(other.node, other.incarnation): other.slots for other in others}
+    both = [(member, seats.get((member.node, member.incarnation), ())) for member in members]
     out = [
         rank
-        for member in members
+        for member, kept in both
+        if kept != member.slots
         for rank, slot in enumerate(member.slots, member.base_rank)
-        if slot not in seats.get((member.node, member.incarnation), ())
+        if slot not in kept
     ]
     return _ranges(out)
 
@@ -271,14 +290,20 @@ def _whole_units(places: Sequence[_Place], unit: int) -> list[list[_Place]]:
     return [list(places[i : i + unit]) for i in range(0, len(places) - len(places) % unit, unit)]
 
 
-def seat(nodes: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[Member, ...]:
-    """Return the members with consecutive ranks. ``nodes``: a node's name, its incarnation and its slots."""
+def seat(nodes: Iterable[tuple[str, str, Sequence[int]]], last: Round | None = None) -> tuple[Member, ...]:
+    """Return the members with consecutive ranks. ``nodes``: a node's name, its incarnation and its slots. Who
+    has the same seat as in ``last`` is the same object."""
     members: list[Member] = []
+    before = last.by_node if last is not None else {}
     ascending: dict[tuple[int, ...], tuple[int, ...]] = {}  # most nodes have the same slots
     rank = 0
     for name, incarnation, given in nodes:
         slots = ascending.get(key := tuple(given)) or ascending.setdefault(key, tuple(sorted(key)))
-        members.append(Member(name, incarnation, slots, rank, len(members)))
+        old = before.get(name)
+        seat = incarnation, slots, rank, len(members)
+        if old is None or (old.incarnation, old.slots, old.base_rank, old.place) != seat:
+            old = Member(name, *seat)
+        members.append(old)
         rank += len(slots)
     return tuple(members)
 
@@ -315,10 +340,13 @@ def _by_merit(
             [slot for slot in usable if slot not in seated and slot not in held],
         )
     places = node.most or len(usable)
-    if places < len(usable):
-        best = list(chain.from_iterable(parts))[:places]
-        parts = tuple([slot for slot in part if slot in best] for part in parts)
-    return parts
+    if places >= len(usable):
+        return parts
+    best = []
+    for part in parts:
+        best.append(part[:places])
+        places -= len(best[-1])
+    return tuple(best)
 
 
 def size(members: Iterable[Member]) -> int:

@@ -73,7 +73,7 @@ def test_a_rank_s_plan_of_a_checkpoint_costs_a_few_lines_and_bytes_for_each_rank
         return count(), received + given
 
     few, many = cost(800), cost(4000)
-    assert many[0] - few[0] < 100 * 3200 and many[1] - few[1] < 200 * 3200
+    assert many[0] - few[0] < 90 * 3200 and many[1] - few[1] < 75 * 3200
 
 
 class _NoView:
