@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
+from elasticd.core import shortage
 from elasticd.core.facts import (
     Drained,
     Limits,
@@ -91,6 +92,22 @@ def form(
     quarantines: Sequence[Quarantine],
     now: float,
 ) -> tuple[Member, ...]:
+    """Return the largest world that ``limits`` allow, and that has memory for the job's sharded state. It may
+    be smaller than ``limits.min``. The rest is as for ``form_in_any_memory``."""
+    members = form_in_any_memory(nodes, last, limits, quarantines, now)
+    while members and (fewer := shortage.with_room(nodes, members)) is not None:
+        # Of fewer workers, each has more of the state. So the next turn may leave out more of them.
+        nodes, members = fewer, form_in_any_memory(fewer, last, limits, quarantines, now)
+    return members
+
+
+def form_in_any_memory(
+    nodes: Sequence[Node],
+    last: Round | None,
+    limits: Limits,
+    quarantines: Sequence[Quarantine],
+    now: float,
+) -> tuple[Member, ...]:
     """Return the largest world that ``limits`` allow. It may be smaller than ``limits.min``.
 
     ``nodes``: the available nodes, newcomers in order of arrival. Survivors keep their order, so rank 0 stays
@@ -153,7 +170,7 @@ def workers_at_hand(
 ) -> int:
     """Return the number of workers that could take part, up to ``limits.max``, whether or not they make whole
     units."""
-    return size(form(nodes, last, Limits(1, limits.max), quarantines, now))
+    return size(form_in_any_memory(nodes, last, Limits(1, limits.max), quarantines, now))
 
 
 _Offer = tuple[Sequence[int], ...]  # the slots of a node by merit, the best first

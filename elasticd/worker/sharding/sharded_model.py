@@ -40,7 +40,7 @@ class ShardedModel:
 
     def __init__(self, contents: Contents, shard: Shard, unit: int = 1) -> None:
         _refuse(contents)
-        self._contents, self._shard, self._unit = contents, shard, unit
+        self._contents, self._shard, self.unit = contents, shard, unit
         self._template = template = contents.modules[_NAME]
         self._mesh = RoundMesh()
         self.names = [name for name, _ in template.named_parameters()]
@@ -59,7 +59,7 @@ class ShardedModel:
     def lay_out(self, trainable: list[bool], round: int) -> None:
         """Shard a copy of the template for the present world. The contents of its parameters are undefined,
         and the optimizers have no state. ``trainable``: which parameters are not frozen. Raises TypeError."""
-        mesh = self._mesh.make(round, *_shape_of_mesh(world_size(), self._unit))
+        mesh = self._mesh.make(round, *_shape_of_mesh(world_size(), self.unit))
         for parameter, trains in zip(self._template.parameters(), trainable, strict=True):
             parameter.requires_grad_(trains)
         model = copy.deepcopy(self._template)
@@ -105,6 +105,13 @@ class ShardedModel:
     def trainable(self) -> list[bool]:
         """For each parameter, whether it is not frozen."""
         return [p.requires_grad for p in self._parameters]
+
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether the model is in the host's memory, also where a GPU computes. Between worlds, whether the
+        computing device is the host."""
+        where = {p.device.type for p in self._parameters}
+        return where == {"cpu"} or (where == {"meta"} and device().type == "cpu")
 
     @property
     def spans(self) -> Spans:
