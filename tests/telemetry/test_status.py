@@ -307,9 +307,9 @@ def test_a_job_waits_for_what_its_leader_says(nodes: tuple[Node, ...], inplace: 
 def test_a_job_without_memory_for_its_sharded_state_waits_as_its_leader_says() -> None:
     nodes = [replace(node(n, slots=1), ready=(0,), memory=24, state=StateMemory(96)) for n in "abc"]
     facts: dict[str, Fact] = {
-        "spec": replace(SPEC, limits=Limits(1, 3), inplace=True, drain=()),
+        "spec": replace(SPEC, limits=Limits(1, 3), inplace=True),
         "round": Round(1, Phase.WAITING, (), "", Cause.NODE_LOST, NOW - 5),
-        "budget": FACTS["budget"],
+        "budget": Budget(),
         **{f"nodes/{node.name}": node for node in nodes},
     }
     wait = _what_the_leader_waits_for(facts)
