@@ -32,6 +32,7 @@ from enum import StrEnum
 
 from elasticd.channel.codec import Codec
 from elasticd.core.age import Age
+from elasticd.core.state_memory import StateMemory
 
 VERSION = 3
 ADDRESS = "ELASTICD_LINK"
@@ -71,12 +72,13 @@ class Hello:
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """The worker is in no round and waits for the next. ``round``: its last round, 0 if there was none.
-    ``step``: its last committed step. ``agreed``: see ``Age``."""
+    ``step``: its last committed step. ``agreed``: see ``Age``. ``memory``: what its sharded state takes."""
 
     round: int
     step: int
     state: Holds
     agreed: int = 0
+    memory: StateMemory | None = None
 
     @property
     def age(self) -> Age | None:

@@ -68,6 +68,7 @@ class RunOptions:
     on_nonfinite: str | None = None
     fresh_start: bool = False
     spares: int = 0
+    memory: str | None = None
     checkpoints: str | None = None
     replicate: int = 0
     audit: bool = False
@@ -310,6 +311,13 @@ _OTHER_GROUPS: tuple[Decorator, ...] = (
             default=0,
             help="Extra workers that wait to replace failed ones, for scripts that use elasticd.worker.  [0]",
             metavar="N",
+        ),
+        _ours(
+            "--memory",
+            help="Memory that this node's workers may use together: 24G. If a sharded model needs "
+            "more than the nodes have, the job waits for more workers. off: do not compare.  [that of the "
+            "control group or the machine]",
+            metavar="SIZE",
         ),
         _ours(
             "--stragglers",

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from elasticd.checkpoint.client.schedule import parse_cadence
 from elasticd.checkpoint.storage import store_at
-from elasticd.checkpoint.storage.rate_limit import parse_rate
+from elasticd.checkpoint.storage.rate_limit import parse_rate, parse_size
 from elasticd.cli import script as scripts
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.http_options import http_note, http_place, http_tls, http_token
@@ -118,6 +118,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         numa_binding=options.numa_binding,
         fresh_start=options.fresh_start,
         spares=options.spares,
+        memory=_parsed(options, "memory", _memory),
         replicate=options.replicate,
         checkpoint_rate=_parsed(options, "checkpoint_rate", parse_rate),
         http=http_place(options.http),
@@ -157,6 +158,10 @@ def _checkpoints(options: RunOptions) -> dict[str, str]:
     if store is not None:
         env["ELASTICD_CHECKPOINTS"] = store.url
     return env
+
+
+def _memory(text: str) -> int:
+    return 0 if text.strip().lower() == "off" else parse_size(text)
 
 
 def _parsed(options: RunOptions, name: str, parse: Callable[[str], T]) -> T | None:

@@ -18,6 +18,7 @@ from elasticd.core.age import Age
 from elasticd.core.checkpoint_names import require_name
 from elasticd.core.hang.judging import Allowance, Look, Verdict
 from elasticd.core.page_layout import Fatal
+from elasticd.core.state_memory import StateMemory
 
 
 class UnitWithin(StrEnum):
@@ -183,7 +184,9 @@ class Node:
     ``ready``: slots with a process that waits for a round. In a job that recovers in place, only these slots
     can get work. ``most``: how many of the slots may be in a world at once; the others are spares (0: all).
     ``age``: the age of the newest state of the ready slots, None if there is none. ``holders``: the ready
-    slots that have this state. ``sharded``: each of them has only a part of the state.
+    slots that have this state. ``sharded``: each of them has only a part of the state. ``state``: the memory
+    that the job's sharded state takes. ``memory``: the bytes that the node's workers may use together; 0: not
+    known, or the workers have no sharded state.
     """
 
     name: str
@@ -203,6 +206,8 @@ class Node:
     sharded: bool = False
     told: int = 0
     declined: int = 0
+    state: StateMemory | None = None
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)

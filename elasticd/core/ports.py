@@ -17,6 +17,7 @@ from elasticd.core.facts import Exit, Fact, Leadership, NodeLedger, NodeTelemetr
 from elasticd.core.hang.hang_messages import EvidenceKept, Looked
 from elasticd.core.hang.judging import Verdict
 from elasticd.core.hang.standstill import Beat, Vitals
+from elasticd.core.state_memory import StateMemory
 
 # ---------------------------------------------------------------- the store
 
@@ -195,13 +196,14 @@ class WorkerLinked:
 class WorkerWaiting:
     """A worker has left ``round`` (0: it was in none), after ``steps`` commits, and waits for ``start`` to
     give it the next one. ``age``: the age of its state; None if nobody can go on with the state. ``sharded``:
-    the worker has only a part of the state."""
+    the worker has only a part of the state. ``memory``: what the script's sharded state takes."""
 
     slot: int
     round: int
     steps: int = 0
     age: Age | None = None
     sharded: bool = False
+    memory: StateMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)

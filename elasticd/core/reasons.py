@@ -23,6 +23,20 @@ class BelowMinimum:
 
 
 @dataclass(frozen=True, slots=True)
+class BelowMemory:
+    """The workers at hand have no memory for the job's sharded state. ``need``, ``state``, ``each``: see
+    ``Shortage``. ``most``: the most workers that the job may have. The job ends if this lasts until
+    ``until``."""
+
+    have: int
+    need: int
+    state: int
+    each: int
+    most: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class Settling:
     """There are enough workers to start, but more may come until ``until``."""
 
@@ -377,6 +391,7 @@ class PolicyDiffers:
 
 Wait = (
     BelowMinimum
+    | BelowMemory
     | Settling
     | AwaitingRelease
     | AwaitingHeirs

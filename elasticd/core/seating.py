@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from elasticd.core import shortage
 from elasticd.core.facts import (
     Drained,
     Limits,
@@ -107,6 +108,18 @@ def form(
     quarantines: Sequence[Quarantine],
     now: float,
 ) -> tuple[Member, ...]:
+    """Return the largest world that ``limits`` allow, and that has memory for the job's sharded state. It may
+    be smaller than ``limits.min``. The rest is as for ``form_in_any_memory``."""
+    return _form_in_memory(nodes, last, limits, quarantines, now, newest_holders)
+
+
+def form_in_any_memory(
+    nodes: Sequence[Node],
+    last: Round | None,
+    limits: Limits,
+    quarantines: Sequence[Quarantine],
+    now: float,
+) -> tuple[Member, ...]:
     """Return the largest world that ``limits`` allow. It may be smaller than ``limits.min``.
 
     ``nodes``: the available nodes, newcomers in order of arrival. Survivors keep their order, so rank 0 stays
@@ -121,7 +134,7 @@ def form(
 _Holding = Mapping[str, tuple[int, ...]]
 
 
-def _form(
+def _form_in_memory(
     nodes: Sequence[Node],
     last: Round | None,
     limits: Limits,
@@ -130,6 +143,22 @@ def _form(
     holding: Callable[[Sequence[Node]], _Holding],
 ) -> tuple[Member, ...]:
     """Return ``form``. ``holding``: tells which slots hold the newest state."""
+    members = _form(nodes, last, limits, quarantines, now, holding)
+    while members and (fewer := shortage.with_room(nodes, members)) is not None:
+        # Of fewer workers, each has more of the state. So the next turn may leave out more of them.
+        nodes, members = fewer, _form(fewer, last, limits, quarantines, now, holding)
+    return members
+
+
+def _form(
+    nodes: Sequence[Node],
+    last: Round | None,
+    limits: Limits,
+    quarantines: Sequence[Quarantine],
+    now: float,
+    holding: Callable[[Sequence[Node]], _Holding],
+) -> tuple[Member, ...]:
+    """Return ``form_in_any_memory``. ``holding``: tells which slots hold the newest state."""
     ordered = order(nodes, last)
     out = {q.node for q in quarantines}
     usable = [node.slots for node in ordered]
@@ -181,7 +210,7 @@ def left_out(
     ``nodes``: as for ``form``, with the slots in ``round``. What waiting workers hold does not count: the
     workers of ``round`` will hold a newer state.
     """
-    formed = _form(nodes, round, limits, quarantines, now, lambda nodes: {})
+    formed = _form_in_memory(nodes, round, limits, quarantines, now, lambda nodes: {})
     return ranks_without(round.members, formed)
 
 
@@ -215,7 +244,7 @@ def workers_at_hand(
 ) -> int:
     """Return the number of workers that could take part, up to ``limits.max``, whether or not they make whole
     units."""
-    return size(form(nodes, last, Limits(1, limits.max), quarantines, now))
+    return size(form_in_any_memory(nodes, last, Limits(1, limits.max), quarantines, now))
 
 
 _Offer = tuple[Sequence[int], ...]  # the slots of a node by merit, the best first

@@ -59,6 +59,8 @@ class RunConfig:
     * ``needs_packages``: whether the script imports more than the standard library, so that it may use torch.
     * ``slots``: the number of workers that this node offers to run. ``spares``: how many of these slots are
       for standbys that replace other workers.
+    * ``memory``: the bytes that this node's workers may use together; None: what the machine has for them; 0:
+      not known.
     * ``etcd``: None for a standalone run on an embedded etcd.
     * ``etcd_grace_s``: how long etcd may be away before the agent ends with exit code 4.
     * ``etcd_wait_s``: the same before the agent has joined. None: a few seconds, and exit code 2.
@@ -96,6 +98,7 @@ class RunConfig:
     numa_binding: str | None = None
     fresh_start: bool = False
     spares: int = 0
+    memory: int | None = None
     replicate: int = 0
     checkpoint_rate: int | None = None
     http: tuple[str, int] | None = None
@@ -120,5 +123,6 @@ class RunConfig:
             "--resume": (self.policy.resume is Resume.REQUIRED, Use.CHECKPOINTS),
             "--audit": (self.audit is not None, Use.DATA),
             "--spares": (self.spares > 0, Use.STATE),
+            "--memory": (self.memory is not None, Use.STATE),
         }
         return tuple((option, parts) for option, (is_given, parts) in given.items() if is_given)

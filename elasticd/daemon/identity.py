@@ -14,6 +14,7 @@ from elasticd.daemon.config import RunConfig
 from elasticd.data import auditnotes
 from elasticd.procs.environment import Setting
 from elasticd.procs.linux import started_at
+from elasticd.procs.usage import memory_limit
 
 
 def state_of(
@@ -47,6 +48,7 @@ def state_of(
             config.spares,
             alone=config.etcd is None,
             began_at=began_at,
+            memory=config.memory if config.memory is not None else memory_limit(),
         ),
         store_port,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Final
 
 from elasticd.channel.codec import BadMessage
@@ -59,8 +60,9 @@ class LinkProtocol:
             case Hello(v=version):
                 if version != VERSION:
                     raise BadMessage(f"the worker uses version {version} of the link, the agent {VERSION}")
-            case Waiting(number, step, holds, agreed):
-                self._check(message, number, agreed, 0 if holds is Holds.NONE else step)
+            case Waiting(number, step, holds, agreed, memory):
+                taken = astuple(memory) if memory is not None else ()
+                self._check(message, number, agreed, 0 if holds is Holds.NONE else step, *taken)
             case Entered(number, step, group_s, state_s, batch, rates, _, shard, copies):
                 self._check(message, number, step, group_s, state_s, batch, rates, shard, copies)
             case Broken(number, fails):

@@ -7,13 +7,17 @@ processes of the machine: with 170 processes it takes 3 ms for each worker, ``li
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from elasticd.procs.linux import descendants
+
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +56,45 @@ def _own(pid: int) -> Usage | None:
         return None
 
 
-def throttled_s(groups: str | None = None, root: Path = Path("/sys/fs/cgroup")) -> float:
+def memory_limit(groups: str | None = None, root: Path = _GROUPS) -> int:
+    """Return the bytes of memory that this process's control groups and their parents may use; at most the
+    machine's memory. ``groups``, ``root``: see ``_of_groups``."""
+    limits = _of_groups("memory", "memory.max", "memory.limit_in_bytes", groups, root)
+    of_machine: int = psutil.virtual_memory().total
+    return min([of_machine, *(int(most) for most in limits if most.strip().isdigit())])
+
+
+def throttled_s(groups: str | None = None, root: Path = _GROUPS) -> float:
     """Return for how many seconds processor quotas have stopped processes in this process's control groups
-    and their parents, summed over processors. psutil knows no control groups. ``groups``: the content of
-    /proc/self/cgroup; ``root``: where the groups are mounted."""
+    and their parents, summed over processors. ``groups``, ``root``: see ``_of_groups``."""
+    found = _of_groups("cpu", "cpu.stat", "cpu.stat", groups, root)
+    return sum(int(time) * _UNIT_S[kind] for text in found for kind, time in _THROTTLED.findall(text))
+
+
+_UNIT_S = {"usec": 1e-6, "time": 1e-9}  # in version 2 and in version 1
+_THROTTLED = re.compile(r"^throttled_(usec|time) ([0-9]+)$", re.MULTILINE)
+
+
+def _of_groups(controller: str, name: str, name_before: str, groups: str | None, root: Path) -> Iterator[str]:
+    """Yield a file of each control group of this process, and of their parents. psutil knows no groups.
+
+    ``name``: the file's name, ``name_before``: in version 1. ``groups``: the content of /proc/self/cgroup, by
+    default of this process. ``root``: where the groups are mounted.
+    """
     if groups is None:
         try:
             groups = Path("/proc/self/cgroup").read_text()
         except OSError:
             groups = ""
-    return sum(_each(groups, root))
-
-
-def _each(groups: str, root: Path) -> Iterator[float]:
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # a line without controllers is of cgroup version 2
-            top, key, unit_s = root, "throttled_usec", 1e-6
-        elif "cpu" in controllers.split(","):
-            top, key, unit_s = root / "cpu", "throttled_time", 1e-9
+        if not controllers:  # a line without controllers is of version 2
+            top, file = root, name
+        elif controller in controllers.split(","):
+            top, file = root / controller, name_before
         else:
             continue
         here = top / path.lstrip("/")
         for group in (here, *here.parents[: len(here.parts) - len(top.parts)]):
-            try:
-                stat = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
-                yield int(stat.get(key, 0)) * unit_s
-            except (OSError, ValueError):
-                continue  # the parent groups may be invisible in a container
+            with suppress(OSError, UnicodeError):  # the parent groups may be invisible in a container
+                yield (group / file).read_text()

@@ -383,14 +383,14 @@ class LocalProcs:
         match message:
             case wire.Hello():
                 self._news(WorkerLinked(slot))
-            case wire.Waiting(age=age, state=holds) if has_left:
-                self._news(WorkerWaiting(slot, number, steps, age, holds is wire.Holds.SHARD))
+            case wire.Waiting(age=age, state=holds, memory=memory) if has_left:
+                self._news(WorkerWaiting(slot, number, steps, age, holds is wire.Holds.SHARD, memory))
             case wire.Entered(number, step, group_s, state_s, batch, rates, source, shard, copies):
                 took = {"group_s": round(group_s, 6), "state_s": round(state_s, 6)}
                 grown = {"batch": batch, "rates_times": round(rates, 6)} if batch else {}
                 came = {"slot": slot, "round": number, "step": step, "state_from": source}
-                memory = {"shard_bytes": shard, "copies_bytes": copies} if shard else {}
-                self._say("worker.entered", **came, **took, **grown, **memory)
+                sizes = {"shard_bytes": shard, "copies_bytes": copies} if shard else {}
+                self._say("worker.entered", **came, **took, **grown, **sizes)
             case wire.Checkpointed(path):
                 self._news(WorkerCheckpointed(slot, number, path))
             case wire.Broken(fails=fails, why=why):

@@ -193,6 +193,19 @@ def waiting(wait: r.Wait, now: float) -> str:
                 )
             missing = count(need - have, "more worker")
             return f"waiting for {missing}: {have} of at least {need}{_left(until, now)}"
+        case r.BelowMemory(have, 0, state, each, _, until):
+            part = size(-(-state // have))
+            return (
+                f"waiting for workers with more memory: each of {have} needs {part} for its part of the "
+                f"state, and has {size(each)}{_left(until, now)}"
+            )
+        case r.BelowMemory(have, need, state, each, most, until):
+            there = f"and {have} {'is' if have == 1 else 'are'} there"
+            there = f"but at most {most} may take part" if need > most else there
+            return (
+                f"waiting for memory: {need} workers of {size(each)} are needed to hold {size(state)} of "
+                f"state, {there}{_left(until, now)}"
+            )
         case r.Settling(have, most, until):
             return f"{count(have, 'worker')} of at most {most} are here; others may follow{_left(until, now)}"
         case r.AwaitingRelease(nodes, more):
@@ -495,6 +508,7 @@ _FOR = {
 }
 EVENTS: dict[type, tuple[str, Level]] = {
     r.BelowMinimum: ("job.waiting", "warning"),
+    r.BelowMemory: ("job.waiting", "warning"),
     r.Settling: ("job.settling", "info"),
     r.AwaitingRelease: ("round.awaiting_release", "info"),
     r.AwaitingHeirs: ("round.awaiting_heirs", "info"),

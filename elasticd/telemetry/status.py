@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from elasticd import __version__
 from elasticd.core import budget as budgets
-from elasticd.core import round_parts, seating
+from elasticd.core import round_parts, seating, shortage
 from elasticd.core.facts import (
     Budget,
     Checkpoint,
@@ -39,7 +39,7 @@ from elasticd.core.facts import (
     Summary,
 )
 from elasticd.core.ports import Listing, Seen
-from elasticd.core.reasons import BelowMinimum
+from elasticd.core.reasons import BelowMemory, BelowMinimum
 from elasticd.telemetry import describe
 from elasticd.telemetry.goodput import goodput, totals
 from elasticd.telemetry.steprate import StepRates
@@ -101,7 +101,8 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """How many workers the job could start, and how many it needs, if it has too few."""
+    """How many workers the job could start, and how many it needs, if it has too few. ``need`` is 0 if
+    no number of workers with so little memory would do."""
 
     have: int
     need: int
@@ -431,8 +432,8 @@ class _Picture:
 
     # ------------------------------------------------------------ the job
 
-    def _need(self) -> Need | None:
-        """Return the numbers of workers, if a job without a live round waits for more of them."""
+    def _wait(self) -> BelowMinimum | BelowMemory | None:
+        """Return why a job without a live round cannot form one, if too few workers are the reason."""
         spec, round = self.spec, self.round
         busy = round is not None and round.phase in (Phase.LIVE, Phase.ENDED)
         if spec is None or self.budget is None or busy or not self.complete:
@@ -440,9 +441,19 @@ class _Picture:
         closing = round is not None and round.phase is Phase.CLOSING
         nodes = seating.candidates(self.nodes.values(), spec, round, live=closing)
         limits, quarantines = spec.limits, self.budget.quarantines
+        until = round.since + spec.policy.join_timeout_s if round else math.inf
+        most = seating.form_in_any_memory(nodes, round, limits, quarantines, self.now)
+        if seating.size(most) < limits.min:
+            have = seating.workers_at_hand(nodes, round, limits, quarantines, self.now)
+            return BelowMinimum(have, limits.least, until, limits.unit)
         if seating.size(seating.form(nodes, round, limits, quarantines, self.now)) >= limits.min:
             return None
-        return Need(seating.workers_at_hand(nodes, round, limits, quarantines, self.now), limits.least)
+        lacking = shortage.find(nodes, most, limits)
+        return BelowMemory(*lacking, limits.max, until) if lacking is not None else None
+
+    def _need(self) -> Need | None:
+        wait = self._wait()
+        return Need(wait.have, wait.need) if wait is not None else None
 
     def _spent(self) -> dict[str, float] | None:
         """Return the seconds of all nodes by kind, if all are known."""
@@ -453,11 +464,8 @@ class _Picture:
     def _waiting(self) -> str:
         if self.local and self.local.waits:
             return "; ".join(self.local.waits)
-        need = self._need()
-        if need is None or self.spec is None:
-            return ""
-        until = self.round.since + self.spec.policy.join_timeout_s if self.round else math.inf
-        return describe.waiting(BelowMinimum(need.have, need.need, until, self.spec.limits.unit), self.now)
+        wait = self._wait()
+        return describe.waiting(wait, self.now) if wait is not None else ""
 
     def _last_failure(self) -> FailureStatus | None:
         if self.round is not None and self.round.failure is not None:

@@ -109,7 +109,7 @@ def _run_alone(loop: StepLoop, call: Callable[[], T], timeout: timedelta) -> T:
 
 def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: timedelta) -> T:
     state, round = loop.committed, 0
-    link.send(Waiting(round, state.step, Holds.NONE))
+    link.send(Waiting(round, state.step, Holds.NONE, memory=state.memory))
     while True:
         enter = link.next_round(round)
         os.environ.update(enter.env)
@@ -151,7 +151,7 @@ def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: t
         if not handover:
             _await_the_end(state, world, link, failure)
         del failure
-        link.send(Waiting(round, state.step, state.holds, state.agreed))
+        link.send(Waiting(round, state.step, state.holds, state.agreed, state.memory))
         world.forget()
 
 

@@ -8,7 +8,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import NamedTuple
+
+import psutil
 
 from elasticd.worker.sharding.moves import guardians, plan_moves
 from elasticd.worker.sharding.spans import CommitPoint, HeldShard, Span, Spans
@@ -93,30 +96,72 @@ def _laid_out(workers: int) -> list[Spans]:
 # ---------------------------------------------------------------- in steady state
 
 
+class Cost(NamedTuple):
+    """What a step costs: the time on rank 0, and the processor time of all workers. Seconds."""
+
+    step_s: float
+    cpu_s: float
+
+
 def redundancy(workers: int, turns: int, count: int) -> Iterator[str]:
-    """Yield the step times with copies and without, beside plain FSDP2. All are measured in each turn, as
-    the machine drifts."""
+    """Yield what a step costs with copies and without, beside plain FSDP2.
 
-    def plain(workers: int, steps: Path, log: Path) -> Launched:
-        return launch.torchrun_alone(workers, steps, log, job=(JOB,), env={"PYTHONPATH": launch.ROOT})
-
-    launchers: dict[str, Callable[[int, Path, Path], Launched]] = {
-        f"redundancy={copies}, commit every {every}": partial(_in_place, copies=copies, every=every)
-        for copies in (0, 1, 2)
-        for every in EVERY
-    }
-    ratios: dict[str, list[float]] = {name: [] for name in launchers}
-    yield f"step time of {workers} workers (one node, gloo, FSDP2; {count} steps a turn)"
+    The machine drifts. So plain FSDP2 is measured before and after each two others, which are compared with
+    the mean of the two, and every second turn is in the opposite order.
+    """
+    ways = [(copies, every) for copies in (0, 1, 2) for every in EVERY]
+    ratios: dict[tuple[int, int], list[Cost]] = {way: [] for way in ways}
+    yield f"a step of {workers} workers (one node, gloo, FSDP2; {count} steps each time)"
     for turn in range(turns):
-        base = step_time(plain, workers, count)
-        yield f"  turn {turn + 1}: {'plain FSDP2 under torchrun':<32} {base * 1e3:8.2f} ms"
-        for name, launcher in launchers.items():
-            took = step_time(launcher, workers, count)
-            ratios[name].append(took / base)
-            yield f"  turn {turn + 1}: {name:<32} {took * 1e3:8.2f} ms {took / base:8.4f}x"
-    yield "  medians of the ratios"
-    for name, of in ratios.items():
-        yield f"  {name:<40} {median(of):8.4f}x"
+        order = ways if turn % 2 == 0 else ways[::-1]
+        before = cost(_plain, workers, count)
+        for pair in zip(order[::2], order[1::2], strict=True):
+            costs = [cost(partial(_in_place, copies=c, every=e), workers, count) for c, e in pair]
+            after = cost(_plain, workers, count)
+            plain = Cost(*(fmean(of) for of in zip(before, after, strict=True)))
+            yield f"  turn {turn + 1}: {_said(plain, 'plain FSDP2 under torchrun')}"
+            for way, took in zip(pair, costs, strict=True):
+                ratio = Cost(took.step_s / plain.step_s, took.cpu_s / plain.cpu_s)
+                ratios[way].append(ratio)
+                compared = f"{ratio.step_s:7.3f}x {ratio.cpu_s:7.3f}x"
+                yield f"  turn {turn + 1}: {_said(took, _name(*way))} {compared}"
+            before = after
+    yield "  medians of the ratios (with the least and the most), and what a commit copies and sends"
+    for way, of in ratios.items():
+        times, cpus = ([*each] for each in zip(*of, strict=True))
+        sent = sent_bytes(workers, way[0]) / 1e6
+        yield (
+            f"  {_name(*way):<30} time {_spread(times)}, CPU {_spread(cpus)}; "
+            f"{copied_bytes() / 1e6:.1f} MB copied, {sent:.1f} MB sent"
+        )
+
+
+def _name(copies: int, every: int) -> str:
+    return f"redundancy={copies}, commit every {every}"
+
+
+def _said(of: Cost, name: str) -> str:
+    return f"{name:<30} {of.step_s * 1e3:8.2f} ms {of.cpu_s * 1e3:8.2f} ms of CPU"
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{median(ratios):.3f}x ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def copied_bytes() -> int:
+    """Return the bytes that all workers together copy at a commit."""
+    return sum(rows * row for rows, row in LAYERS) * STATE_BYTES
+
+
+def sent_bytes(workers: int, copies: int) -> int:
+    """Return the bytes that all workers together send at a commit."""
+    spans, guards = _laid_out(workers), guardians([""] * workers, copies)
+    sizes = [sum(span.size for span in its) * STATE_BYTES for its in spans]
+    return sum(size * len(its) for size, its in zip(sizes, guards, strict=True))
+
+
+def _plain(workers: int, steps: Path, log: Path) -> Launched:
+    return launch.torchrun_alone(workers, steps, log, job=(JOB,), env={"PYTHONPATH": launch.ROOT})
 
 
 def _in_place(workers: int, steps: Path, log: Path, *, copies: int, every: int) -> Launched:
@@ -124,21 +169,30 @@ def _in_place(workers: int, steps: Path, log: Path, *, copies: int, every: int) 
     return launch.elasticd_in_place(workers, steps, log, spares=0, job=JOB_IN_PLACE, env=env)
 
 
-def step_time(
+def cost(
     launcher: Callable[[int, Path, Path], Launched], workers: int, count: int, within_s: float = 300.0
-) -> float:
-    """Return the seconds of a step of rank 0: the median of blocks, each with as many commits. Raises
+) -> Cost:
+    """Return what a step costs. The time is the median of blocks, each with as many commits. Raises
     NoFigure."""
     last = WARM_UP_STEPS + count
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder, "steps"))
         launched = launcher(workers, steps.path, Path(folder, "log"))
-        try:
-            reached = steps.first(lambda s: s.rank == 0 and s.world == workers and s.step >= last, within_s)
-            if reached is None:
+
+        def reach(step: int) -> tuple[int, float]:
+            """Wait for the step. Return the last step, and the processor time of the workers so far."""
+            there = steps.first(lambda s: s.rank == 0 and s.world == workers and s.step >= step, within_s)
+            if there is None:
                 raise NoFigure(f"step {last} was not made: {Path(folder, 'log').read_text()[-2000:]}")
+            pids = {made.pid for made in steps.made if made.world == workers}
+            spent = [psutil.Process(pid).cpu_times() for pid in pids]
+            return max(s.step for s in steps.made), sum(times.user + times.system for times in spent)
+
+        try:
+            (begun, at_first), (ended, at_last) = reach(WARM_UP_STEPS), reach(last)
             times = [s.at for s in steps.made if s.rank == 0 and WARM_UP_STEPS <= s.step <= last]
         finally:
             launched.stop()
             steps.close()
-    return median((b - a) / BLOCK for a, b in itertools.pairwise(times[::BLOCK]))
+    block_s = median((b - a) / BLOCK for a, b in itertools.pairwise(times[::BLOCK]))
+    return Cost(block_s, (at_last - at_first) / (ended - begun))

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.bench.launch import Launched, spawn
-from tests.bench.sharded import LAYERS, STATE_BYTES, NoFigure, moved_bytes, require_figures, step_time
+from tests.bench.sharded import (
+    LAYERS,
+    STATE_BYTES,
+    NoFigure,
+    cost,
+    moved_bytes,
+    require_figures,
+    sent_bytes,
+)
 
 
 def test_the_bytes_that_must_move_after_a_loss_are_what_nobody_has_where_it_is_wanted() -> None:
@@ -17,6 +25,11 @@ def test_the_bytes_that_must_move_after_a_loss_are_what_nobody_has_where_it_is_w
     moved = moved_bytes(4)
     assert all(sender != receiver and max(sender, receiver) < 3 for sender, receiver in moved)
     assert 0 < sum(moved.values()) < whole
+
+
+def test_a_commit_sends_each_shard_to_as_many_workers_as_there_are_copies() -> None:
+    whole = sum(rows * row for rows, row in LAYERS) * STATE_BYTES
+    assert [sent_bytes(3, copies) for copies in (0, 1, 2)] == [0, whole, 2 * whole]
 
 
 def test_a_row_without_a_time_is_an_error() -> None:
@@ -30,4 +43,4 @@ def test_a_job_that_ends_before_its_steps_are_made_is_an_error() -> None:
         return Launched([spawn([sys.executable, "-c", "raise SystemExit('no such model')"], steps, log)])
 
     with pytest.raises(NoFigure, match="no such model"):
-        step_time(ends, 1, 10, within_s=1.0)
+        cost(ends, 1, 10, within_s=1.0)

@@ -122,6 +122,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--checkpoint-every 0", "--checkpoint-every"),
         ("--checkpoint-every -5m", "--checkpoint-every"),
         ("--checkpoint-rate 0", "--checkpoint-rate"),
+        ("--memory 0", "--memory: '0' is no number of bytes, such as 200M"),
         ("--checkpoint-rate slow", "--checkpoint-rate: 'slow' is no number of bytes a second, such as"),
         (f"--checkpoint-rate {'9' * 400}", "--checkpoint-rate"),
         # places

@@ -406,6 +406,15 @@ def test_how_fast_checkpoints_are_written_is_the_agent_s_to_know(job: str) -> No
     assert planned(job).config.checkpoint_rate is None
 
 
+@pytest.mark.parametrize(
+    ("given", "memory"), [((), None), (("--memory", "24G"), 24 * 10**9), (("--memory=off",), 0)]
+)
+def test_a_node_may_be_told_what_memory_its_workers_may_use(
+    job: str, given: tuple[str, ...], memory: int | None
+) -> None:
+    assert planned(*given, job).config.memory == memory
+
+
 def test_stragglers_are_reported_unless_they_are_to_be_drained(job: str) -> None:
     assert not planned(job).config.policy.straggler_drain
     assert not planned("--stragglers=report", job).config.policy.straggler_drain

@@ -47,6 +47,7 @@ class Life:
         (replace(PLAIN, policy=Policy(resume=Resume.REQUIRED)), "--resume", Use.CHECKPOINTS),
         (replace(PLAIN, audit=100), "--audit", Use.DATA),
         (replace(PLAIN, spares=1), "--spares", Use.STATE),
+        (replace(PLAIN, memory=9), "--memory", Use.STATE),
     ],
 )
 def test_an_option_that_the_script_does_not_use_is_named_once_it_has_made_steps(

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.core import seating
+from elasticd.core import seating, shortage
 from elasticd.core.age import Age
 from elasticd.core.facts import Limits, Member, Node, Phase, Quarantine, RankRange, UnitWithin
+from elasticd.core.state_memory import StateMemory
 from tests.core.build import NOW, node, round
 
 ANY = Limits(1, 1000)
@@ -309,3 +310,100 @@ def _require_no_divided_unit(
         unit = set(seated[start : start + limits.unit])
         if limits.within is UnitWithin.ANY or len({name for name, _, _ in unit}) == 1:
             assert not unit <= usable or len(unit & {*places(formed)}) in (0, limits.unit)
+
+
+# ---------------------------------------------------------------- memory for a sharded state
+
+GB = 10**9
+
+
+def with_memory(name: str, slots: int, memory: int, state: StateMemory | None = None) -> Node:
+    return replace(node(name, slots, released=4), memory=memory, state=state)
+
+
+def sizes(nodes: list[Node], limits: Limits = ANY) -> dict[str, int]:
+    return {m.node: len(m.slots) for m in seating.form(nodes, None, limits, (), NOW)}
+
+
+@pytest.mark.parametrize(
+    ("state", "workers", "each"),
+    [
+        (StateMemory(96), 4, 24),
+        (StateMemory(96), 5, 20),
+        (StateMemory(64, 32, 1), 4, 24),
+        (StateMemory(64, 32, 2), 4, 32),
+        (StateMemory(64, 32, 2), 2, 48),  # there is one other worker to keep a copy
+        (StateMemory(64, 32, 2), 1, 64),
+        (StateMemory(96, 48, 1, unit=2), 4, 48),  # each shard has a replica already
+        (StateMemory(96, 48, 2, unit=2), 4, 60),
+        (StateMemory(96, 48, 0, unit=2), 3, 32),  # no whole units, so that all hold one state
+    ],
+)
+def test_a_worker_holds_its_part_of_the_state_and_of_the_copies(
+    state: StateMemory, workers: int, each: int
+) -> None:
+    assert state.of_each(workers) == each
+
+
+def test_nodes_whose_workers_have_no_room_for_a_sharded_state_form_no_world() -> None:
+    state = StateMemory(96 * GB)
+    nodes = [with_memory(name, 1, 24 * GB, state) for name in "abc"]
+    assert sizes(nodes) == {}
+    assert shortage.find(nodes, seating.form_in_any_memory(nodes, None, ANY, (), NOW), ANY) == (
+        3,
+        4,
+        96 * GB,
+        24 * GB,
+    )
+    assert sizes([*nodes, with_memory("new", 1, 24 * GB)]) == {"a": 1, "b": 1, "c": 1, "new": 1}
+
+
+def test_a_node_of_which_the_memory_is_not_known_has_room() -> None:
+    nodes = [with_memory("a", 1, 24 * GB, StateMemory(96 * GB)), with_memory("b", 3, 0)]
+    assert sizes(nodes) == {"a": 1, "b": 3}
+    assert sizes([with_memory("a", 1, 0, StateMemory(96 * GB))]) == {"a": 1}
+
+
+def test_a_node_with_too_little_memory_for_all_its_slots_takes_part_with_some() -> None:
+    state = StateMemory(60 * GB)
+    nodes = [with_memory("a", 1, 24 * GB, state), with_memory("b", 1, 24 * GB), with_memory("c", 8, 24 * GB)]
+    assert sizes(nodes) == {"a": 1, "b": 1, "c": 1}
+    assert sizes([*nodes[:2], with_memory("c", 8, 60 * GB)]) == {"a": 1, "b": 1, "c": 8}
+
+
+@pytest.mark.parametrize(
+    ("limits", "need"),
+    [(Limits(1, 8), 5), (Limits(2, 8, 2), 6), (Limits(2, 8, sizes=(2, 8)), 8), (Limits(1, 3), 5)],
+)
+def test_the_workers_that_are_needed_make_a_world_that_the_limits_know(limits: Limits, need: int) -> None:
+    nodes = [with_memory(name, 1, 20 * GB, StateMemory(96 * GB)) for name in "ab"]
+    found = shortage.find(nodes, seating.form_in_any_memory(nodes, None, limits, (), NOW), limits)
+    assert found is not None and (found.have, found.need) == (2, need)
+
+
+def test_no_number_of_units_is_enough_where_a_unit_has_no_room() -> None:
+    nodes = [with_memory(name, 2, 24 * GB, StateMemory(96 * GB, unit=2)) for name in "abcd"]
+    limits = Limits(2, 8, 2)
+    assert sizes(nodes, limits) == {}
+    found = shortage.find(nodes, seating.form_in_any_memory(nodes, None, limits, (), NOW), limits)
+    assert found == (8, 0, 384 * GB, 12 * GB)
+
+
+@given(
+    slots=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    memory=st.lists(st.integers(0, 40), min_size=5, max_size=5),
+    state=st.builds(StateMemory, st.integers(0, 99), st.integers(0, 50), st.integers(0, 2)),
+    most=st.integers(1, 12),
+)
+def test_the_world_is_the_largest_of_those_with_room(
+    slots: list[int], memory: list[int], state: StateMemory, most: int
+) -> None:
+    nodes = [with_memory(f"n{i}", n, memory[i], state) for i, n in enumerate(slots)]
+    found = sizes(nodes, Limits(1, most))
+    world = sum(found.values())
+    for i in range(len(slots)):
+        assert not memory[i] or found.get(f"n{i}", 0) * state.of_each(max(1, world)) <= memory[i]
+    for workers in range(world + 1, min(sum(slots), most) + 1):
+        each = state.of_each(workers) or 1
+        room = sum(min(n, memory[i] // each) if memory[i] else n for i, n in enumerate(slots))
+        assert room < workers

@@ -308,6 +308,24 @@ def test_a_node_that_leaves_or_comes_and_scaling_restart_nobody_elsewhere(reside
     assert residents.cluster.round.restarts == 0
 
 
+def test_a_sharded_job_waits_for_workers_with_the_memory_that_its_state_needs(residents: Residents) -> None:
+    """Each worker has memory for a third of the state and of its copies, as they are told."""
+    residents.cluster.limits = (1, 3)
+    a, b, c = residents.start("a", "b", "c", slots=1, options=("--memory=6300",), REDUNDANCY="1")
+    first, before = residents.world(3)
+    c.kill()
+    waits = residents.cluster.until_anyone_said("job.waiting")
+    assert (waits["have"], waits["need"], waits["each"]) == (2, 3, 6300)
+    assert 2 * 6300 < waits["state"] <= 3 * 6300
+    status = residents.cluster.command("status", residents.cluster.job).out
+    assert "for memory: 3 workers of 6.3 kB are needed to hold 18.7 kB of state, and 2 are there" in status
+    (d,) = residents.start("d", slots=1, options=("--memory=6300",), REDUNDANCY="1")
+    _, after = residents.world(3, after=first)
+    assert {p for p in before if p.node != "c"} < set(after)
+    residents.finish(a, b, d)
+    assert residents.cluster.round.restarts == 0
+
+
 @pytest.mark.slow
 def test_a_sharded_job_that_is_scaled_down_by_more_workers_than_there_are_copies_loses_no_step(
     residents: Residents,

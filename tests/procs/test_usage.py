@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
-from elasticd.procs.usage import own_usage, throttled_s, usage
+from elasticd.procs.usage import memory_limit, own_usage, throttled_s, usage
 
 HUNGRY = """
 import subprocess, sys
@@ -57,7 +58,7 @@ def test_a_process_knows_its_own_use() -> None:
     assert mine.cpu_s > 0
 
 
-# ---------------------------------------------------------------- quotas, as the kernel has them in files
+# ---------------------------------------------------------------- quotas and limits, in the kernel's files
 
 V1 = "nr_periods 33\nnr_throttled 31\nthrottled_time 2240163710\nnr_bursts 0\nburst_time 0\n"
 V2 = "usage_usec 5\nuser_usec 4\nsystem_usec 1\nnr_periods 3\nnr_throttled 2\nthrottled_usec 1500000\n"
@@ -89,3 +90,24 @@ def test_where_nothing_is_told_nothing_is_held_up(tmp_path: Path) -> None:
     for groups in ("", "0::/nowhere\n", "0::/broken\n"):
         assert throttled_s(groups, tmp_path) == 0.0
     assert throttled_s() >= 0.0
+
+
+@pytest.mark.parametrize(
+    ("groups", "folder", "name"),
+    [
+        ("0::/pods/mine\n", "pods", "memory.max"),
+        ("4:memory:/docker/abc\n", "memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_the_smallest_limit_of_the_groups_around_a_process_is_its_memory(
+    tmp_path: Path, groups: str, folder: str, name: str
+) -> None:
+    there = psutil.virtual_memory().total
+    assert memory_limit(groups, tmp_path) == there
+    (tmp_path / folder / "mine").mkdir(parents=True)
+    (tmp_path / folder / name).write_text("2000000\n")
+    (tmp_path / folder / "mine" / name).write_text("max\n")
+    assert memory_limit(groups, tmp_path) == 2_000_000
+    (tmp_path / folder / name).write_text(f"{2**63 - 4096}\n")  # no limit, in version 1
+    assert memory_limit(groups, tmp_path) == there
+    assert 0 < memory_limit() <= there

@@ -49,7 +49,7 @@ class Broken(AssertionError):
 @dataclass(slots=True)
 class Setup:
     """One cluster to build: ``slots`` of each of its first nodes, and what they are told. ``alone``: there is
-    one, and the etcd is its own."""
+    one, and the etcd is its own. ``memory``: of each slot; some nodes have three times as much."""
 
     slots: tuple[int, ...]
     limits: Limits
@@ -60,6 +60,7 @@ class Setup:
     alone: bool = False
     script: str = "job.py"
     job: Job = field(default_factory=Job)
+    memory: int = 0
     part_sizes: PartSizes = PART_SIZES
 
 
@@ -169,13 +170,18 @@ class SimAgent:
         self.observer = Observer(self.procs.page_contents, lambda: 0.0)
         self.left: LeaveJob | None = None
         self.signalled = False
+        self.memory = slots * setup.memory * cluster.clock.random(f"memory of {name}").choice((1, 1, 3))
         slots += setup.job.spares  # which are beside those to train on, as on the command line
         machine = machine or f"machine-{name}"
         me = agent.Identity(name, self.incarnation, name, tuple(range(slots)), machine, self.pid)
         wanted = Spec(setup.limits, setup.limits, setup.script, setup.script, setup.policy)
         setting = environment.Setting("job")
         config = agent.AgentConfig(
-            setup.etcd_grace_s, setup.etcd_wait_s, spares=setup.job.spares, alone=setup.alone
+            setup.etcd_grace_s,
+            setup.etcd_wait_s,
+            spares=setup.job.spares,
+            alone=setup.alone,
+            memory=self.memory,
         )
         state = agent.AgentState(me, wanted, config, self.stores.port)
         began_at, procs = self.host.now(), self.procs

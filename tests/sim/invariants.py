@@ -6,6 +6,8 @@ as it happens.
 
 from __future__ import annotations
 
+import math
+
 from elasticd.core import round_parts
 from elasticd.core.facts import (
     Budget,
@@ -147,6 +149,14 @@ class Invariants:
         sizes = range(1, rank) if round.handover else [rank]
         if not any(limits.allows(size) for limits in self._in_force() for size in sizes):
             raise Broken(f"round {round.number} has {rank} workers, not {spec.limits}")
+        if spec.inplace and not round.handover:
+            for member in round.members:
+                agent = self.cluster.agents[member.node]
+                known = agent.incarnation == member.incarnation
+                if known and len(member.slots) * self._of_each(rank) > self._memory_of(member.node):
+                    raise Broken(
+                        f"round {round.number} has {rank} workers, too few for the memory of {member}"
+                    )
         unit, within = spec.limits.unit, spec.limits.within
         if (
             within is UnitWithin.NODE
@@ -154,6 +164,15 @@ class Invariants:
             and any(len(m.slots) % unit for m in round.members)
         ):
             raise Broken(f"round {round.number} has a unit on several nodes: {round.members}")
+
+    def _of_each(self, workers: int) -> int:
+        """The memory that each of so many workers needs: for its part, and for copies of half its size."""
+        job = self.cluster.training.job
+        copies = min(job.redundancy, workers - 1) * (job.state // 2)
+        return math.ceil((job.state + copies) / workers)
+
+    def _memory_of(self, node: str) -> float:
+        return self.cluster.agents[node].memory or float("inf")
 
     def _in_force(self) -> list[Limits]:
         """The limits now, and those that a leader with a slow watch may not have seen replaced yet."""
@@ -274,7 +293,7 @@ class Invariants:
             if q.until > self.cluster.clock.now()
         }
         unit, whole_on_a_node = spec.limits.unit, spec.limits.within is UnitWithin.NODE
-        places = 0
+        there_are: dict[str, int] = {}
         for entry in self.cluster.etcd.keys.values():
             node = entry.fact
             if not isinstance(node, Node) or node.draining or node.name in {d.node for d in spec.drain}:
@@ -284,8 +303,13 @@ class Invariants:
             there = {*node.ready, *seated} if self.cluster.training.job.inplace else {*node.slots}
             usable = sum((node.name, slot) not in out for slot in there)
             usable = min(usable, node.most or usable)
-            places += usable - usable % unit if whole_on_a_node else usable
-        return min(places - places % unit, spec.limits.max)
+            there_are[node.name] = usable - usable % unit if whole_on_a_node else usable
+        for workers in range(min(sum(there_are.values()), spec.limits.max), 0, -1):
+            each = self._of_each(workers)
+            room = (min(n, self._memory_of(name) // each) if each else n for name, n in there_are.items())
+            if workers % unit == 0 and sum(room) >= workers:
+                return workers
+        return 0
 
     # ---- 5: the budget
 

@@ -29,6 +29,7 @@ from elasticd.core.ports import (
     WorkerReturned,
     WorkerWaiting,
 )
+from elasticd.core.state_memory import StateMemory
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
 from tests.sim.inspector import Ill, Illness
@@ -57,8 +58,9 @@ class Job:
     ``tears``: how likely a survivor's state is torn when its world breaks; ``dwells``: how likely it is in
     code of its own then, for ``dwell_s``; ``lingers``: how likely a worker that fails takes as long to end.
     ``sharded``: each worker holds parts of the state, with copies of ``redundancy`` others' parts; they are
-    moved when a world forms. ``taken_down_s``: how long the kernel takes a process down that has failed or
-    was killed. Times in seconds.
+    moved when a world forms. ``state``: the memory that all parts take together, without those copies.
+    ``taken_down_s``: how long the kernel takes a process down that has failed or was killed. Times in
+    seconds.
     """
 
     total_steps: int = 100
@@ -78,6 +80,7 @@ class Job:
     lingers: float = 0.0
     sharded: bool = False
     redundancy: int = 0
+    state: int = 0
     unit: int = 1
     dwell_s: tuple[float, float] = (4.0, 20.0)
     taken_down_s: tuple[float, float] = (0.0, 0.0)
@@ -544,8 +547,9 @@ class SimWorker:
         self.acts = False
         if self.leaving:
             self.spare()
-        sharded = self.procs.training.job.sharded
-        self.procs.tell(WorkerWaiting(self.slot, self.round, self.made, self.age, sharded))
+        job = self.procs.training.job
+        memory = StateMemory(job.state, job.state // 2, job.redundancy, job.unit) if job.state else None
+        self.procs.tell(WorkerWaiting(self.slot, self.round, self.made, self.age, job.sharded, memory))
 
     def _leave_world(self) -> None:
         world, self.world, self.awaits_news = self.world, None, False

@@ -297,6 +297,8 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
         if kind in ("crash", "sigterm", "drain") and random.random() < 0.3:
             for_s = 0.0
         faults.append(Fault(at_s, kind, node, for_s, int(random.random() * 100) / 100))
+    if job.sharded and job.unit == 1 and not any(fault.kind == "scale" for fault in faults):
+        _draw_memory(seed, setup)
     faults += _draw_hangs(seed, count, kinds)
     slowness = _draw_slowness(seed, count, kinds)
     if slowness:
@@ -325,6 +327,16 @@ def _draw_units(seed: int | str, slots: tuple[int, ...], limits: Limits) -> Limi
         return limits
     least = _whole(min(limits.min, places * 2 // 3), unit)
     return Limits(least, max(least, _whole(limits.max, unit)), unit, within)
+
+
+def _draw_memory(seed: int | str, setup: Setup) -> None:
+    """A state for which worlds above ``min`` may be too small, but never two thirds of all workers."""
+    random = Random(f"{seed}/memory")
+    if random.random() < 0.5:
+        workers = min(setup.limits.max, max(setup.limits.min, sum(setup.slots) * 2 // 3))
+        setup.memory = 1000
+        of_own = 2 / (2 + min(setup.job.redundancy, workers - 1))
+        setup.job.state = int(workers * setup.memory * of_own * random.uniform(0.5, 1.0))
 
 
 def _draw_hangs(seed: int | str, count: int, kinds: frozenset[str] | None) -> list[Fault]:

@@ -35,6 +35,7 @@ EXAMPLES: dict[type, r.Reason] = {
     type(x): x
     for x in (
         r.BelowMinimum(3, 4, NOW + 90),
+        r.BelowMemory(3, 4, 96_000_000_000, 24_000_000_000, 8, NOW + 90),
         r.Settling(3, 8, NOW + 1),
         r.AwaitingRelease(("a", "b")),
         r.AwaitingHeirs(("a",), NOW + 5),
@@ -117,6 +118,18 @@ def test_the_sentences_say_what_matters() -> None:
     )
     assert describe.sentence(r.BelowMinimum(6, 4, NOW + 90, unit=4), NOW) == (
         "waiting for more workers: 6 make too few whole units of 4, for another 1 min 30 s"
+    )
+    assert describe.sentence(EXAMPLES[r.BelowMemory], NOW) == (
+        "waiting for memory: 4 workers of 24 GB are needed to hold 96 GB of state, and 3 are there, "
+        "for another 1 min 30 s"
+    )
+    assert describe.sentence(r.BelowMemory(2, 4, 96_000_000_000, 24_000_000_000, 2, NOW + 90), NOW) == (
+        "waiting for memory: 4 workers of 24 GB are needed to hold 96 GB of state, but at most 2 may "
+        "take part, for another 1 min 30 s"
+    )
+    assert describe.sentence(r.BelowMemory(8, 0, 384_000_000_000, 12_000_000_000, 8, NOW + 90), NOW) == (
+        "waiting for workers with more memory: each of 8 needs 48 GB for its part of the state, "
+        "and has 12 GB, for another 1 min 30 s"
     )
     assert describe.sentence(EXAMPLES[r.RoundFormed], NOW) == (
         "round 7 formed with 12 workers on 3 nodes: a node was lost"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ from elasticd.core.facts import (
     Summary,
 )
 from elasticd.core.ports import Entry, Listing
-from elasticd.core.reasons import BelowMinimum
+from elasticd.core.reasons import BelowMemory, BelowMinimum, Wait
+from elasticd.core.state_memory import StateMemory
 from elasticd.telemetry import describe
 from elasticd.telemetry.status import AgentStatus, JobStatus, LocalFacts, Need, Shown, SlotState, job_status
 from elasticd.telemetry.steprate import WINDOW_S, StepRates
@@ -270,6 +272,15 @@ def test_a_job_below_its_minimum_says_how_many_workers_it_has_and_needs() -> Non
         assert r.waiting.startswith("waiting for 2 more workers: 1 of at least 3")
 
 
+def _what_the_leader_waits_for(facts: Mapping[str, Fact]) -> Wait:
+    view = leader.View()
+    for scope in ("spec", "round", "budget", "nodes/", "reports/"):
+        entries = tuple(Entry(k, f, 1, 1) for k, f in facts.items() if k.startswith(scope))
+        view = leader.see(view, Listing(entries, 1), scope, NOW)
+    (wait,) = leader.decide(view, NOW).reasons
+    return wait  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
     ("nodes", "inplace", "have"),
     [
@@ -287,14 +298,24 @@ def test_a_job_waits_for_what_its_leader_says(nodes: tuple[Node, ...], inplace: 
         "budget": FACTS["budget"],
         **{f"nodes/{n.name}": n for n in nodes},
     }
-    view = leader.View()
-    for scope in ("spec", "round", "budget", "nodes/", "reports/"):
-        entries = tuple(Entry(k, f, 1, 1) for k, f in facts.items() if k.startswith(scope))
-        view = leader.see(view, Listing(entries, 1), scope, NOW)
-    (wait,) = leader.decide(view, NOW).reasons
+    wait = _what_the_leader_waits_for(facts)
     assert isinstance(wait, BelowMinimum) and (wait.have, wait.need) == (have, 3)
     r = job_status("j", facts, NOW)
     assert (r.waiting_for, r.waiting) == (Need(have, 3), describe.waiting(wait, NOW))
+
+
+def test_a_job_without_memory_for_its_sharded_state_waits_as_its_leader_says() -> None:
+    nodes = [replace(node(n, slots=1), ready=(0,), memory=24, state=StateMemory(96)) for n in "abc"]
+    facts: dict[str, Fact] = {
+        "spec": replace(SPEC, limits=Limits(1, 3), inplace=True),
+        "round": Round(1, Phase.WAITING, (), "", Cause.NODE_LOST, NOW - 5),
+        "budget": Budget(),
+        **{f"nodes/{node.name}": node for node in nodes},
+    }
+    wait = _what_the_leader_waits_for(facts)
+    assert wait == BelowMemory(3, 4, 96, 24, 3, NOW - 5 + SPEC.policy.join_timeout_s)
+    r = job_status("j", facts, NOW)
+    assert (r.waiting_for, r.waiting) == (Need(3, 4), describe.waiting(wait, NOW))
 
 
 def test_an_ended_job_says_how_and_who_failed() -> None:

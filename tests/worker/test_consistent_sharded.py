@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint  # parts of DTensors are found with it
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -88,6 +88,13 @@ def shard(model: Stack, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
+def shard_offloaded(model: Stack, mesh: DeviceMesh) -> None:
+    offloaded = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    for block in (*model.blocks, model.aside):
+        fully_shard(block, **offloaded)
+    fully_shard(model, **offloaded)
+
+
 def trained(accumulate: int = 1, shard: Any = None, unit: int = 1) -> str:
     """A digest of all that training leads to, and of what it says on its way."""
     torch.manual_seed(3)
@@ -144,6 +151,13 @@ def in_modes(accumulate: int = 1, *units: int) -> list[str]:
 def test_one_digest_comes_out_of_ddp_and_fsdp2(tmp_path: Path) -> None:
     first, second = in_world(2, tmp_path, in_modes)
     assert first == second == [first[0]] * 2
+
+
+@pytest.mark.slow
+def test_one_digest_comes_out_of_parameters_that_are_offloaded_to_the_cpu(tmp_path: Path) -> None:
+    [whole] = in_world(1, tmp_path, trained)
+    for world in (2, 3):
+        assert in_world(world, tmp_path, trained, 1, shard_offloaded) == [whole] * world
 
 
 @pytest.mark.slow

@@ -9,16 +9,21 @@ from collections.abc import Callable
 
 _TIMES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _TIMES |= {f"{letter}I": 1 << 10 * n for n, letter in enumerate("KMGT", 1)}
-_BYTES_S_MAX = 1 << 60
+_BYTES_MAX = 1 << 60
 
 
 def parse_rate(text: str) -> int:
-    """Return the bytes per second of ``200M``, ``1.5G``, ``512Mi`` or a plain number. Raises ValueError with
-    a clause for people."""
+    """Return the bytes per second of a rate such as ``200M``. Raises ValueError with a clause for people."""
+    return parse_size(text, "bytes a second")
+
+
+def parse_size(text: str, unit: str = "bytes") -> int:
+    """Return the number of ``200M``, ``1.5G``, ``512Mi`` or a plain number. Raises ValueError with a clause
+    for people. ``unit``: what is counted."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]I?)?B?", text.strip().upper())
     size = float(match[1]) * _TIMES[match[2] or ""] if match else 0
-    if not 1 <= size < _BYTES_S_MAX:
-        raise ValueError(f"{text!r} is no number of bytes a second, such as 200M")
+    if not 1 <= size < _BYTES_MAX:
+        raise ValueError(f"{text!r} is no number of {unit}, such as 200M")
     return int(size)
 
 

@@ -11,6 +11,7 @@ from elasticd.core.facts import Leadership, Limits, Member, Phase, Policy, Repor
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Entry, Guard, StillThere, StoreSilent, Write
 from elasticd.core.reasons import Reason
+from elasticd.core.state_memory import StateMemory
 
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # POSIX's numbers; core does not import the signal module
 
@@ -128,6 +129,7 @@ class AgentConfig:
     before joining. If ``etcd_wait_s`` is None, an etcd that does not answer soon counts as mistyped.
     ``spares``: extra waiting workers that this node keeps, if it can. ``alone``: etcd is this agent's own, so
     no other agent can replace its workers. ``began_at``: the agent's start, in seconds since the epoch.
+    ``memory``: the bytes that this node's workers may use together; 0: not known.
     """
 
     etcd_grace_s: float
@@ -136,6 +138,7 @@ class AgentConfig:
     spares: int = 0
     alone: bool = False
     began_at: float = 0.0
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +205,12 @@ class Takedown:
 class Features:
     """``inplace``: some worker keeps its process from round to round. ``sharded``: some worker of this
     node has only a part of the training state. ``checkpointed``: a worker reported a checkpoint of its
-    own."""
+    own. ``memory``: what the script's sharded state takes, as a worker last told."""
 
     inplace: bool = False
     sharded: bool = False
     checkpointed: bool = False
+    memory: StateMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,8 +413,8 @@ class Decisions:
     def takedown(self, **changes: object) -> None:
         self.set(takedown=replace(self.state.takedown, **changes))  # type: ignore[arg-type]
 
-    def features(self, **changes: bool) -> None:
-        self.set(features=replace(self.state.features, **changes))
+    def features(self, **changes: object) -> None:
+        self.set(features=replace(self.state.features, **changes))  # type: ignore[arg-type]
 
     def registration(self, **changes: object) -> None:
         self.set(registration=replace(self.state.registration, **changes))  # type: ignore[arg-type]

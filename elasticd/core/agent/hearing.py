@@ -242,7 +242,11 @@ def _waits(do: Decisions, event: WorkerWaiting) -> None:
         return
     if before is Life.STARTING:
         do.reasons.append(StandbyReady(slot))
-    do.features(inplace=True, sharded=state.features.sharded or event.sharded)
+    do.features(
+        inplace=True,
+        sharded=state.features.sharded or event.sharded,
+        memory=event.memory or state.features.memory,
+    )
     do.set(
         standbys={**state.standbys, slot: Life.WAITING},
         ages={s: a for s, a in state.ages.items() if s != slot} | ({slot: event.age} if event.age else {}),

@@ -245,6 +245,8 @@ def _record(state: AgentState) -> Node:
         age=newest,
         holders=tuple(slot for slot, age in ages.items() if _belongs(state, age, newest)),
         sharded=state.features.sharded and bool(ages),
+        state=state.features.memory,
+        memory=state.config.memory if state.features.memory is not None else 0,
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
-from elasticd.core import handover, seating
+from elasticd.core import handover, seating, shortage
 from elasticd.core.facts import Budget, Member, Outcome, Phase, RankRange, Round, Spec
 from elasticd.core.leader.plan import Plan, end, write
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Put
-from elasticd.core.reasons import BelowMinimum, Reason, RoundFormed, Settling
+from elasticd.core.reasons import BelowMemory, BelowMinimum, Reason, RoundFormed, Settling
+from elasticd.core.shortage import Shortage
 
 
 def form_or_wait(
@@ -22,14 +24,19 @@ def form_or_wait(
     have = view.roll.world_without(budget.quarantines, now)
     if have < spec.limits.min:
         there = seating.workers_at_hand(view.roll.candidates(), round, spec.limits, budget.quarantines, now)
-        return _wait(view, spec, round, budget, reasons, there, now)
+        return _wait(view, spec, round, budget, reasons, _too_few(spec, round, there), now)
     if round.phase is Phase.WAITING and have < spec.limits.max:
         # More workers may be on their way. After a closing round there is no such wait: its members have
         # already answered.
         until = max(view.roll.came_at, round.since) + spec.policy.settle_s
         if now < until:
             return Plan(wake_at=until, reasons=(*reasons, Settling(have, spec.limits.max, until)))
-    members = seating.form(view.roll.candidates(), round, spec.limits, budget.quarantines, now)
+    nodes, limits = view.roll.candidates(), spec.limits
+    members = seating.form(nodes, round, limits, budget.quarantines, now)
+    if seating.size(members) < limits.min:
+        most = seating.form_in_any_memory(nodes, round, limits, budget.quarantines, now)
+        if (lacking := shortage.find(nodes, most, limits)) is not None:
+            return _wait(view, spec, round, budget, reasons, _too_small(spec, round, lacking), now)
     formed = _formed(view, spec, round, members, now)
     said = RoundFormed(formed.number, formed.world_size, len(formed.members), formed.cause)
     plan = write(view, formed, budget, (*reasons, said))
@@ -38,8 +45,31 @@ def form_or_wait(
     return _forget_drained(view, spec, plan)
 
 
+class _Wait(NamedTuple):
+    """Why a job between two rounds waits, and why it ends if nothing changes."""
+
+    reason: BelowMinimum | BelowMemory
+    ends: str
+
+
+def _too_few(spec: Spec, round: Round, have: int) -> _Wait:
+    least, unit, patience_s = spec.limits.least, spec.limits.unit, spec.policy.join_timeout_s
+    why = f"only {have} of the {least} workers needed came within {patience_s:g} s"
+    if have >= least:
+        why = f"{have} workers came within {patience_s:g} s, but they make too few units of {unit}"
+    return _Wait(BelowMinimum(have, least, round.since + patience_s, unit), why)
+
+
+def _too_small(spec: Spec, round: Round, lacking: Shortage) -> _Wait:
+    patience_s = spec.policy.join_timeout_s
+    why = f"the workers that came within {patience_s:g} s have too little memory for the sharded state"
+    if lacking.need:
+        why += f": {lacking.need} such workers are needed, and {lacking.have} came"
+    return _Wait(BelowMemory(*lacking, spec.limits.max, round.since + patience_s), why)
+
+
 def _wait(
-    view: View, spec: Spec, round: Round, budget: Budget, reasons: tuple[Reason, ...], have: int, now: float
+    view: View, spec: Spec, round: Round, budget: Budget, reasons: tuple[Reason, ...], wait: _Wait, now: float
 ) -> Plan:
     """Wait for more workers, until the join timeout."""
     if round.phase is not Phase.WAITING:
@@ -55,15 +85,11 @@ def _wait(
             anew=False,
         )
         return write(view, waiting, budget, reasons)
-    least, unit, patience_s = spec.limits.least, spec.limits.unit, spec.policy.join_timeout_s
-    until = round.since + patience_s
+    until = wait.reason.until
     if now >= until:
-        why = f"only {have} of the {least} workers needed came within {patience_s:g} s"
-        if have >= least:
-            why = f"{have} workers came within {patience_s:g} s, but they make too few units of {unit}"
-        return end(view, round, now, Outcome.SHORT, why, reasons)
+        return end(view, round, now, Outcome.SHORT, wait.ends, reasons)
     ends = [q.until for q in budget.quarantines if q.until > now]
-    return Plan(wake_at=min([until, *ends]), reasons=(*reasons, BelowMinimum(have, least, until, unit)))
+    return Plan(wake_at=min([until, *ends]), reasons=(*reasons, wait.reason))
 
 
 def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], now: float) -> Round:

@@ -133,6 +133,6 @@ def _judge_slot(
     if place is None:
         return budget, (charged,)
     without = budgets.quarantine(budget, place, policy, now)
-    if view.roll.world_without(without.quarantines, now) < spec.limits.min:
+    if view.next_world(without, now) < spec.limits.min:
         return budget, (charged,)
     return without, (charged, SlotQuarantined(*place, without.quarantines[-1].until))

@@ -107,7 +107,7 @@ def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | N
         length_s = max(spec.policy.quarantine_max_s, spec.policy.quarantine_s)
         faults = tuple(one for one in found.slow if (one.node, one.slot) == place)
         without = budgets.quarantine(view.budget, place, spec.policy, now, at_least_s=length_s, faults=faults)
-        if view.roll.world_without(without.quarantines, now) < spec.limits.min:
+        if view.next_world(without, now) < spec.limits.min:
             continue
         plan = close(view, round, Cause.SLOT_DRAINED, True, now, nodes=(laggard.node,), budget=without)
         drained = SlotDrained(*place, without.quarantines[-1].until, faults)
@@ -158,6 +158,8 @@ def _see_handed_over(
 def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
     """Close the round if a larger world is possible and this one has lived long enough."""
     could_have = view.roll.world_without(view.budget.quarantines, now)
+    if could_have > round.world_size:
+        could_have = view.next_world(view.budget, now)
     if could_have > round.world_size:
         # In place, growing costs about one step, and new workers are ready.
         ripe = round.since + (0.0 if spec.inplace else spec.policy.grow_cooldown_s)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from elasticd.core.facts import Budget, Hang, Node, Paces, Report, Round, Spec, Stall, Stragglers
+from elasticd.core import seating
+from elasticd.core.facts import Budget, Hang, Node, Paces, Phase, Report, Round, Spec, Stall, Stragglers
 from elasticd.core.leader import comparing
 from elasticd.core.leader.comparing import PaceComparison
 from elasticd.core.leader.roll import Mark, ReceivedStall, Registered, Roll
@@ -81,6 +82,15 @@ class View:
         assert self.reports is not None
         roll = self.roll.follow(self.spec, self.round, self.nodes, self.reports, self.stalls)
         return self if roll is self.roll else replace(self, roll=roll)
+
+    def next_world(self, budget: Budget, now: float) -> int:
+        """Return the size of the largest world that could follow the round, with this budget."""
+        assert self.spec is not None
+        assert self.round is not None
+        if not self.spec.inplace:  # no worker keeps a sharded state, for which there must be memory
+            return self.roll.world_without(budget.quarantines, now)
+        nodes = self.roll.candidates(live=self.round.phase is Phase.LIVE)
+        return seating.size(seating.form(nodes, self.round, self.spec.limits, budget.quarantines, now))
 
     def mark_of_lost(self, now: float) -> Mark:
         """Return the mark of the members that have been replaced, or have been absent for too long to be

@@ -15,6 +15,7 @@ from elasticd.channel.worker_messages import Holds
 from elasticd.checkpoint.client.tensors import full_of, local_of
 from elasticd.core.age import Age
 from elasticd.core.page_layout import Fatal
+from elasticd.core.state_memory import StateMemory
 from elasticd.data.dealing import Batch
 from elasticd.worker.agent_link import agentpage
 from elasticd.worker.commit import randomness
@@ -114,6 +115,11 @@ class CommittedState:
         if not isinstance(self.shards, ShardedState):
             return 0, 0
         return self.shards.sizes.shard, self.shards.sizes.copies
+
+    @property
+    def memory(self) -> StateMemory | None:
+        """What a sharded model's state takes of the host's memory; None for others."""
+        return self.shards.memory if isinstance(self.shards, ShardedState) else None
 
     @property
     def growth(self) -> tuple[int, float]:

@@ -20,6 +20,7 @@ from elasticd.worker.sharding.spans import (
     INITIAL,
     CommitPoint,
     HeldShard,
+    Span,
     Spans,
     all_missing,
     newest_whole_point,
@@ -217,9 +218,8 @@ def _brought(
 
 def _wanted(shards: ShardedState, world: World) -> list[Spans]:
     """Return the part of each parameter that each rank has in this world."""
-    with world.or_over():
-        said = RankGroup(in_step=True).gather(msgspec.json.encode(shards.model.spans))
-    return [msgspec.json.decode(raw, type=Spans) for raw in said]
+    said = gathered([bound for span in shards.model.spans for bound in span], world)
+    return [tuple(map(Span, bounds[::2], bounds[1::2])) for bounds in said]
 
 
 def _choice(point: CommitPoint, brought: Sequence[Bringing]) -> _Choice:

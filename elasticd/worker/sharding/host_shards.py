@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,11 @@ class HostShard:
 
     def suits(self, kinds: Kinds, spans: Spans) -> bool:
         return self.kinds == kinds and self.spans == spans
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, flat, as views. Each commit writes them, so the views are made once."""
+        return [self.tensor(number) for number in range(len(self.kinds))]
 
     def tensor(self, number: int, span: Span | None = None) -> torch.Tensor:
         """Return the elements of tensor ``number``, flat, as a view. ``span``: only these elements of the

@@ -40,7 +40,7 @@ class ShardedModel:
 
     def __init__(self, contents: Contents, shard: Shard, unit: int = 1) -> None:
         _refuse(contents)
-        self._contents, self._shard, self._unit = contents, shard, unit
+        self._contents, self._shard, self.unit = contents, shard, unit
         self._template = template = contents.modules[_NAME]
         self._mesh = RoundMesh()
         self.names = [name for name, _ in template.named_parameters()]
@@ -59,7 +59,7 @@ class ShardedModel:
     def lay_out(self, trainable: list[bool], round: int) -> None:
         """Shard a copy of the template for the present world. The contents of its parameters are undefined,
         and the optimizers have no state. ``trainable``: which parameters are not frozen. Raises TypeError."""
-        mesh = self._mesh.make(round, *_shape_of_mesh(world_size(), self._unit))
+        mesh = self._mesh.make(round, *_shape_of_mesh(world_size(), self.unit))
         for parameter, trains in zip(self._template.parameters(), trainable, strict=True):
             parameter.requires_grad_(trains)
         model = copy.deepcopy(self._template)
@@ -105,6 +105,13 @@ class ShardedModel:
     def trainable(self) -> list[bool]:
         """For each parameter, whether it is not frozen."""
         return [p.requires_grad for p in self._parameters]
+
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether the model is in the host's memory, also where a GPU computes. Between worlds, whether the
+        computing device is the host."""
+        where = {p.device.type for p in self._parameters}
+        return where == {"cpu"} or (where == {"meta"} and device().type == "cpu")
 
     @property
     def spans(self) -> Spans:
@@ -153,8 +160,8 @@ class ShardedModel:
     @torch.no_grad()
     def copy_to(self, shard: HostShard) -> None:
         """Copy this rank's part of the present state."""
-        for number, (_, _, _, tensor) in enumerate(self._tensors()):
-            shard.tensor(number).copy_(_local(tensor).reshape(-1))
+        for room, (_, _, _, tensor) in zip(shard.tensors, self._tensors(), strict=True):
+            room.copy_(_local(tensor).reshape(-1))
 
     @torch.no_grad()
     def fill(self, shard: HostShard, slots: dict[str, dict[int, dict[str, Any]]]) -> None:
@@ -188,7 +195,7 @@ class ShardedModel:
         """Yield the tensors of the shapes of parameters, with the parameter's number, the optimizer and the
         slot."""
         for number, parameter in enumerate(self._parameters):
-            yield number, "", "", parameter.detach()
+            yield number, "", "", parameter  # not detached, since each view of a DTensor takes 20 µs
             for name, optimizer in sorted(self._contents.optimizers.items()):
                 for slot, value in sorted(optimizer.state.get(parameter, {}).items()):
                     if _has_shape_of(value, parameter):

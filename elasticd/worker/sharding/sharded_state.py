@@ -8,11 +8,12 @@ import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from elasticd.core.state_memory import StateMemory
 from elasticd.worker.agent_link import agentpage
 from elasticd.worker.sharding.host_shards import Generation, HostShard, Kinds, SmallState, size_of
 from elasticd.worker.sharding.moves import guardians, heirs, replicas
 from elasticd.worker.sharding.sharded_model import ShardedModel
-from elasticd.worker.sharding.spans import INITIAL, CommitPoint, Spans
+from elasticd.worker.sharding.spans import INITIAL, CommitPoint, Spans, whole
 from elasticd.worker.sharding.transport import copy_to_guardians
 from elasticd.worker.world.group import World, gathered
 
@@ -52,6 +53,13 @@ class ShardedState:
         self._groups: Sequence[tuple[int, ...]] = ()
         self._kinds: Kinds = ()
         self.sizes = ShardSizes(0, 0, 0)
+        self._whole = size_of(model.expected_kinds(), whole(model.sizes))
+
+    @property
+    def memory(self) -> StateMemory:
+        """What the state takes of the host's memory."""
+        kept, in_use = GENERATIONS * self._whole, self._whole if self.model.is_in_host_memory else 0
+        return StateMemory(kept + in_use, kept, self.redundancy, self.model.unit)
 
     @property
     def spans(self) -> Sequence[Spans]:
@@ -119,6 +127,7 @@ class ShardedState:
     def _measure(self, kinds: Kinds, world: World) -> None:
         """Note how much memory the sharded state takes in this world, and say it if it has changed.
         ``kinds``: the tensors of the state."""
+        self._whole = size_of(kinds, whole(self.model.sizes))
         of_ranks = [size_of(kinds, spans) for spans in self._spans]
         guarded = sum(of_ranks[owner] for owner, guards in enumerate(self._guards) if world.rank in guards)
         own = of_ranks[world.rank]

@@ -95,15 +95,18 @@ def make(state: worker.State, step: int) -> None:
     loss.backward()
     optimizer.step()
     worker.report(loss=loss, samples=len(batch), twice=2 * step)
-    stage.tell(
-        "committed",
-        step=step,
-        loss=loss.item(),
-        rank=worker.rank(),
-        world=worker.world_size(),
-        round=int(os.environ["ELASTICD_ROUND"]),
-    )
-    state.commit()
+    try:
+        state.commit()
+    finally:
+        if state.step > step:  # also where the world ends with this commit
+            stage.tell(
+                "committed",
+                step=step,
+                loss=loss.item(),
+                rank=worker.rank(),
+                world=worker.world_size(),
+                round=int(os.environ["ELASTICD_ROUND"]),
+            )
     stage.heed(STEP_S)
 
 

@@ -1,0 +1,78 @@
+"""Whether the memory of nodes has room for the sharded state that a world is to hold.
+
+Only what is known counts: the state, and the copies that workers keep of it in the memory of the host. What
+else a worker needs is not known. So a world that has room here may still die of memory; without room, a world
+always would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from elasticd.core.facts import Limits, Member, Node
+from elasticd.core.state_memory import StateMemory
+
+
+class Shortage(NamedTuple):
+    """A world of ``have`` workers has no room for its state. ``state``: the bytes that the workers would hold
+    together. ``each``: the bytes for each worker, on the node that has the least. ``need``: the workers that
+    would hold the state, with so much each; 0 if no number of workers would."""
+
+    have: int
+    need: int
+    state: int
+    each: int
+
+
+def find(nodes: Sequence[Node], members: Iterable[Member], limits: Limits) -> Shortage | None:
+    """Return what the members lack to hold the job's state; None if they have room, or if that is not known.
+    ``nodes``: the members' among them."""
+    state, seats = _state_of(nodes), _seats(members)
+    rooms = [node.memory // seats[node.name] for node in nodes if node.memory and node.name in seats]
+    have = sum(seats.values())
+    if state is None or not rooms or state.of_each(have) <= min(rooms):
+        return None
+    each = min(rooms)
+    return Shortage(have, _need(state, each, have, limits), state.of_each(have) * have, each)
+
+
+def with_room(nodes: Sequence[Node], members: Iterable[Member]) -> list[Node] | None:
+    """Return the nodes, each with places for the workers that it has memory for in a world of the members'
+    size; None if all members have room. A node whose memory is not known has room."""
+    state = _state_of(nodes)
+    if state is None:
+        return None
+    seats = _seats(members)
+    of_each = state.of_each(sum(seats.values()))
+    if all(seats.get(node.name, 0) * of_each <= node.memory for node in nodes if node.memory):
+        return None
+    if all(node.memory for node in nodes) and sum(node.memory for node in nodes) < state.own:
+        return []  # no world has room
+    most = [(node, node.memory // of_each if node.memory and of_each else len(node.slots)) for node in nodes]
+    return [
+        node if places >= (node.most or len(node.slots)) else replace(node, most=places)
+        for node, places in most
+        if places
+    ]
+
+
+def _seats(members: Iterable[Member]) -> dict[str, int]:
+    return {member.node: len(member.slots) for member in members}
+
+
+def _state_of(nodes: Iterable[Node]) -> StateMemory | None:
+    """Return what the job's sharded state takes. Workers may know more after their first step, so the largest
+    counts."""
+    return max((node.state for node in nodes if node.state is not None), default=None)
+
+
+def _need(state: StateMemory, each: int, have: int, limits: Limits) -> int:
+    """Return the size of the smallest world that is larger than ``have`` and holds the state in so many bytes
+    of each worker; 0 if there is none. ``limits.max`` may be smaller."""
+    if state.unit > 1 or not each:
+        return 0  # each unit holds the whole state, however many units there are
+    least = max(have + 1, -(-(state.own + state.redundancy * state.copy) // each))
+    least += -least % limits.unit
+    return next((size for size in limits.sizes if size >= least), least)
