@@ -39,7 +39,7 @@ PROCESSES_MAX = 8
 
 @dataclass(slots=True)
 class _NoWorkers:
-    """Procs that only note when a world was there to start workers for."""
+    """Starts no workers, and notes when the agent would have started them."""
 
     started: Callable[[], None]
 
@@ -79,7 +79,7 @@ class _NoStore:
 
 @dataclass(slots=True)
 class _Fleet:
-    """Agents of one process, served by one thread."""
+    """Several agents in this process, served by one thread."""
 
     link: EtcdLink
     job: str
@@ -168,7 +168,7 @@ def c10d_main(endpoint: str, job: str, total: int, first: int, count: int) -> No
 
 
 class Broken(Exception):
-    """A process of the fleet ended by itself: there is nothing to measure."""
+    """A process of the fleet has ended by itself, so there is nothing to measure."""
 
 
 def _require_alive(fleet: Sequence[subprocess.Popen[str]], said: Sequence[IO[str]]) -> None:
@@ -238,7 +238,8 @@ def _measured(kind: str, endpoint: str, total: int, timeout_s: float, cleanup: E
 
 
 def forming(sizes: list[int], tries: int, c10d_most: int, c10d_timeout_s: float) -> str:
-    """Median of ``tries`` for each size; torch's back end once it takes long only once."""
+    """Return the median of ``tries`` for each size. torch's back end is measured only once for a size at
+    which it takes long."""
     from torch.distributed import TCPStore
 
     lines = ["time to form a world of so many agents (median)"]

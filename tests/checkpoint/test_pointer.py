@@ -1,4 +1,5 @@
-"""The record of what was committed: damaged in any bit, lost, or older than what lies beside it."""
+"""The record of committed checkpoints: with any bit damaged, lost, or older than the checkpoints beside
+it."""
 
 from __future__ import annotations
 

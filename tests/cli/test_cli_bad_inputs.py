@@ -1,4 +1,4 @@
-"""Whatever people type or leave about: one sentence that names what is wrong, before anything starts."""
+"""Each bad input gets one sentence that names what is wrong, before anything starts."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ REASONS = "elasticd.core.reasons"
 
 
 def imported(file: Path) -> Iterator[tuple[str, str]]:
-    """Where each name that is imported from our own packages comes from, and what it is called."""
+    """Yield each name that is imported from elasticd's packages: its module, and the name."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("elasticd"):
             yield from ((node.module or "", alias.name) for alias in node.names)
