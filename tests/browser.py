@@ -1,4 +1,5 @@
-"""Headless Chromium, spoken to over a pipe: what a person would see of a page, and what it did to show it."""
+"""A headless Chromium, controlled over a pipe: what a person would see of a page, and what the page
+fetched."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ _SCROLLING = """[...document.body.querySelectorAll("*")].filter(part =>
 
 @dataclass
 class Seen:
-    """A page once it was loaded. ``asked``: the addresses of all that was fetched for it. ``complaints``:
-    what the browser's console said. ``inner_px``, ``content_px``: how wide the window and what is in it
-    are. ``scrolling``: how many parts of it have more to show than there is room for."""
+    """A loaded page. ``asked``: the addresses of everything that it fetched. ``complaints``: the messages
+    of the browser's console. ``inner_px``, ``content_px``: the widths of the window and of its content.
+    ``scrolling``: how many elements have more content than room."""
 
     title: str
     text: str
@@ -45,7 +46,7 @@ class Seen:
 
 
 class Browser:
-    """One for a test; ``profile`` is an empty folder of its own."""
+    """A browser for one test. ``profile``: an empty folder of its own."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
@@ -91,7 +92,7 @@ class Browser:
             os.close(self._in)
 
     def look(self, url: str, width: int, *, dark: bool = False, picture: Path | None = None) -> Seen:
-        """Load a page in a window so wide, and take a picture of all of it."""
+        """Load a page in a window of this width, and take a picture of the whole page."""
         self._events.clear()
         screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **screen)
@@ -138,7 +139,7 @@ class Browser:
             self._read()
 
     def _read(self) -> dict[str, Any]:
-        """The next message; those that are events are kept."""
+        """Return the next message. Events among the messages are kept."""
         deadline = time.monotonic() + PATIENCE_S
         while b"\0" not in self._unread:
             left_s = max(0.0, deadline - time.monotonic())

@@ -378,7 +378,7 @@ JOB = Board(
             "Samples a second",
             ((per_second("elasticd_samples_total", "run"), "samples"),),
             "ops",
-            "Of scripts that tell them.",
+            "Only scripts that report their samples.",
         ),
         Curves(
             "Loss",
@@ -443,7 +443,7 @@ WORKERS = Board(
             "Samples a second",
             per_second("elasticd_samples_total", "node, slot", NODE),
             "ops",
-            help="Of scripts that tell them.",
+            help="Only scripts that report their samples.",
         ),
         each("Hung", f"increase(elasticd_hangs_total{NODE}{WINDOW})"),
         each(

@@ -34,7 +34,7 @@ from elasticd.channel.codec import Codec
 from elasticd.core.age import Age
 from elasticd.core.state_memory import StateMemory
 
-VERSION = 3
+VERSION = 1
 ADDRESS = "ELASTICD_LINK"
 HANDOVER = "ELASTICD_HANDOVER"  # set in the environment of a handover round, which only passes the state on
 GIVES, TAKES = "gives", "takes"  # the values of HANDOVER: whether the worker is in a later round

@@ -91,6 +91,6 @@ def export(what: str, folder: Path, docs: str | None) -> None:
 
 
 def _lead_to(docs: str, folder: Path) -> None:
-    """Have the rules lead to the pages of the documentation."""
+    """Put the address of the documentation into the links of the rules."""
     for file in folder.glob("*.y*ml"):
         file.write_text(file.read_text().replace(_NO_DOCS, docs))

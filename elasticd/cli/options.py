@@ -443,34 +443,10 @@ _WITHOUT_EFFECT: tuple[Decorator, ...] = (
 )
 
 
-REMOVED_OPTIONS: Final = {
-    "settle": "settle_s",
-    "checkpoint-wait": "checkpoint_wait_s",
-    "broken-timeout": "broken_s",
-    "part-timeout": "part_s",
-    "futile-max": "futile_max",
-    "quarantine-after": "quarantine_after",
-    "quarantine": "quarantine_s",
-    "quarantine-max": "quarantine_max_s",
-    "hang-floor": "hang_floor_s",
-    "hang-ceiling": "hang_ceiling_s",
-    "straggler-window": "straggler_window_s",
-    "straggler-ratio": "straggler_ratio",
-    "etcd-grace": "etcd_grace_s",
-    "restart-window": "restart_window_s",
-    "audit-every": "audit_every",
-}
-"""The options that were removed, and the settings in the file of --policy that replace them."""
-
-
 def _in_full(token: str) -> str:
     """Return the full name of an option: underscores become dashes, and an unambiguous prefix is
-    completed. Raises click.UsageError for a removed option."""
+    completed."""
     token = token.replace("_", "-")
-    if setting := REMOVED_OPTIONS.get(token):
-        raise click.UsageError(
-            f"--{token} is no option any more: set {setting} in a TOML file, and name the file with --policy."
-        )
     names = _names()
     if token in names or len(token) < 2:
         return token

@@ -6,7 +6,7 @@ import errno
 import os
 import queue
 import threading
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
@@ -21,7 +21,6 @@ from elasticd.cli.command_error import CommandError
 from elasticd.cli.machine import Machine, reserve_node_name, working_directory_fault
 from elasticd.cli.options import (
     CONTEXT_SETTINGS,
-    REMOVED_OPTIONS,
     RunCommand,
     RunOptions,
     collect,
@@ -75,7 +74,6 @@ def run(ctx: click.Context, /, **_: object) -> int:
         # Otherwise torch or the script would fail with an unclear error.
         if gone := working_directory_fault():
             raise CommandError(gone)
-        _check_variables(os.environ)
         return _run(options, termination_log)
     except (CommandError, Stopped) as end:
         termination_log.write(end.sentence)
@@ -118,16 +116,6 @@ def _run(options: RunOptions, termination_log: TerminationLog) -> int:
         from elasticd.daemon.run_agent import run as run_agent
 
         return run_agent(config, view, termination_log)
-
-
-def _check_variables(environ: Mapping[str, str]) -> None:
-    for option, setting in REMOVED_OPTIONS.items():
-        name = f"ELASTICD_{option.replace('-', '_').upper()}"
-        if environ.get(name):  # as for options, an empty variable counts as unset
-            raise CommandError(
-                f"the environment variable {name} is no longer read: set {setting} in a TOML file, and name "
-                "the file with --policy or ELASTICD_POLICY."
-            )
 
 
 def _spell_log_level(environ: MutableMapping[str, str]) -> None:

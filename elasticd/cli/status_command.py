@@ -110,7 +110,7 @@ def _print_job_file(access: EtcdAccess, job: str) -> None:
         entry = client.get(job, "spec")
     spec = entry.fact if entry is not None else None
     if not isinstance(spec, Spec) or not spec.job_file:
-        raise CommandError(f"{job} has no job file: it has ended, or an older elasticd runs it.")
+        raise CommandError(f"{job} has no job file: it has ended.")
     scaled = "" if spec.limits == spec.asked else f"; `elasticd scale` has set {describe.sizes(spec.limits)}"
     say(f"# {job}{scaled}", *spec.job_file.splitlines())
 

@@ -166,8 +166,8 @@ def _forget(known: Gathered, names: Iterable[str]) -> Gathered:
 
 
 def _with_forgotten(known: Gathered, forgotten: ForgottenNodes) -> Gathered:
-    """Return what is known with the nodes that earlier leaders have forgotten. Of these only the time of all
-    slots together is known: it is told as the time of slot 0."""
+    """Return what is known with the nodes that earlier leaders have forgotten. Of such a node only the time
+    of all slots together is known: the ledger made here gives that time to slot 0."""
     ledgers = {
         name: NodeLedger(name, 0.0, (SlotTime(0, spent),), known.run)
         for name, spent in forgotten.spent.items()
@@ -175,7 +175,7 @@ def _with_forgotten(known: Gathered, forgotten: ForgottenNodes) -> Gathered:
     known = replace(known, forgotten=known.forgotten.updated(ledgers))
     for name in ledgers:
         back = known.nodes.get(name)
-        if back is not None:  # it is back already, and has perhaps told its time, with the time that is gone
+        if back is not None:  # the node is back, and its ledger may repeat time that ``gone`` has
             told = (back.ledger,) if back.ledger is not None else ()
             spent, ended = _changed(known.spent, told, ()), known.ended - back.last
             known = hear(replace(known, spent=spent, ended=ended), back)

@@ -1,4 +1,4 @@
-"""The handover of the state by workers that hold it and are not in the next round.
+"""The handover of the training state: workers that are not in the next round give it to others.
 
 Workers that keep their process hold the state in memory. While one of them stays in the job, new workers get
 the state from it. If all of them leave, their round lives on until other nodes are ready. Then a round
@@ -74,7 +74,7 @@ def _parts_left_out(
     round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member], unit: int
 ) -> dict[str, tuple[int, ...]]:
     """Return the slots with a part of a sharded state that are not among the heirs, and have not given the
-    part away. Who was not in the last round had given its part away before, or had none."""
+    part away. A worker that was not in the last round has no part, or gave it away before."""
     there = {
         (name, slot)
         for name, member in round.by_node.items()
@@ -106,8 +106,8 @@ def _have_all_entered(round: Round, nodes: Mapping[str, Node], kept: Iterable[_P
 
 
 def _have_given(round: Round, nodes: Mapping[str, Node]) -> set[_Place]:
-    """Return the places of workers that have given in a handover round what they could, while all others of
-    the round still wait. What they gave may be no whole state: then nobody can make it whole."""
+    """Return the places of the workers that have given their parts in a handover round, if all other workers
+    of the round wait for the next one. The parts may make no whole state; another handover would not help."""
     if not (round.handover and round.planned):
         return set()
     wait = {

@@ -368,9 +368,9 @@ class Inspector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """The leader's answer to telemetry. ``every_s``: how often to tell. ``looked_up``: the nodes that asked,
-    and that have no ledger but those in ``kept``. ``again``: nodes that are to tell all again, since the
-    leader did not know them before."""
+    """The leader's answer to telemetry. ``every_s``: how often to tell. ``looked_up``: the nodes that asked
+    for a ledger of their earlier agent; ``kept`` has the ledgers that were found. ``again``: the nodes that
+    are to tell all their values again, since the leader did not know them before."""
 
     every_s: float
     looked_up: tuple[str, ...] = ()

@@ -146,9 +146,10 @@ class Gathering:
     def farewell(
         self, state: AgentState, ledger: NodeLedger, now: float, *, known: bool
     ) -> tuple[tuple[NodeLedger, ...], dict[str, float]]:
-        """Tell the last ledger of this node, if it is ``known`` what an earlier agent left. Return the
-        ledgers of all nodes, and the seconds of all nodes by kind. In a job so large that its round is in
-        parts, only the leader knows the other nodes'; elsewhere the seconds are empty.
+        """Tell the leader the last telemetry of this node. The ledger is part of it if the ledger of the
+        node's earlier agent is ``known``. Return the ledgers of the nodes, and the seconds of all nodes by
+        kind. In a large job, whose round is in parts, an agent that does not lead returns its own ledger and
+        no seconds.
 
         Blocks for a few seconds at most, and at the end of a job of 10,000 nodes for 10 more. The leader of a
         job that has ended waits for the other nodes' last telemetry, and writes the summary for them."""

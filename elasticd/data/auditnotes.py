@@ -21,7 +21,7 @@ SERIES = "ELASTICD_AUDIT_SERIES"
 
 
 class BadNote(ValueError):
-    """The line is not a note. The message says what it is."""
+    """A line in a file of notes is not a note. The message says what is wrong with the line."""
 
 
 @dataclass(frozen=True, slots=True)

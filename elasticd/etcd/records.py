@@ -35,7 +35,7 @@ from elasticd.core.facts import (
 from elasticd.etcd.errors import BadRecord, NewerRecord
 from elasticd.etcd.validity import problem
 
-VERSION: Final = 3  # the newest version that this elasticd reads
+VERSION: Final = 1  # the newest version that this elasticd reads
 
 _BY_KEY: Final[dict[str, type[Fact]]] = {
     "spec": Spec,
@@ -90,7 +90,7 @@ def encode(key: str, fact: Fact) -> bytes:
         encoded = msgspec.json.encode(value)
     except UnicodeEncodeError:  # a worker's output or a path may not be UTF-8
         encoded = msgspec.json.encode(_printable(msgspec.to_builtins(value)))
-    return b'{"v":%d%s%s' % (_version(fact), b"" if encoded == b"{}" else b",", encoded[1:])
+    return b'{"v":%d%s%s' % (VERSION, b"" if encoded == b"{}" else b",", encoded[1:])
 
 
 def _told(report: Report) -> dict[str, Any]:
@@ -102,19 +102,6 @@ def _told(report: Report) -> dict[str, Any]:
         return {field.name: value for field, value in values if value != field.default}
 
     return told(report) | ({"exits": [told(one) for one in report.exits]} if report.exits else {})
-
-
-def _version(fact: Fact) -> int:
-    """Return the oldest version that reads the record as it is meant. Version 1 sees no members in a round
-    with an extent. Version 2 tells its progress, paces and ledger through etcd, where this leader does not
-    look."""
-    match fact:
-        case Leadership(port=port) if port:
-            return 3
-        case Round(extent=extent) if extent is not None:
-            return 2
-        case _:
-            return 1
 
 
 @lru_cache(maxsize=512)  # agents that share a process see the same values; facts are frozen

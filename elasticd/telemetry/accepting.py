@@ -64,7 +64,7 @@ def serve_from_the_first(
             try:
                 return serve()
             except (OSError, ImportError):
-                if _are_free():  # the cause is another
+                if _are_free():  # the error has another cause
                     raise
         scarcity.say()
         if _readable(over, within_s=RETRY_S):

@@ -1,4 +1,3 @@
-"""Measurements, side by side in one run: elasticd, torchrun, and the floor. Never timed tests.
-
-python -m tests.bench recovery | resize | goodput | node-loss | forming | overhead | hang
-"""
+"""Measurements of elasticd, torchrun and the floor (the least work that could do the same), side by side
+in one run. No test asserts their times. python -m tests.bench recovery | resize | goodput | node-loss |
+forming | overhead | hang"""

@@ -112,7 +112,7 @@ def _table(numbers: Numbers, size: float, workers: int, saves: int) -> str:
 
 
 def _judged(numbers: Numbers) -> Iterator[str]:
-    """What is wanted of ours, and what it is, as far as it was measured."""
+    """Yield how elasticd's figures compare with what is wanted of them, as far as they were measured."""
     variants = [name for name in numbers if name.startswith(LAST)]
     blocks = _of(numbers, OURS, "blocks")
     yield _line("blocks, times the floor", _over_floor(numbers[OURS]), "at most 1.3")
@@ -138,7 +138,8 @@ def _judged(numbers: Numbers) -> Iterator[str]:
 
 
 def _over_floor(row: dict[str, list[float]]) -> float:
-    """As the floor was beside each of these saves: the machine changes its speed."""
+    """Return how long saves block, as a multiple of the floor that was measured beside each save: the
+    machine's speed changes."""
     return median(row["blocks"]) / median(row["floor"])
 
 
@@ -193,7 +194,8 @@ def memory_held() -> int:
 
 
 def write_when_told(size: int) -> None:
-    """For each byte that comes in: as many to a file, past the page cache, durably; then a byte out."""
+    """For each byte that arrives, write that many bytes to a file, durably and past the page cache; then
+    answer with a byte."""
     lower_priority()
     content = mmap.mmap(-1, size // mmap.PAGESIZE * mmap.PAGESIZE)
     content.write(b"\1" * len(content))
@@ -223,7 +225,7 @@ class _Bench:
         self.bare_copy: Callable[[], None] = lambda: None
 
     def calibrate(self) -> None:
-        """So much work that a step of all ranks together takes about ``STEP_S``."""
+        """Set the amount of work with which a step of all ranks together takes about ``STEP_S``."""
         import torch
         import torch.distributed as dist
 
@@ -376,8 +378,8 @@ class _Bench:
         yield {"save": copy, "load": back}
 
     def bare_write(self) -> Iterator[dict[str, Callable[[], Any]]]:
-        """The bare copy, and then as many bytes written by a process as modest as the saver, and nothing
-        else: what the disk itself costs the steps beside it."""
+        """Make the bare copy; a process with the saver's priority then writes that many bytes and does
+        nothing else. So this is what the disk itself costs the steps."""
         writer: subprocess.Popen[bytes] | None = None
         if self.rank == 0:
             program = f"from tests.bench.checkpoint import write_when_told; write_when_told({self.size})"

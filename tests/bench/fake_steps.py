@@ -1,4 +1,4 @@
-"""A worker that makes steps, as far as anybody can see, and costs next to nothing."""
+"""A worker that reports steps without training: it uses next to no processor time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The least that recovery in place can cost: processes that all wait already abort a process group in
-which one of them was killed, and build the next. If the model is sharded, they also send each other the bytes
-that have another owner then."""
+"""The least time that recovery in place can take: waiting processes abort a process group after one of
+them was killed, and build the next group. For a sharded model, they also send each other the bytes whose
+owner changes."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _worker(rank: int, size: int, port: int, line: Connection, moved: Mapping[tu
 
 
 def floor(workers: int, kills: int, moved: Mapping[tuple[int, int], int] = {}) -> list[float | None]:
-    """Seconds from ``kill -9`` of one of them until the last of the others is in the new group, and has what
-    was moved. ``moved``: the bytes to move, by sender and receiver."""
+    """Return the seconds from ``kill -9`` of one process until the last of the others is in the new group
+    and has the bytes that moved. ``moved``: the bytes to move, by sender and receiver."""
     took: list[float | None] = []
     context = mp.get_context("spawn")
     for _ in range(kills):

@@ -104,7 +104,7 @@ class Formed:
 
 
 class _Fleet:
-    """Agents of one process, served by one thread."""
+    """Several agents in this process, served by one thread."""
 
     def __init__(self, endpoint: str, job: str, total: int, first: int, count: int) -> None:
         self._inbox: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
@@ -228,7 +228,7 @@ def c10d_main(endpoint: str, job: str, total: int, first: int, count: int) -> No
 
 
 class Broken(Exception):
-    """A process of the fleet ended by itself: there is nothing to measure."""
+    """A process of the fleet has ended by itself, so there is nothing to measure."""
 
 
 def _require_alive(fleet: Sequence[subprocess.Popen[str]], said: Sequence[IO[str]]) -> None:
@@ -342,7 +342,8 @@ def _cpu_s(pid: int | None) -> float:
 
 
 def forming(sizes: list[int], tries: int, c10d_most: int, c10d_timeout_s: float) -> str:
-    """Median of ``tries`` for each size; torch's back end once it takes long only once."""
+    """Return the median of ``tries`` for each size. torch's back end is measured only once for a size at
+    which it takes long."""
     from torch.distributed import TCPStore
 
     lines = [f"time to form a world of agents with {WORKERS} workers, and the next after a failure (median)"]

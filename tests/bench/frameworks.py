@@ -1,4 +1,5 @@
-"""What becomes of the samples when a training loses a worker or is resized, by the loop that it uses."""
+"""Which samples are lost or repeated when a training loses a worker or is resized, by the library whose
+loop it uses."""
 
 from __future__ import annotations
 

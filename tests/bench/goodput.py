@@ -1,4 +1,4 @@
-"""Useful steps while a worker is killed every so often, of those that are made undisturbed."""
+"""The steps made while a worker is killed now and then, as a share of the steps made without kills."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ Launcher = Callable[[Path, Path], Launched]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Steps made in the windows of a run: undisturbed ones, and one between each two of them in which a
-    worker was killed. A kill comes once in two windows, and all that it costs falls into the first."""
+    """The steps made in each window of a run. Windows alternate: in every second one a worker is killed.
+    The whole cost of a kill falls into its window."""
 
     calm: list[int]
     under_fire: list[int]
 
     @property
     def shares(self) -> list[float]:
-        """Of each kill: the steps of its two windows, of those of two undisturbed ones."""
+        """Return for each kill the steps of its window and the next, as a share of two windows without a
+        kill."""
         usual = [(before + after) / 2 for before, after in pairwise(self.calm)]
         return [(fire / steps + 1) / 2 for fire, steps in zip(self.under_fire, usual, strict=True)]
 
@@ -40,9 +41,8 @@ class Kept:
 
 
 def _kept(launcher: Launcher, workers: int, kills: int, every_s: float) -> Kept:
-    """Beside each kill there is what the same run makes undisturbed just before and after: machines change
-    their speed by more than a kill costs. The job saves nothing, so that what is lost is the time without
-    steps alone."""
+    """Compare each kill with the undisturbed windows just before and after it: a machine's speed changes
+    by more than a kill costs. The job saves nothing, so only the time without steps is lost."""
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder, "steps"))
         launched = launcher(steps.path, Path(folder, "log"))

@@ -1,4 +1,4 @@
-"""From SIGSTOP of a worker to its death, which says that it was noticed, and on to the next step."""
+"""The time from SIGSTOP of a worker to its death, when the hang was noticed, and to the next step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ IN_PLACE = "elasticd in place"
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Seconds from a SIGSTOP to the end of the stopped process, to the next step of any world after it, and
-    to that of one as large as before with the process that replaced it; None where it was not in time."""
+    """Seconds from a SIGSTOP to: the end of the stopped process; the next step of any later world; the
+    first step of a world of the old size with the replacement. None where the limit passed first."""
 
     noticed: float | None = None
     again: float | None = None
@@ -37,8 +37,8 @@ def stops(
     bound_s: float,
     settle_s: float = 0.0,
 ) -> list[Stop]:
-    """One after the other, each of another rank; what was not within the bound ends the series.
-    ``settle_s``: how long each world trains before, at least."""
+    """Stop one worker after the other, each of another rank. The series ends if a stop is not handled
+    within the limit. ``settle_s``: how long each world trains first, at least."""
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder, "steps"))
         launched = launcher(workers, steps.path, Path(folder, "log"))
@@ -64,14 +64,14 @@ def stops(
 
 
 def _warm(steps: Steps, workers: int, step: int, since: int) -> bool:
-    """Wait until a world of that size is there."""
+    """Wait until a world of that size has made some steps. Return the step."""
     return steps.first(lambda s: s.world == workers and s.step >= step, START_TIMEOUT_S, since) is not None
 
 
 def _stop(
     steps: Steps, pids: Mapping[int, int], pid: int, workers: int, bound_s: float
 ) -> tuple[Stop, StepMade | None]:
-    """Of this process; what followed, and the first step at full size after it."""
+    """Stop this process, and return what followed and the first step at full size."""
     since, old = len(steps.made), set(pids.values())
     pidfd = os.pidfd_open(pid)
     try:
@@ -91,7 +91,7 @@ def _stop(
 
 
 def hangs(workers: int, times: int, bound_s: float) -> str:
-    """One node; what nobody set: all limits are the defaults of either."""
+    """Measure on one node, with the default limits of elasticd and of torchrun."""
     title = (
         f"SIGSTOP of one of {workers} workers (one node, gloo, DDP; torchrun given up after {bound_s:g} s)"
     )

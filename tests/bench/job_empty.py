@@ -1,4 +1,4 @@
-"""The least that makes steps: torch, one optimizer, nothing to train and nobody to wait for."""
+"""The smallest script that makes steps: it imports torch, and calls one optimizer."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The job of job.py, with the lines that have it keep its process: see elasticd.worker."""
+"""The job of job.py, changed so that its workers keep their process: see elasticd.worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small GPT-2 trained by transformers' Trainer on tokens drawn at random, as its users write it."""
+"""transformers' Trainer trains a small GPT-2 on random tokens."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""The ways to launch the measured job: elasticd, torchrun as it comes and tuned, and by hand."""
+"""Launches the measured job: under elasticd, under torchrun with its defaults and tuned, and by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ TORCHRUN_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 @dataclass(slots=True)
 class Launched:
-    """Agents that were started, in order. ``starts``: what starts those that come later, by number."""
+    """The agents that were started, in order. ``starts``: by number, the functions that start later
+    agents."""
 
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
     starts: Callable[[int], subprocess.Popen[bytes]] | None = None
@@ -91,7 +92,8 @@ def elasticd_in_place(
 
 
 def _torchrun(log: Path) -> list[object]:
-    """Its command, with a folder for its logs: otherwise it leaves one among the temporary files."""
+    """Return torchrun's command. It names a folder for logs: otherwise torchrun leaves one in the
+    temporary folder."""
     return [BIN / "torchrun", "--log-dir", log.with_name("torchrun-logs")]
 
 
@@ -121,7 +123,8 @@ def elasticd_nodes(nodes: int, least: int, etcd: str, job: str, steps: Path, log
 
 
 def elasticd_grown(slots: Sequence[int], etcd: str, job: str, steps: Path, log: Path) -> Launched:
-    """A node of so many slots each, in place; each is started when it is asked for."""
+    """Launch nodes with so many slots each, whose workers keep their process. Each node is started on
+    request."""
 
     def node(number: int) -> subprocess.Popen[bytes]:
         argv = [BIN / "elasticd", "run", "--etcd", etcd, "--job", job, "--node", f"n{number}"]
@@ -132,7 +135,7 @@ def elasticd_grown(slots: Sequence[int], etcd: str, job: str, steps: Path, log: 
 
 
 def torchrun_grown(slots: Sequence[int], steps: Path, log: Path) -> Launched:
-    """The same with torchrun; its last call cut short, to its advantage."""
+    """Launch the same nodes with torchrun. Its last call is shortened, which favours torchrun."""
     port, job = free_port(), uuid.uuid4().hex[:6]
 
     def node(number: int) -> subprocess.Popen[bytes]:
@@ -145,7 +148,7 @@ def torchrun_grown(slots: Sequence[int], steps: Path, log: Path) -> Launched:
 
 
 def torchrun_nodes(nodes: int, least: int, job: str, steps: Path, log: Path, conf: str = "") -> Launched:
-    """Agent 0 hosts the store. ``conf``: --rdzv-conf."""
+    """Launch torchrun's agents; agent 0 hosts the store. ``conf``: --rdzv-conf."""
     port = free_port()
     launched = Launched()
     for n in range(nodes):
@@ -158,7 +161,7 @@ def torchrun_nodes(nodes: int, least: int, job: str, steps: Path, log: Path, con
 
 
 def by_hand(workers: int, steps: Path, log: Path, env: Mapping[str, str]) -> Launched:
-    """The same processes without any launcher: nothing but their environment."""
+    """Start the same processes without a launcher, with their environment only."""
     port = free_port()
     launched = Launched()
     for rank in range(workers):

@@ -17,7 +17,7 @@ WARM_UP_STEPS = 200
 
 
 def step_times(launcher: Callable[[int, Path, Path], Launched], workers: int, count: int) -> list[float]:
-    """Seconds per step of rank 0, once imports, the first steps and the zygote are behind it."""
+    """Return the seconds of each step of rank 0, without the first steps."""
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder, "steps"))
         launched = launcher(workers, steps.path, Path(folder, "log"))
@@ -32,7 +32,8 @@ def step_times(launcher: Callable[[int, Path, Path], Launched], workers: int, co
 
 
 def overhead(workers: int, pairs: int, count: int) -> str:
-    """By hand, and by each launcher, again and again, as the machine drifts; the median of the ratios."""
+    """Run by hand and with each launcher in turns, as the machine's speed changes. Return the median of
+    the ratios."""
 
     def hand(workers: int, steps: Path, log: Path) -> Launched:
         return launch.by_hand(workers, steps, log, {})

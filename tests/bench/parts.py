@@ -1,4 +1,5 @@
-"""What the time from a kill to the next step was spent on, from what the agent logs and the job marks."""
+"""What happens between a kill and the next step, and how long each part takes, from the agent's log and
+the job's marks."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ Part = tuple[str, float]  # its name, and the time at which it was over
 
 
 def events(log: Path) -> list[Event]:
-    """What an agent logged as JSON; its other lines, and those of workers, are passed over. ``at``: when,
-    in seconds since the epoch."""
+    """Return the events that an agent logged as JSON; other lines are skipped. ``at``: seconds since the
+    epoch."""
     found = []
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith("{") and '"event"' in line:
@@ -28,7 +29,8 @@ def events(log: Path) -> list[Event]:
 
 
 def decided(log: Sequence[Event], killed_at: float, wall_s: float) -> list[Part]:
-    """The agent's part. ``wall_s``: what to take off its times to have the job's."""
+    """Return the times of the agent's events. ``wall_s``: what to subtract from them to get the job's
+    clock."""
     names = {"worker.ended": "noticed", "round.closing": "closed", "round.formed": "next formed"}
     parts: list[Part] = []
     for event, name in names.items():
@@ -39,7 +41,7 @@ def decided(log: Sequence[Event], killed_at: float, wall_s: float) -> list[Part]
 
 
 def joined(log: Sequence[Event], round_number: int, wall_s: float) -> list[Part]:
-    """The workers' part where they keep their process: of who was last."""
+    """Return the times of the last worker to join, where workers keep their process."""
     entered = [e for e in log if e["event"] == "worker.entered" and e["round"] == round_number]
     if not entered:
         return []
@@ -50,8 +52,8 @@ def joined(log: Sequence[Event], round_number: int, wall_s: float) -> list[Part]
 
 
 def grown(log: Sequence[Event], marks: Iterable[Mark], killed_at: float, wall_s: float) -> list[Part]:
-    """From the kill to a world of full size again, where the replacement had yet to be started: while it
-    comes to wait, the others train; then they end their step, and all form the next world."""
+    """Return the times from the kill to a world of full size, where the replacement had yet to be started.
+    Until it waits, the other workers train; then they end their step, and all form the next world."""
     since = [e for e in log if e["at"] - wall_s >= killed_at]
 
     def first(event: str, **fields: str) -> list[tuple[Event, float]]:
@@ -72,7 +74,7 @@ def grown(log: Sequence[Event], marks: Iterable[Mark], killed_at: float, wall_s:
 
 
 def begun(marks: Iterable[Mark], pids: set[int]) -> list[Part]:
-    """The workers' part where they are new processes: of who was last."""
+    """Return the times of the last worker to begin, where workers are new processes."""
     mine = [m for m in marks if m.pid in pids]
     names = {"imported": "process, imports", "joined": "group", "built": "model"}
     return [
@@ -83,7 +85,7 @@ def begun(marks: Iterable[Mark], pids: set[int]) -> list[Part]:
 
 
 def lengths(killed_at: float, parts: Sequence[Part], step: StepMade) -> dict[str, float]:
-    """Seconds that each part took; they add up to all there was."""
+    """Return the seconds of each part. They add up to the whole time."""
     took, before = {}, killed_at
     for name, at in [*parts, ("first step", step.at)]:
         took[name] = max(0.0, at - before)
@@ -92,7 +94,7 @@ def lengths(killed_at: float, parts: Sequence[Part], step: StepMade) -> dict[str
 
 
 def line(name: str, kills: Sequence[Mapping[str, float]]) -> str:
-    """The medians of each part, in milliseconds, in the order in which they come."""
+    """Return the median of each part in milliseconds, in order."""
     names = list(dict.fromkeys(part for kill in kills for part in kill))
     cells = [f"{part} {median([kill[part] for kill in kills if part in kill]) * 1e3:.1f}" for part in names]
     return f"  {name:<42} {', '.join(cells)}"

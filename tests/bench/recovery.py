@@ -31,8 +31,8 @@ SETTLE_S = 8.0  # between kills in place: the spare is replaced, and the process
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Seconds from a ``kill -9`` of one worker to a step; None if there was none. ``parts``: what they
-    were spent on, as far as that is known."""
+    """Seconds from a ``kill -9`` of one worker to a step; None if no step followed. ``parts``: the same
+    seconds by what happened, as far as that is known."""
 
     took: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -41,7 +41,8 @@ class Kill:
 def worker_kills(
     launcher: Callable[[int, Path, Path], Launched], workers: int, kills: int, settle_s: float = 0.0
 ) -> list[Kill]:
-    """To the first step of the new world, each time. ``settle_s``: from one kill to the next, at least."""
+    """Measure each kill to the first step of the new world. ``settle_s``: the least time between two
+    kills."""
     took: list[Kill] = []
     with _job(lambda steps, log: launcher(workers, steps, log)) as (steps, log):
         for old, killed_at, before in _kill_each(steps, workers, kills, settle_s):
@@ -61,8 +62,8 @@ def worker_kills(
 def kills_in_place(
     workers: int, kills: int, spares: int, job: Path = launch.JOB_IN_PLACE
 ) -> tuple[list[Kill], list[Kill]]:
-    """To the first step of the survivors, and of a world that is as large as before, each time. With a
-    spare the two are one."""
+    """Measure each kill to the first step of the survivors, and to that of a world of the old size. With a
+    spare these are the same step."""
     survivors: list[Kill] = []
     full: list[Kill] = []
     with _job(lambda steps, log: launch.elasticd_in_place(workers, steps, log, spares=spares, job=job)) as (
@@ -88,7 +89,7 @@ def kills_in_place(
 
 @contextmanager
 def _job(launcher: Callable[[Path, Path], Launched]) -> Iterator[tuple[Steps, Path]]:
-    """A job that is well under way: its steps, and its log."""
+    """Start a job, and return its steps and its log once it trains steadily."""
     with tempfile.TemporaryDirectory() as folder:
         steps, log = Steps(Path(folder, "steps")), Path(folder, "log")
         launched = launcher(steps.path, log)
@@ -104,8 +105,8 @@ def _job(launcher: Callable[[Path, Path], Launched]) -> Iterator[tuple[Steps, Pa
 def _kill_each(
     steps: Steps, workers: int, kills: int, settle_s: float
 ) -> Iterator[tuple[set[int], float, int]]:
-    """Kill one of the world, each time of another rank: the pids of all of it, when, and how many steps
-    had been made."""
+    """Kill one worker of the world, each time of another rank. Yield the pids of the world, the time, and
+    the number of steps made."""
     for n in range(kills):
         time.sleep(settle_s)
         steps.read()
@@ -124,12 +125,12 @@ def _in_place(log: Path, killed_at: float, step: StepMade) -> Mapping[str, float
 
 
 def wall_s() -> float:
-    """What the clock on the wall is ahead of the one that steps are timed by."""
+    """Return by how much the wall clock is ahead of the clock of the steps."""
     return time.time() - time.monotonic()
 
 
 def _warm(steps: Steps, since: int) -> bool:
-    """Wait until the world at hand is well under way."""
+    """Wait until the present world trains steadily."""
     first = steps.first(lambda s: s.step >= WARM_UP_STEPS, START_TIMEOUT_S, since)
     return first is not None
 
@@ -192,7 +193,7 @@ def _median(times: Sequence[float | None]) -> float | None:
 
 
 def _recovery(workers: int, kills: int, *, spare: bool) -> Mapping[str, list[Kill]]:
-    """Halves of the kills in the order A B A B, as machines are noisy."""
+    """Measure in the order A B A B, since machines are noisy."""
     half = (kills + 1) // 2
     rows: dict[str, list[Kill]] = {}
 
@@ -229,7 +230,7 @@ def _tables(rows: Mapping[str, Sequence[Kill]], each: str) -> str:
 
 
 def node_losses(tries: int, with_defaults: bool) -> str:
-    """A node of three killed, agent and worker; then the node that was the first."""
+    """Kill one of three nodes, agent and worker; then kill the node that came first."""
     server = EtcdOnPorts()
     etcd = f"http://{server.start().endpoints[0]}"
     rows: dict[str, list[float | None]] = {}

@@ -1,4 +1,4 @@
-"""Numbers as people read them: medians with their spread, and how many times better."""
+"""Writes measurements as people read them: medians with their spread, and ratios."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median
 
 
 def cell(values: Sequence[float | None]) -> str:
-    """Median (least to most) of the seconds; "never" counts the tries that timed out."""
+    """Return the median (least to most) of the seconds. "never" counts the tries that timed out."""
     have = sorted(v for v in values if v is not None)
     lost = len(values) - len(have)
     if not have:
@@ -17,7 +17,7 @@ def cell(values: Sequence[float | None]) -> str:
 
 
 def table(title: str, rows: Mapping[str, Sequence[float | None]], reference: str) -> str:
-    """One line for each row, with how many times its median is the reference's."""
+    """Return one line for each row, with the ratio of its median to the reference's."""
     base = [v for v in rows[reference] if v is not None]
     lines = [title]
     for name, values in rows.items():
@@ -28,7 +28,7 @@ def table(title: str, rows: Mapping[str, Sequence[float | None]], reference: str
 
 
 def growth(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float | None]]) -> str:
-    """One line for each row: the first value in seconds, the others as times the first."""
+    """Return one line for each row: its first value in seconds, and the others as multiples of the first."""
     lines = [title, f"  {'':<42}" + "".join(f"{column:>16}" for column in columns)]
     for name, (first, *others) in rows.items():
         ratios = [f"{value / first:.2f}x" if first and value else "-" for value in others]

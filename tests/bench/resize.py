@@ -1,4 +1,4 @@
-"""What a worker more, and one less, cost the job: the time without a step, in place and with torchrun."""
+"""How long a job makes no step when a worker joins and when one leaves: in place, and with torchrun."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LATER_STEPS = 40  # of the new world: the zygote and others that came with it ar
 def changes(
     launcher: Callable[[Path, Path], Launched], before: int, tries: int
 ) -> dict[str, list[float | None]]:
-    """Seconds without a step, beyond a usual one: when a node of one worker more came, and when it was
-    asked to go. ``before``: the size of the world without it."""
+    """Return the seconds without a step, beyond the usual time of a step, when a node with one worker
+    joins and when it is asked to leave. ``before``: the world size without this node."""
     took: dict[str, list[float | None]] = {GREW: [], SHRANK: []}
     with tempfile.TemporaryDirectory() as folder:
         steps, log = Steps(Path(folder, "steps")), Path(folder, "log")
@@ -62,13 +62,13 @@ def _well_under_way(steps: Steps, world: int, timeout_s: float) -> bool:
 
 
 def _lost(made: list[StepMade]) -> float:
-    """The longest time in which nobody made a step, less what one takes."""
+    """Return the longest time without a step, less the usual time of a step."""
     gaps = [b.at - a.at for a, b in pairwise(sorted((s for s in made if s.rank == 0), key=lambda s: s.at))]
     return max(gaps) - median(gaps)
 
 
 def resize(workers: int, tries: int) -> str:
-    """From one worker less than ``workers`` to ``workers`` and back, two nodes."""
+    """Grow a job on two nodes from ``workers`` less one to ``workers``, and shrink it again."""
     server = EtcdOnPorts()
     etcd = f"http://{server.start().endpoints[0]}"
     slots = (workers - 1, 1)

@@ -1,4 +1,4 @@
-"""What a scrape takes, and what watching costs the agent, by how many members the job has."""
+"""How long a scrape takes, and what watching costs the agent, by the number of members of the job."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ WATCHED_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """``took_s``: of each scrape, as who scrapes sees it. ``cpu_share``: cores that the agent uses while
-    it is scraped every second."""
+    """``took_s``: of each scrape, as the client sees it. ``cpu_share``: the cores that the agent uses
+    while it is scraped every second."""
 
     members: int
     took_s: list[float]
@@ -51,7 +51,7 @@ class Cost:
 
 
 def _pretend(client: Client, job: str, members: int) -> None:
-    """Nodes of one slot each, as far as etcd knows; they never leave the round they are in."""
+    """Write records of nodes with one slot each into etcd. These nodes never leave their round."""
     lease, _ = client.grant(600)
     puts = [
         Put(
@@ -92,7 +92,7 @@ def _until(holds: Callable[[], bool], what: str, log: Path) -> None:
 
 
 def _cost(others: int, scrapes: int) -> Cost:
-    """Of a real agent with eight workers, which leads, beside so many that are pretended."""
+    """Measure a real agent that leads, with eight workers of its own, beside so many pretended nodes."""
     total, job, port = SLOTS + others, f"scrape-{uuid.uuid4().hex[:8]}", launch.free_port()
     url = f"http://127.0.0.1:{port}/"
     server = EtcdOnPorts()
@@ -138,7 +138,7 @@ def _cost(others: int, scrapes: int) -> Cost:
 
 
 def _writing(slots: int, tries: int = 7) -> str:
-    """The processor's time alone, so that it can be measured beside other work."""
+    """Return the processor time only, so that other work on the machine does not matter."""
     measured = everything(slots).copy()
     took = []
     for _ in range(tries):
@@ -149,7 +149,7 @@ def _writing(slots: int, tries: int = 7) -> str:
 
 
 def scrapes(sizes: list[int], count: int) -> str:
-    """Each on an etcd of its own."""
+    """Measure each size with an etcd of its own."""
     costs = [_cost(max(0, size - SLOTS), count) for size in sizes]
     written = ["to write the answer, every metric with every label there is", *map(_writing, (8, 64, 512))]
     return "\n".join(

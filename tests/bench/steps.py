@@ -1,4 +1,4 @@
-"""Following what the measured job writes, step by step."""
+"""Reads what the measured job writes, step by step."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Steps:
                 self.made.append(StepMade(float(at), rank, world, pid, step))
 
     def first(self, wanted: Callable[[StepMade], bool], timeout_s: float, since: int = 0) -> StepMade | None:
-        """The first step after index ``since`` that is wanted; None after the timeout. The time
-        measured is the job's own, so that how often this looks does not matter."""
+        """Return the first wanted step after index ``since``; None after the timeout. The job's own times
+        are measured, so it does not matter how often this looks."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.read()

@@ -1,4 +1,4 @@
-"""What becomes of each program of ``workers/`` when it meets each fault, and what its technique costs."""
+"""What each program of ``workers/`` does when each fault occurs, and what its technique costs."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ class Scraper:
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """``agent``: the agent is stopped and let go on as well as the workers' hook taken out and put in."""
+    """``agent``: the agent is also stopped and continued, not only the workers' hook taken out and put
+    back."""
 
     name: str
     library: bool
@@ -112,7 +113,7 @@ class Watched:
         self._rank_0 = made.pid
 
     def _watchers(self) -> list[psutil.Process]:
-        """The agent and its etcd. Not the warden, which sleeps, nor the workers below it."""
+        """Return the agent and its etcd, without the warden, which sleeps, and the workers below it."""
         with contextlib.suppress(psutil.NoSuchProcess):
             agent = psutil.Process(self.launched.agents[0].pid)
             return [agent, *(child for child in agent.children() if child.name() != "elasticd-warden")]
@@ -125,19 +126,21 @@ class Watched:
             os.kill(pid, signal.SIGUSR1)
 
     def cpu_s(self) -> tuple[float, float]:
-        """That the agent has used, and its services: the warden, and an etcd if it started one."""
+        """Return the processor time of the agent and its services: the warden, and an etcd if the agent
+        started one."""
         agent = psutil.Process(self.launched.agents[0].pid)
         agents, *others = [sum(p.cpu_times()[:2]) for p in (agent, *agent.children())]
         return agents, sum(others)
 
     def call_s(self, name: str) -> float:
-        """What a call of "hook" or "commit" takes, by the workers' own clock: the median of all blocks."""
+        """Return the time of a call of "hook" or "commit", by the workers' own clock: the median of all
+        blocks."""
         self.steps.read()
         took = [m.what.partition(":")[2] for m in self.steps.marks if m.what.startswith(f"{name}:")]
         return median(map(float, took)) / 1e9
 
     def block(self, count: int) -> float:
-        """Seconds a step, on average of so many that come now."""
+        """Return the seconds of a step, as the average of the next steps of the block."""
         self.steps.read()
         since = len(self.steps.made)
         begun: list[float] = []

@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _end(number: int, _: object) -> None:
-    """Leave nothing behind, also where it is said twice."""
+    """Leave nothing behind. A second call does no harm."""
     for one in _ENDS:
         signal.signal(one, signal.SIG_IGN)
     sys.exit(128 + number)
@@ -143,7 +143,7 @@ def told(plan: Plan) -> list[str]:
 
 
 def unable() -> str:
-    """Why this cannot run here; empty if it can."""
+    """Return why chaos cannot run here; empty if it can."""
     if os.geteuid() != 0:
         return (
             "needs root, to make network namespaces: run it with sudo, or in a container with CAP_SYS_ADMIN"

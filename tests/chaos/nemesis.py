@@ -1,8 +1,6 @@
-"""A job that is hurt as its plan says, watched, and judged.
-
-What is shared with other tests: the bridge is tests/k8s/network.py, the etcds are tests/etcd/cluster.py, and
-what a supervisor promises is in tests/chaos/oracles.py, as tests/sim/invariants.py has it for the simulator.
-"""
+"""Runs a job, injects the faults of its plan, watches the job, and judges it. Shared with other tests: the
+bridge is tests/k8s/network.py, the etcds are tests/etcd/cluster.py, and the promises of a supervisor are
+in tests/chaos/oracles.py, as they are in tests/sim/invariants.py for the simulator."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ class Broken(AssertionError):
 
 
 class Ledgers:
-    """What the workers of a job have written, as far as it was read."""
+    """What the workers of a job have written, as far as the files were read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,8 +103,8 @@ class Ledgers:
 
 
 class Watch:
-    """Sees which checkpoint etcd names as the newest: its step never goes back, unless that is damaged on
-    disk, which is to be said with ``forgive``. ``floors``: when a step was first seen to be durable."""
+    """Watches which checkpoint etcd names as the newest. Its step may never go back, except after damage
+    on the disk, which ``forgive`` announces. ``floors``: when each step was first seen to be durable."""
 
     def __init__(self, access: EtcdAccess, job: str) -> None:
         self.floors: list[tuple[float, int]] = []
@@ -140,7 +138,7 @@ class Watch:
                 self._highest = step
 
     def forgive(self, step: int) -> None:
-        """Its checkpoint is damaged, and so none to go on from."""
+        """Allow the newest checkpoint to go back, because the test has damaged it."""
         assert self.newest is not None
         self._damaged.add(self.newest.name)
         self.floors = [floor for floor in self.floors if floor[1] < step]
@@ -235,7 +233,7 @@ class Nemesis:
         return f"n{number % self.plan.nodes}"
 
     def _begin(self, name: str) -> None:
-        """Have an agent there, and the node if it is gone."""
+        """Start an agent on the node, and the node itself if it is gone."""
         if name not in self.nodes:
             ahead = self.plan.ahead_s if name == self._name(self.plan.nodes - 1) else 0
             self.nodes[name] = Node(name, self.network, self.folder / "own" / name, ahead)
@@ -396,7 +394,7 @@ class Nemesis:
             raise Broken("\n".join(dict.fromkeys(broken[:20])))
 
     def _budget(self) -> int:
-        """How many failures were charged so far; etcd may yet have to come to itself."""
+        """Return how many failures were charged so far. etcd may need a moment to answer."""
         found: Budget | None = None
 
         def read() -> bool:
@@ -414,7 +412,7 @@ class Nemesis:
         return found.total
 
     def _trains(self, mark: int) -> bool:
-        """Whether a world of the size that is due has made a step since, from its first to its last."""
+        """Whether a world of the expected size has made a whole step since then."""
         lines = self.ledgers.read()
         since = lines[mark - 1].at if mark else 0.0
         made: list[Whole] = whole_steps(lines[mark:])
@@ -437,7 +435,7 @@ class Nemesis:
             time.sleep(LOOK_S)
 
     def _tend(self) -> None:
-        """Do what a platform does: an agent that has ended is started again, unless it says not to."""
+        """Act as a platform does: start an ended agent again, unless its exit code forbids that."""
         self._commands = [command for command in self._commands if command.poll() is None]
         for name, agent in list(self._agents.items()):
             code = agent.code
@@ -491,7 +489,7 @@ class Nemesis:
             self._at(time.monotonic() + fault.for_s * self.slowness, mended)
 
     def _do(self, fault: Fault) -> Callable[[], None] | None:
-        """Have it happen; what mends it. None where there is nothing that it could happen to."""
+        """Inject the fault, and return what mends it. Return None where the fault has no target."""
         family, _, what = fault.kind.partition(".")
         name = self._name(fault.node)
         if family == "leader":
@@ -625,8 +623,8 @@ class Nemesis:
         return thaw
 
     def _split(self, name: str) -> Callable[[], None] | None:
-        """The others crash, so that a world trains on this node alone; then nothing passes between it and
-        etcd, and the others come back and train without it."""
+        """Crash the other nodes, so that this node trains alone; then cut it off from etcd. The other
+        nodes come back and train without it."""
         here = self.plan.slots - self.plan.spares
         if name not in self.nodes or here < self.plan.least:
             return None
@@ -757,7 +755,7 @@ class Nemesis:
         return None
 
     def _empty_etcd(self) -> None:
-        """What its guide says; again where it has a bad moment."""
+        """Free space in etcd as the guide says, and try again if etcd has a bad moment."""
         self._etcdctl("del", "--prefix", "/filling/")
         status = self._etcdctl("endpoint", "status", "--write-out=json")
         with contextlib.suppress(ValueError, KeyError):
@@ -845,7 +843,7 @@ def _nothing() -> None:
 
 
 def _signal(pids: list[int], number: int) -> Callable[[], None]:
-    """Send it; what lets those go on that it stopped."""
+    """Send the signal, and return what continues the stopped processes."""
     fds = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
-"""What must be true of a training, read from the ledgers that its workers wrote. Pure: lines in, sentences
-out that say what is wrong; none where all is well.
+"""What must be true of a training, read from the ledgers that its workers wrote. Pure: the functions take
+lines and return sentences about what is wrong; none if nothing is.
 
-A *whole step* is one that every rank of its world has applied. A worker that was stopped and goes on may
-apply by itself the step that it was in; a world makes a step only together.
+A *whole step* is one that every rank of its world has applied. A worker that was stopped and continues may
+apply its step alone; a world makes a step only together.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ WOKEN_S: Final = 2.0  # within which the guard of a node that was stopped as a w
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``what``: entered, step, committed, saved or ended. ``step``: how many are done then. ``since``: when
-    the step began. ``id``: of the process."""
+    """A line of a ledger. ``what``: entered, step, committed, saved or ended. ``step``: the number of
+    steps done then. ``since``: when the step began. ``id``: of the process."""
 
     what: str
     at: float
@@ -39,8 +39,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A step that a world of so many has made: the last of its workers ``began`` it, and the first had
-    ``applied`` it."""
+    """A step that a whole world has made: ``began`` when the last worker began it, ``applied`` when the
+    first worker had applied it."""
 
     round: int
     step: int
@@ -63,7 +63,7 @@ class Reference:
 
 
 def parse(text: str) -> list[Line]:
-    """A ledger; its last line may be cut short, as its writer was killed."""
+    """Return the lines of a ledger. The last line may be incomplete, since its writer was killed."""
     found = []
     for raw in text.splitlines(keepends=True):
         if not raw.endswith("\n"):
@@ -76,7 +76,7 @@ def parse(text: str) -> list[Line]:
 
 
 def whole_steps(lines: Iterable[Line]) -> list[Whole]:
-    """In the order of rounds, and of steps in each."""
+    """Return the whole steps, in the order of rounds and of steps."""
     by: dict[tuple[int, int], dict[int, Line]] = {}
     for line in lines:
         if line.what == "step":
@@ -120,8 +120,8 @@ def judge(
     thawed: Sequence[tuple[float, str]] = (),
     same_weights: bool = False,
 ) -> list[str]:
-    """All of them. ``thawed``: when a node went on that had been stopped as a whole, its agent and warden
-    with its workers. ``same_weights``: the reference's, to the last bit."""
+    """Apply all rules below. ``thawed``: when a node continued that had been stopped as a whole, with
+    agent, warden and workers. ``same_weights``: the weights must be the reference's, to the last bit."""
     steps = whole_steps(lines)
     found = [
         *two_worlds(steps, thawed),
@@ -138,7 +138,7 @@ def judge(
 
 
 def two_worlds(steps: Sequence[Whole], thawed: Sequence[tuple[float, str]] = ()) -> Iterator[str]:
-    """No world begins a step that it makes once a later one has made one."""
+    """After a world has made a step, no earlier world begins a step that it completes."""
     earliest: dict[int, float] = {}
     for step in steps:
         earliest[step.round] = min(step.applied, earliest.get(step.round, step.applied))
@@ -155,7 +155,7 @@ def two_worlds(steps: Sequence[Whole], thawed: Sequence[tuple[float, str]] = ())
 
 
 def rank_twice(lines: Iterable[Line]) -> Iterator[str]:
-    """In a round each rank is one process, and all know the same size of the world."""
+    """In a round each rank is one process, and all ranks know the same world size."""
     who: dict[tuple[int, int], set[str]] = {}
     sizes: dict[int, set[int]] = {}
     for line in lines:
@@ -171,7 +171,7 @@ def rank_twice(lines: Iterable[Line]) -> Iterator[str]:
 
 
 def fell_behind(lines: Iterable[Line]) -> Iterator[str]:
-    """What a process has committed it never makes again, nor does a world go on from less than what one of
+    """A process never repeats a step that it has committed, and no world continues from less than one of
     its workers has committed."""
     committed: dict[str, int] = {}
     for line in sorted(lines, key=lambda line: line.at):
@@ -190,7 +190,7 @@ def fell_behind(lines: Iterable[Line]) -> Iterator[str]:
 
 
 def different_weights(steps: Iterable[Whole]) -> Iterator[str]:
-    """After a step all workers have the same."""
+    """After a step all workers have the same weights."""
     for step in steps:
         if len(step.digests) > 1:
             yield f"after step {step.step} of round {step.round} workers have different weights"
@@ -198,7 +198,7 @@ def different_weights(steps: Iterable[Whole]) -> Iterator[str]:
 
 def left_out(steps: Sequence[Whole], lines: Iterable[Line] = ()) -> Iterator[str]:
     """Every step from the first to the last was made. A worker commits only what its whole world has made,
-    though another rank may be killed before its ledger has the step."""
+    although another rank may be killed before its ledger has the step."""
     made = {step.step for step in steps} | {line.step for line in lines if line.what == "committed"}
     missing = sorted(set(range(1, max(made, default=0) + 1)) - made)
     if missing:
@@ -206,7 +206,7 @@ def left_out(steps: Sequence[Whole], lines: Iterable[Line] = ()) -> Iterator[str
 
 
 def wrong_samples(steps: Iterable[Whole], expected: Reference) -> Iterator[str]:
-    """Each step, however often it was made, used what the undisturbed one did: all of them, each once."""
+    """Each attempt of a step used the samples of the undisturbed training, each of them once."""
     for step in steps:
         wanted = Counter(expected.samples.get(step.step, ()))
         used = Counter(step.samples)
@@ -231,7 +231,7 @@ def other_weights(steps: Iterable[Whole], expected: Reference) -> Iterator[str]:
 def committed_other_weights(
     steps: Iterable[Whole], lines: Sequence[Line], expected: Reference
 ) -> Iterator[str]:
-    """The same of the steps that a worker committed though not every rank's ledger has them."""
+    """The same rule for steps that a worker committed, although not every rank's ledger has them."""
     whole = {(step.round, step.step) for step in steps}
     committed = {(line.id, line.round, line.step) for line in lines if line.what == "committed"}
     for line in lines:
@@ -246,7 +246,7 @@ def committed_other_weights(
 
 
 def not_each_once(expected: Reference, samples: int) -> Iterator[str]:
-    """Of the reference itself: an epoch that has come to its end used each sample once."""
+    """The rule for the reference itself: a complete epoch used each sample once."""
     epochs: dict[int, list[int]] = {}
     for step, used in expected.samples.items():
         epochs.setdefault(expected.epochs[step], []).extend(used)
@@ -257,7 +257,7 @@ def not_each_once(expected: Reference, samples: int) -> Iterator[str]:
 
 
 def wrong_charge(charged: int, least: int, most: int) -> Iterator[str]:
-    """Failures of user code are charged once each at most, and nothing else is."""
+    """Each failure of user code is charged at most once, and nothing else is charged."""
     if not least <= charged <= most:
         right = f"{least}" if least == most else f"{least} to {most}"
         yield f"{charged} failures were charged to the budget, and {right} would be right"
@@ -282,7 +282,8 @@ def resumed_too_early(lines: Sequence[Line], floors: Sequence[tuple[float, int]]
 
 
 def tracebacks(text: str) -> Iterator[str]:
-    """What an agent said: its log is JSON, a line each; the output of its workers is not in it."""
+    """Yield the tracebacks that the agent itself logged. Its log is JSON lines, without the workers'
+    output."""
     lines = text.splitlines()
     for i, line in enumerate(lines):
         if line.startswith("{"):

@@ -1,8 +1,6 @@
-"""How much time a job has had, which is not what a clock on the wall says.
-
-A second in which one of the job's threads was ready to run and got no processor is no second that the job
-had. A job that is stuck does not wait for a processor, so it is found soon on the busiest machine, too.
-"""
+"""How much processor time a job could have used. A second in which one of the job's threads was ready but
+got no processor does not count. A job that is stuck does not wait for a processor, so it is found soon
+even on a busy machine."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ from tests.chaos.places import tasks
 
 
 def had(elapsed_s: float, before: dict[str, int], after: dict[str, int]) -> float:
-    """Of so many seconds, those in which no thread was kept from running. ``before`` and ``after``: for how
-    many nanoseconds each thread has been kept, since its start."""
+    """Return the seconds in which no thread had to wait for a processor. ``before`` and ``after``: for how
+    many nanoseconds each thread has waited since its start."""
     kept_ns = max((ns - before.get(thread, 0) for thread, ns in after.items()), default=0)
     return max(0.0, elapsed_s - kept_ns / 1e9)
 
 
 def slowness(load: float, cores: int) -> float:
-    """How many times as long leases have to be where so many processes want a processor, as those who run
-    jobs there would say with ``--node-ttl``."""
+    """Return the factor by which leases must be longer on a busy machine: what an operator there would set
+    with ``--node-ttl``."""
     return min(10.0, max(1.0, load / (3 * cores)))
 
 

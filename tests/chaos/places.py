@@ -1,7 +1,8 @@
-"""Where a job runs: nodes in namespaces of their own, plugged to one bridge, and three etcds beside them.
+"""Where a job runs: nodes, each in namespaces of its own, on one bridge, and three etcds beside them. The
+network is the one of tests/k8s, the etcds are those of tests/etcd.
 
-The network is the one of tests/k8s, the etcds are those of tests/etcd. A node has its own processes, network,
-shared memory, temporary folder and, if it is told, its own clock; what is below the run's folder it shares.
+A node has its own processes, network, shared memory, temporary folder and, on request, its own clock.
+Files below the run's folder are shared.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _LISTENS: Final = "0A"  # in /proc/net/tcp
 
 
 class Host:
-    """A network namespace with an address on the bridge, and nothing in it."""
+    """A network namespace with an address on the bridge."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -76,8 +77,8 @@ class Host:
 
 
 class Node(Host):
-    """A machine. ``ahead_s``: of its monotonic clock. ``folder``: an empty one, which only this node sees
-    what is in."""
+    """A machine. ``ahead_s``: how far its monotonic clock is ahead. ``folder``: an empty folder whose
+    content only this node sees."""
 
     def __init__(self, name: str, network: Network, folder: Path, ahead_s: int = 0) -> None:
         self.name, self.network, self.folder = name, network, folder
@@ -102,7 +103,7 @@ class Node(Host):
         return [*super().inside[:-1], "-a"]
 
     def processes(self) -> list[int]:
-        """All but process 1, as this machine numbers them; zombies are none."""
+        """Return all processes of the node but process 1 and zombies, by this machine's pids."""
         found = []
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -114,7 +115,7 @@ class Node(Host):
         return [pid for pid in found if pid != self.pid]
 
     def numbered(self, inside: int) -> int | None:
-        """The process that is known by this number inside."""
+        """Return the process that has this pid inside the node."""
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text()
@@ -125,13 +126,13 @@ class Node(Host):
 
     @property
     def own(self) -> list[Path]:
-        """Its memory that looks like files, from here."""
+        """Return the node's shared memory, as a path on this machine."""
         root = Path(f"/proc/{self.pid}/root")
         mine = root / str(self.folder).lstrip("/")
         return [root / "dev" / "shm", mine / "run", mine / "tmp"]
 
     def left(self) -> list[str]:
-        """What there should be nothing of when its agents have ended."""
+        """Return what a node must not have any more once its agents have ended."""
         found = [f"process {described(pid)}" for pid in self.processes()]
         for place in self.own:
             found += [f"file {path}" for path in place.rglob("*") if not path.is_dir()]
@@ -145,7 +146,7 @@ class Node(Host):
 
 @dataclass
 class Agent:
-    """One ``elasticd run`` on a node. What it says is in files, ``out`` and ``err``."""
+    """One ``elasticd run`` on a node. Its output goes to the files ``out`` and ``err``."""
 
     node: Node
     out: Path
@@ -186,7 +187,7 @@ class Agent:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What it has logged so far."""
+        """Return the events that it has logged so far."""
         with self.err.open("rb") as file:
             file.seek(self._read)
             for raw in file:
@@ -205,7 +206,7 @@ class Agent:
         os.close(self.pidfd)
 
     def reap(self) -> None:
-        """Once it is dead: nsenter may have stopped together with it."""
+        """Reap the dead agent: nsenter may have been stopped together with it."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.wait()

@@ -1,8 +1,7 @@
-"""What happens to a training: drawn from a seed, and nothing else. Data, so that it can be printed and drawn
-again.
+"""The faults of a training, drawn from a seed only. A plan is data, so it can be printed and drawn again.
 
-A plan is a number of episodes. Each begins when the training goes on well, brings one or several faults,
-mends them all, and is over when the training goes on well again.
+A plan is a list of episodes. An episode begins when the training makes progress, injects one or several
+faults, mends them, and is over when the training makes progress again.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """``after``: how many whole steps are made before."""
+    """``after``: how many whole steps are made before the episode begins."""
 
     after: int
     faults: tuple[Fault, ...]
@@ -63,7 +62,7 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Of the world that is expected where nothing is wrong."""
+        """Return the size of the world that is expected without faults."""
         return self.nodes * (self.slots - self.spares)
 
 
@@ -135,7 +134,7 @@ BESIDE_A_STOPPED_WARDEN: Final = {"worker", "saver", "zygote", "scale", "disk"}
 
 
 def draw(seed: int, episodes: int | None = None, only: Collection[str] = ()) -> Plan:
-    """The plan of a seed. ``only``: these faults."""
+    """Return the plan of a seed. ``only``: draw only these faults."""
     chance = Random(f"{seed}/chaos")
     kind = chance.choice(tuple(Kind))
     nodes, slots = 3, 2
@@ -181,7 +180,7 @@ def _episode(chance: Random, allowed: dict[str, Sort], nodes: int, slots: int) -
 
 
 def charges(faults: Collection[Fault]) -> tuple[int, int]:
-    """How many failures the budget is charged in an episode, at least and at most."""
+    """Return the least and the greatest number of failures that the budget may be charged in an episode."""
     most = sum(SORTS[fault.kind].blames for fault in faults)
     certain = {"worker.kill", "worker.raise", "worker.stop"}
     alone = len(faults) == 1 and all(fault.kind in certain for fault in faults)

@@ -1,4 +1,4 @@
-"""Chaos itself, for some minutes; and what it says where it cannot be."""
+"""Runs chaos for some minutes; and what the command says where chaos cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracles of chaos are silent about what is right, and name what is wrong: each is shown both."""
+"""The oracles of chaos accept what is right and name what is wrong; each is shown both."""
 
 from __future__ import annotations
 

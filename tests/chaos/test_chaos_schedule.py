@@ -1,4 +1,4 @@
-"""Plans of chaos: the same for the same seed, within what can be judged, and together of every kind."""
+"""Plans of chaos: the same seed gives the same plan, and all plans together have every fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fault tests share: states that tell their step by every byte, savers, and processes to be killed."""
+"""Shared by the tests of faults: states in which every byte tells the step, savers, and processes to kill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ELEMENTS = 1 << 18
 
 
 def filled(step: int, elements: int = ELEMENTS) -> dict[str, Any]:
-    """A state whose every byte is of its step: a mix of two would show."""
+    """Return a state in which every byte depends on the step, so that a mix of two steps would show."""
     return {
         "w": torch.full((elements,), step, dtype=torch.int64),
         "b": torch.full((7, 3), step),
@@ -44,7 +44,7 @@ def state_of(step: int, kind: str) -> dict[str, Any]:
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
-    """For ``check``, as this rank sees it: of a sharded tensor, its own part."""
+    """Return the values for ``check``, as this rank sees them: of a sharded tensor, its own part."""
     w = state["w"]
     return state | {"w": w.to_local() if isinstance(w, DTensor) else w}
 
@@ -77,7 +77,7 @@ def served(**options: Any) -> Iterator[str]:
 
 
 def held_by(pid: int) -> int:
-    """Bytes of shards that the process keeps."""
+    """Return the bytes of shards that the process keeps in memory."""
     found = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:

@@ -1,4 +1,4 @@
-"""Damage that plain DCP loads without a word (nearly every flipped bit and zeroed page) is noticed."""
+"""Damage is noticed that plain DCP loads silently: nearly every flipped bit and every zeroed page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Killed, full, failing and slow, at any instant: never a torn load, never a committed one lost."""
+"""Processes are killed, disks are full, slow or failing, at any instant: no torn load, and no committed
+checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def saving(forker: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def resumed(path: Path) -> int:
-    """The step that a new process would go on from; its state must be that step's, all of it."""
+    """Return the step from which a new process would continue. Its whole state must be of that step."""
     state = filled(0)
     reader = Checkpoints(path)
     step = reader.load(state) or 0
@@ -87,7 +88,7 @@ def folders(path: Path) -> set[str]:
 
 
 def die_at_random(forker: Helper, path: Path, tries: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """SIGKILL the saver at random instants of saves; how often it had come to commit."""
+    """SIGKILL the saver at random instants of saves. Return how often it had begun to commit."""
     chance = random.Random(seed := random.randrange(1 << 32))
     print("seed", seed)
     step = committed = commits = 0

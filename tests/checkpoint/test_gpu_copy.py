@@ -1,4 +1,4 @@
-"""Copies from a GPU beside the training, and saves made of such copies. The GPU here is a pretended one."""
+"""Copies from a GPU beside the training, and saves made of such copies, with a stand-in for the GPU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from tests.checkpoint.conftest import assert_same, tensors_of, training
 
 @dataclass(eq=False)
 class Copy:
-    """A copy that was asked for. It is made once training asks for something that waits for it, or by
-    ``run``."""
+    """A requested copy. It is made once training asks for something that waits for it, or by ``run``."""
 
     into: Sequence[torch.Tensor]
     sources: Sequence[torch.Tensor]
@@ -39,7 +38,7 @@ class Copy:
 
 
 class Lazy(GpuCopier):
-    """Copies nothing before it has to."""
+    """Makes each copy as late as possible."""
 
     def __init__(self) -> None:
         self.copies: list[Copy] = []

@@ -52,7 +52,7 @@ def saver(forker: Helper, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
 
 
 def save(path: Path, *steps: int) -> None:
-    """Save by a worker that then ends."""
+    """Save in a worker that then ends."""
     checkpoints = Checkpoints(path)
     commit(checkpoints, *steps)
     checkpoints.close()
@@ -107,12 +107,13 @@ def test_a_saver_offers_what_a_worker_has_handed_over_that_takes_long_to_end(sav
 
 
 def torn(checkpoints: Checkpoints) -> None:
-    """The worker is killed while it writes over what it has handed over."""
+    """Kill the worker while it overwrites the buffer that it has handed over."""
     checkpoints._line.send(BufferTorn(0))
 
 
 def not_understood(checkpoints: Checkpoints) -> None:
-    """The saver can no longer know what the worker writes over."""
+    """Send a message that the saver cannot read, so that the saver no longer knows which buffers the
+    worker overwrites."""
     checkpoints._line._line.socket.send(b"nonsense")
 
 

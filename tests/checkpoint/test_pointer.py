@@ -1,4 +1,5 @@
-"""The record of what was committed: damaged in any bit, lost, or older than what lies beside it."""
+"""The record of committed checkpoints: with any bit damaged, lost, or older than the checkpoints beside
+it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from elasticd.checkpoint.format.manifest import (
@@ -86,16 +86,6 @@ def test_no_flipped_bit_of_the_record_goes_unnoticed_or_drops_a_checkpoint(tmp_p
             [sentence] = said
             assert sentence.startswith(f"{tmp_path / POINTER} is damaged: "), bytes(raw)
             assert sentence.endswith("; the checkpoints beside it that are whole count as committed")
-
-
-def test_a_record_of_the_first_releases_is_read_and_sealed_by_the_next_commit(tmp_path):
-    Job(store := Disk(tmp_path)).commit(1)
-    known = FilePointer(store).read()
-    (tmp_path / POINTER).write_bytes(msgspec.json.encode({"v": 1, "saved": known.saved}))
-    said = []
-    assert FilePointer(store, said.append).read() == known and not said
-    Job(store).commit(2)
-    assert b'"seal"' in (tmp_path / POINTER).read_bytes() and committed(store) == [1, 2]
 
 
 def test_a_lost_record_beside_whole_checkpoints_is_said_and_loses_none(store):

@@ -1,4 +1,5 @@
-"""Saves to a server of S3 that fails, drops, dawdles and goes: nothing torn, one sentence, and on it goes."""
+"""Saves to an S3 server that fails, drops connections, delays and disappears: nothing is torn, the user
+gets one sentence, and the job goes on."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def save(checkpoints: Checkpoints, step: int) -> bool:
 
 
 def resumed(where: str) -> int:
-    """The step that a new process would go on from; its state must be that step's, all of it."""
+    """Return the step from which a new process would continue. Its whole state must be of that step."""
     state, reader = filled(0, ELEMENTS), Checkpoints(where)
     step = reader.load(state) or 0
     reader.close()

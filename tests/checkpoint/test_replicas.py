@@ -11,7 +11,7 @@ placements = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24)  # the
 
 
 def held(nodes: list[str], name: str, round: int, step: int, *, replicated: bool = True) -> list[Offer]:
-    """The offers of all nodes once a world has handed a step over."""
+    """Return the offers of all nodes after a world has handed over a step."""
     at: dict[str, set[int]] = {}
     keeper = holders(nodes) if replicated else {}
     for rank, node in enumerate(nodes):

@@ -1,4 +1,4 @@
-"""Each node's shards are in another's memory too: losing a node costs no read from disk."""
+"""Each node's shards are also in another node's memory, so the loss of a node needs no read from the disk."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Nodes:
             self.worlds.ask(rank=rank, saver=self.names[node], node=node, **order)
 
     def run(self, *nodes: str, saves: int, kind: str = "replicated") -> list[tuple[int, str]]:
-        """A world with a rank on each of these, to its end; the step and tier that each resumed from."""
+        """Run a world with a rank on each of these nodes to its end. Return the step and the tier from
+        which each rank resumed."""
         self.begin(*nodes, saves=saves, kind=kind)
         first = len(self.worlds.said)
         for _ in nodes:

@@ -80,7 +80,7 @@ SIZE = 5 << 20
 
 
 def used(memory: Memory) -> None:
-    """It is there to be written and, elsewhere, read."""
+    """Check that the memory can be written here and read in another process."""
     memory.view[:] = b"x" * SIZE
     assert os.stat(memory.fd).st_size == SIZE
     other = Memory(os.dup(memory.fd), SIZE, writable=False)

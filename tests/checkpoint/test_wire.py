@@ -107,7 +107,7 @@ def sent(client: Wire) -> None:
 
 
 def with_a_billion(frame: bytes) -> bytes:
-    """Its first number is 1e9 in place of 0.0."""
+    """Return the state with 1e9 in place of its first number, 0.0."""
     return frame[: HEAD.size] + struct.pack("<f", 1e9) + frame[HEAD.size + 4 :]
 
 

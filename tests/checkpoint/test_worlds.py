@@ -1,4 +1,4 @@
-"""Saved at one world size and sharding, loaded at any other."""
+"""A checkpoint of one world size and sharding is loaded at any other."""
 
 from __future__ import annotations
 

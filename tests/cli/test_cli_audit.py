@@ -1,4 +1,4 @@
-"""``elasticd audit``: what it says, and with which exit code."""
+"""``elasticd audit``: its output and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong before the command line is even read, or while the agent starts: one sentence each."""
+"""Faults before the command line is read, or while the agent starts: one sentence each."""
 
 from __future__ import annotations
 

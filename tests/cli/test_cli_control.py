@@ -100,7 +100,7 @@ def elasticd(capfd: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
 
 
 class Leading:
-    """What the agent that leads knows of its job."""
+    """Stands in for what the leader's agent knows of its job."""
 
     def __init__(self, step: int) -> None:
         beats = (SlotProgress(0, 0, 71, step, time.time()), SlotProgress(1, 1, 72, step, time.time()))

@@ -1,4 +1,4 @@
-"""Which interface workers talk over, on a network made for it."""
+"""Which network interface workers use, tried in a network made for the test."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from elasticd.cli.command_error import CommandError
-from elasticd.cli.options import REMOVED_OPTIONS
 from elasticd.cli.policy import SETTINGS
 from elasticd.cli.run_command import run
 from elasticd.cli.run_configuration import Planned
@@ -116,21 +115,6 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
         "--policy", str(tmp_path / "gone.toml"), __file__
     )
     assert "Is a directory" in refused("--policy", str(tmp_path), __file__)
-
-
-@pytest.mark.parametrize("option", REMOVED_OPTIONS)
-def test_an_option_that_became_a_setting_says_so(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setting = REMOVED_OPTIONS[option]
-    assert setting in SETTINGS
-    assert f"--{option} is no option any more: set {setting} in a TOML file" in refused(
-        f"--{option}", "2", __file__
-    )
-    variable = f"ELASTICD_{option.replace('-', '_').upper()}"
-    monkeypatch.setenv(variable, "2")
-    with pytest.raises(CommandError, match=f"{variable} is no longer read: set {setting} in a TOML file"):
-        run.main([str(tmp_path / "job.py")], standalone_mode=False)
 
 
 def test_the_guide_has_every_setting_with_its_option_and_its_default() -> None:

@@ -21,7 +21,8 @@ LIVE = Round(1, Phase.LIVE, (), "x:1", Cause.START, 1.0)
 
 
 class Watched(watching._Watch):
-    """Fed by hand; its clock is the real one, as one show and the next are far less than a second apart."""
+    """A watch that the test feeds with events. Its clock is the real one, since two displays are less than
+    a second apart."""
 
     def __init__(self, *, shared: bool = True) -> None:
         self.told: list[JobStatus] = []

@@ -25,7 +25,7 @@ PATIENCE_S = 60.0  # a machine may be busy; nothing waits longer than it must
 
 
 class Inbox(list[Any]):
-    """Collects what a call back brings; call it."""
+    """Collects what a callback brings: pass the inbox as the callback."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         super().__init__()

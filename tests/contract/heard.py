@@ -1,4 +1,4 @@
-"""What the workers of a port said of themselves, as tests ask for it."""
+"""What the workers of a port have reported, as tests ask for it."""
 
 from __future__ import annotations
 

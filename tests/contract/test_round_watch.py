@@ -1,4 +1,5 @@
-"""What an agent and a leader read of a round whose members are in parts, from every store there is."""
+"""What an agent and a leader read of a round whose members are in parts, with the real and the simulated
+store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What core.ports.Store promises, of every store there is."""
+"""The promises of core.ports.Store, kept by the real and the simulated store."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def entries(seen: Inbox) -> list[Entry]:
 
 
 def state(seen: Inbox) -> dict[str, Any]:
-    """What somebody who was told all this believes."""
+    """Return the keys and facts that a reader of this news believes in."""
     known: dict[str, Any] = {}
     for what in seen:
         if isinstance(what, Listing):

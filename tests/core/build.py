@@ -1,4 +1,4 @@
-"""Facts in one line each, for the tests of the core; what a test does not name is unremarkable."""
+"""Makes facts for the tests of the core in one line each. A test names only what matters to it."""
 
 from __future__ import annotations
 

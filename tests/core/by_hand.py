@@ -1,4 +1,4 @@
-"""One agent, node a, driven by hand: what it is told, and what it does about it."""
+"""One agent, node a, driven by the test: the events that it gets, and its actions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Agent:
         return self.told(KeySeen(Entry(key, fact, self.revision, created or (self.revision if fact else 0))))
 
     def answered(self, tag: Tag, answer: Answer | None = None) -> tuple[Action, ...]:
-        """By default the write is applied."""
+        """Answer a write; by default the write is applied."""
         self.revision += 1
         return self.told(Answered(tag, answer or Applied(self.revision)))
 

@@ -55,14 +55,15 @@ class Misread(Exception):
 
 
 class NoDice(Random):
-    """Each roll is the lowest: of a range of delays the shortest, and of what has a chance nothing."""
+    """Random numbers that are always the lowest: the shortest of a range of delays, and no event that has
+    a chance."""
 
     def random(self) -> float:
         return 0.0
 
 
 class StoryClock(Clock):
-    """Keeps what happened, for people: all of it, but not twice."""
+    """Records what happened, for people, each thing once."""
 
     def __init__(self) -> None:
         super().__init__("story")

@@ -1,4 +1,4 @@
-"""What is said once of a script that comes out otherwise than people may think."""
+"""The warnings about a script that behaves otherwise than its users may think. Each is given once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one agent does: joins, works, reports, releases, leaves."""
+"""What one agent does: it joins, works, reports, releases and leaves."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_an_agent_with_workers_takes_a_place_again_only_for_the_round_that_is_wr
 
 
 def test_no_name_is_called_taken_while_the_store_is_silent() -> None:
-    """The lease of its holder cannot run out meanwhile."""
+    """The lease of the name's holder cannot run out while etcd is silent."""
     one = taken(host="elsewhere")
     one.told(LeaseChanged(StoreSilent(NOW, cut_off=False)))
     one.at(NOW + 60)
@@ -353,7 +353,8 @@ def test_an_agent_with_a_store_of_its_own_puts_up_no_fence() -> None:
 
 
 def test_training_goes_on_while_the_store_itself_is_away() -> None:
-    """The fence moves on with each proof that nobody is served, lest an agent that is stopped trains on."""
+    """The fence moves with each proof that etcd serves nobody. Otherwise a stopped agent's workers would
+    train on."""
     one = Agent.working(ROUND)
     one.told(LeaseChanged(StoreSilent(NOW + 1, cut_off=False)))
     assert one.did == (Fence(NOW + 6),) and one.said == (StoreAway(False, None),)

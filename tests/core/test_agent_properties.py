@@ -1,4 +1,4 @@
-"""Whatever an agent is told, in whatever order, it keeps to its rules."""
+"""Whatever events an agent gets, in whatever order, its invariants hold."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def lives(draw: st.DrawFn) -> list[Told]:
 
 
 def tell(one: Watched, kind: str, a: int, b: int) -> None:
-    """One event, or none that makes sense now; the numbers choose which. Rounds only go forward, as
-    etcd and the leader see to."""
+    """Give the agent one event that is possible now, or none; the numbers choose the event. Rounds only go
+    forward, as in etcd."""
     one.did = ()
     match kind:
         case "spec":

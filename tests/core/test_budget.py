@@ -1,4 +1,4 @@
-"""The restart budget: what failures cost, when it is enough, which slot is to blame."""
+"""The restart budget: what a failure costs, when the budget is spent, and which slot is to blame."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_each_quarantine_is_twice_as_long_up_to_a_limit() -> None:
 
 
 def test_a_slot_may_fail_for_weeks() -> None:
-    """Doubling without bound once overflowed a float, after some thousand times."""
+    """Doubling without bound overflowed a float after some thousand failures."""
     known = Budget(quarantines=(Quarantine("a", 1, NOW, 5000),))
     (only,) = budget.quarantine(known, ("a", 1), POLICY, NOW).quarantines
     assert only == Quarantine("a", 1, NOW + POLICY.quarantine_max_s, 5001)

@@ -1,4 +1,4 @@
-"""Who passes the state on where nobody who holds it stays."""
+"""Who passes the state on where no worker that holds it stays."""
 
 from __future__ import annotations
 

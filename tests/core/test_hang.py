@@ -1,4 +1,4 @@
-"""Who hangs: the limits that are learned, and the verdict over all that the ranks do."""
+"""Which worker hangs: the learned limits, and the verdict on what all ranks do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AUTO = Patience()
 
 
 def world(*kinds: Doing | str, still_s: float = 1e6, what: str = "all_reduce") -> list[Look]:
-    """A look at each rank, all of which have stood still at their places for so long."""
+    """Return a look at each rank. All ranks have stood still at their places for that long."""
     return [
         Look("a", n, n, 100, still_s, Doing(kind), "job.py:7", what if kind == "waiting" else "", still_s)
         for n, kind in enumerate(kinds)
@@ -348,7 +348,7 @@ def test_the_order_of_the_reports_changes_nothing(seen: list[Look], order: list[
 
 @given(worlds)
 def test_a_verdict_stays_while_nothing_moves(seen: list[Look]) -> None:
-    """Who is guilty now was not found innocent by waiting: some verdict stands, later too."""
+    """A worker that hangs cannot become innocent by waiting: a later judgement also finds a verdict."""
     if judged(seen) is not None:
         later = [replace(look, still_s=look.still_s + 1000.0) for look in seen]
         assert judged(later) is not None

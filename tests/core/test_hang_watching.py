@@ -1,5 +1,5 @@
-"""What an agent does about workers that stand still: when it looks, whom it condemns, and when it thinks
-again."""
+"""What an agent does about workers that stand still: when it looks, whom it condemns, and when it changes
+its mind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BROKEN = Report("a", "i", 1, broken=True)
 
 @dataclass
 class Worker:
-    """Asleep outside of Python, unless the test says otherwise."""
+    """A worker, asleep outside of Python unless the test says otherwise."""
 
     slot: int
     times: list[float] = field(default_factory=list)
@@ -186,7 +186,7 @@ def test_a_look_or_a_disk_that_hangs_delays_the_verdict_no_longer_than_its_patie
 
 
 def test_a_look_that_comes_to_no_end_tells_the_others_nothing_but_who_is_stopped() -> None:
-    """The leader would take a node that tells of no worker for one that has none."""
+    """The leader would take a node that reports no worker for a node without workers."""
     node = Node(Patience(floor_s=0.1), others=1)
     node.train(10.0)
     node.looks = False
@@ -354,7 +354,7 @@ def test_one_that_has_left_the_round_while_the_evidence_is_written_is_let_live()
 
 
 def test_two_asleep_that_nobody_waits_for_get_until_the_ceiling() -> None:
-    """They have no stacks to show, being no Python."""
+    """They are no Python processes, so they show no stacks."""
     node = Node(Patience(floor_s=0.1, ceiling_s=60.0))
     node.train(10.0)
     node.stand_still(1000.0)
@@ -469,7 +469,7 @@ def test_an_agent_that_is_late_to_act_on_a_verdict_says_so_and_judges_again() ->
 
 
 def test_what_the_leader_was_told_is_taken_back_until_that_is_done() -> None:
-    """It would be believed as long as the round lives, and grow older."""
+    """The leader would use the report as long as the round lives, however old the report is."""
     node = Node(others=1)
     node.train(10.0)
     node.stand_still(100.0)

@@ -96,7 +96,8 @@ def test_an_ended_job_that_is_run_again_keeps_its_number_and_nothing_else() -> N
 
 
 def test_the_old_spec_and_the_end_of_its_job_are_not_a_new_job() -> None:
-    """They are watched apart; the guard makes etcd refuse what would start the job again."""
+    """The two keys are watched separately. The guard makes etcd refuse a write that would start the job
+    again."""
     ended = round(9, {"a": 2}, Phase.ENDED, outcome=Outcome.SUCCEEDED)
     plan = decide(view(spec(), ended), NOW)
     assert Unchanged("spec", SPEC_REVISION) in plan.guards
@@ -142,7 +143,7 @@ def test_a_restarted_agent_means_its_old_node_is_lost_even_while_absence_does_no
 
 
 def test_a_node_that_let_go_of_a_live_round_is_as_good_as_lost() -> None:
-    """Its workers were fenced, or their warden died: it is there, but nothing of the round is."""
+    """Its workers were fenced, or their warden died: the node is there, but has no worker in the round."""
     plan = decide(live({"a": 2, "b": 2}, [node("a", released=5), node("b")]), NOW)
     assert plan.reasons == (RoundClosing(5, Cause.NODE_LOST, ("a",)),)
 
@@ -324,7 +325,7 @@ def test_the_first_round_begins_the_job() -> None:
 def test_where_no_step_was_ever_seen_only_the_same_error_again_counts_as_futile(
     code: int, before: str | None, stepped: bool, counts: bool
 ) -> None:
-    """A script without an optimizer may be far, for all that can be seen."""
+    """A script without an optimizer may have made progress that nobody can see."""
     last = None if before is None else Failure("b", replace(exit(2), message=before))
     seen = closing(
         Cause.WORKER_FAILED,
@@ -406,7 +407,7 @@ def test_a_script_that_refuses_its_input_is_not_tried_again(
 def test_one_that_raised_is_charged_though_its_round_was_closed_for_another_to_come(
     closing_for: Cause,
 ) -> None:
-    """Else newcomers that fail at once, each as the next one is there, would do so for ever."""
+    """Otherwise newcomers that fail at once could come one after the other for ever, at no charge."""
     killed, found = exit(0, 0, at=NOW - 2), replace(exit(1, 1), raised=True)
     reports = [report("a", 5, killed, found)]
     nodes = [node("a", released=5), node("b", released=5)]
@@ -441,7 +442,8 @@ def test_going_back_from_what_is_no_number_ends_once_it_has_often_enough_led_no_
 
 
 def test_a_fenced_node_is_not_charged_though_its_peers_workers_failed_first() -> None:
-    """It was cut off or stopped, its peers' collectives broke, and it is back before they are done."""
+    """The node was cut off or stopped, so the collectives of its peers failed; it is back before they have
+    ended."""
     reports = [report("a", 5, exit(0, 0))]
     nodes = [node("a", released=5), node("b", released=5, fenced=5)]
     formed = next_round(decide(closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, nodes, reports), NOW))
@@ -609,7 +611,7 @@ exits_ = st.builds(
 
 @st.composite
 def views(draw: st.DrawFn) -> View:
-    """Anything a leader may come upon, and much that it should never."""
+    """Any view that a leader may have, and many that it should never have."""
     policy = Policy(
         restarts_max=draw(st.integers(0, 4)),
         futile_max=draw(st.integers(0, 4)),

@@ -1,4 +1,4 @@
-"""When the leader names who hangs, and who lags behind."""
+"""When the leader names workers that hang, and stragglers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_survivor_asleep_before_the_first_step_is_to_blame_once_all_nodes_have
 
 
 def test_nobody_waits_for_what_a_lost_node_tells() -> None:
-    """Its round closes for as long as somebody sleeps in it."""
+    """The round of a lost node stays closing for as long as a worker sleeps in it."""
     asleep = told(of_two_nodes(Phase.CLOSING), stall("a", Doing.ASLEEP, 3601.0))
     assert asleep.nodes is not None and asleep.round is not None
     broken = replace(asleep.round, closing=Cause.NODE_LOST, planned=False)

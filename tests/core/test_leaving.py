@@ -1,4 +1,5 @@
-"""Workers that leave a round and keep their process: who is waited for, and what the end of others says."""
+"""Workers that leave a round and keep their process: whom the job waits for, and what the end of others
+means."""
 
 from __future__ import annotations
 
@@ -171,7 +172,7 @@ def test_workers_that_leave_unbidden_have_not_finished() -> None:
 
 
 def lost_each_other(*reports: Report, nodes: tuple[Node, ...] | None = None) -> View:
-    """A round that is over because of that; nobody holds it any more."""
+    """A round that is over because its workers lost each other. All nodes have released it."""
     ending = round(5, {"a": 2, "b": 2}, Phase.CLOSING, closing=Cause.WORLD_BROKEN)
     there = nodes or (node("a", released=5), node("b", released=5))
     return view(spec(), ending, there, reports, Budget())
@@ -187,7 +188,7 @@ def test_a_round_that_is_left_in_good_order_is_left_at_once_when_some_have_lost_
 
 
 def apart_again(times: int, since: float, step: int) -> Plan:
-    """What becomes of a job whose workers have lost each other with the state at that step, once more."""
+    """Return what happens to a job whose workers have lost each other at that step once more."""
     nodes = tuple(replace(node(name, released=5), age=Age(5, step)) for name in "ab")
     budget = Budget(apart=BrokenWorldCount(10, times, since))
     return decide(replace(lost_each_other(nodes=nodes), budget=budget), NOW)

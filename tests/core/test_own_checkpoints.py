@@ -1,4 +1,4 @@
-"""What an agent does about a script that tells of checkpoints of its own."""
+"""What an agent does about a script that reports checkpoints of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLD = WorkerCheckpointed(0, 1, "/shared/x.pt")
 
 
 def held() -> Agent:
-    """At its checkpoint, of a round that is to be resized."""
+    """A worker at its checkpoint, in a round that is to be resized."""
     one = Agent.working(ROUND)
     one.sees("round", replace(ROUND, resizes_by=NOW + 100))
     assert one.told(TOLD) != ()

@@ -1,4 +1,4 @@
-"""The roll that is brought up to date event by event, held against one that is made anew."""
+"""The roll that follows event by event equals one that is made anew."""
 
 from __future__ import annotations
 

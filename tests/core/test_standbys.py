@@ -1,4 +1,4 @@
-"""Workers that keep their process: what an agent has waiting, tells of, and sends away."""
+"""Workers that keep their process: which ones an agent keeps waiting, reports, and sends away."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Stories of jobs, each from what happens to what the agents and the leader make of it.
-
-``pytest tests/core/test_stories.py --record`` writes the transcripts anew; review them as a diff.
-"""
+"""Stories of jobs: what happens, and what the agents and the leader do about it. ``pytest
+tests/core/test_stories.py --record`` writes the transcripts again; review them as a diff."""
 
 from __future__ import annotations
 

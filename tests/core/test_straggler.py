@@ -1,4 +1,5 @@
-"""Who lags behind, judged from own times for a step: made ones, and those of a real even run."""
+"""Who is a straggler, judged from made-up own times for a step, and from those of a real run without
+stragglers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stack says of where a worker is. The stacks are real ones, of torch 2.13, shortened."""
+"""What a stack says about a worker. The stacks are real ones, of torch 2.13, shortened."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_script_that_is_itself_a_package_is_named_by_its_last_frame() -> None:
 
 
 def test_what_we_put_around_a_call_of_torchs_is_passed_over() -> None:
-    """The measure of waits is the innermost frame of whoever waits."""
+    """The measurement of waits is the innermost frame of each waiting worker."""
     measured = (f"{SITE}/elasticd/worker/boot/elasticd_waits.py", 82, "measured")
     assert at(measured, (C10D, 3000, "all_reduce")) == ("collective", "job.py:40", "all_reduce")
 

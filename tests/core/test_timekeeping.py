@@ -1,4 +1,4 @@
-"""What slots are said to do, from a state made by hand."""
+"""The kinds of time of slots, from a state made by the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How telemetry comes to the leader, what the leader keeps in etcd, and what is known at the end."""
+"""How telemetry reaches the leader, what the leader keeps in etcd, and what is known at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the agent can see of a worker, and what it keeps of it: real processes, and a real page."""
+"""What the agent can see of a worker, and what it keeps as evidence: real processes, and a real page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERDICT = Verdict(Why.STOPPED, (Look("a", 0, 0, 3, 9.0, Doing.STOPPED),))
 
 
 class Setup:
-    """A process that has, as far as its page says, made three steps."""
+    """A process that has made three steps, according to its page."""
 
     def __init__(self, folder: Path) -> None:
         self.process = subprocess.Popen(["sleep", "1000"])

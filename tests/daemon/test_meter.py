@@ -1,4 +1,4 @@
-"""What the agent measures, from a state made by hand."""
+"""The metrics that the agent sets, from a state made by the test."""
 
 from __future__ import annotations
 

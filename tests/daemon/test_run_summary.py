@@ -1,4 +1,4 @@
-"""What a run leaves its caller with: a sentence, an exit code, an error file."""
+"""What a run leaves to its caller: a sentence, an exit code, an error file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers use is looked at whatever their GPUs do."""
+"""The usage of workers is sampled, whatever their GPUs do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticd.telemetry.gpus import GpuReading
 
 
 class Stuck:
-    """GPUs that answer once, and then keep who asks them waiting."""
+    """GPUs that answer once; every later request waits for ever."""
 
     def __init__(self) -> None:
         self.asked = 0

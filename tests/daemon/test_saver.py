@@ -439,7 +439,7 @@ def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tm
 
 
 class Watched(EtcdPointer):
-    """Says when it has asked for the round, and commits only when it may."""
+    """A pointer that tells when it has asked for the round, and commits only when the test permits it."""
 
     def __init__(self, access: EtcdAccess, store: CheckpointStore) -> None:
         super().__init__(access, "j", store)
@@ -488,7 +488,7 @@ def test_it_leaves_processors_and_disk_to_the_training_until_its_agent_ends(serv
 
 
 class Log:
-    """Whose ``said`` can be waited for."""
+    """A log; tests can wait for what is ``said``."""
 
     def __init__(self) -> None:
         self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -555,7 +555,7 @@ os._exit(0)
 
 
 def test_a_worker_hands_over_nothing_before_its_saver_has_seen_whose_it_is(server, client, tmp_path):
-    """It ends right after it has handed over, when nobody could tell any more."""
+    """The worker ends right after it has handed over, when the saver could no longer check the process."""
     round_is(client, 3)
     with Warden.start() as warden:
         service = SaverService(warden, server.access, "j")
@@ -623,7 +623,7 @@ def test_a_process_of_the_same_user_that_is_no_worker_plants_nothing(tmp_path):
 
 
 def plant(saver: str, path: str) -> None:
-    """A step that resuming would prefer to all others. Raises ChannelClosed."""
+    """Plant a step that resuming would prefer to all others. Raises ChannelClosed."""
     line = hands_over(saver, path, 1, 999_999)
     try:
         while line.receive():

@@ -22,7 +22,7 @@ LONG = "gpu-worker-0123.training.cluster.example"
 
 
 def crowded(name: str) -> JobStatus:
-    """All that the page may have to show at once, with names as long as they get."""
+    """A status with everything that the page can show at once, and with the longest names."""
     now = time.time()
     slots = [SlotStatus(n, state, n, 4_194_000 + n, 1_234_567, 9.53) for n, state in enumerate(SlotState)]
     idle = [SlotStatus(n, SlotState.IDLE) for n in range(3)]

@@ -1,4 +1,4 @@
-"""What agents tell the leader of their workers' paces, and what is known of its verdict on each node."""
+"""What agents report of their workers' paces, and how each node learns the leader's verdict."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Agent:
         }
 
     def look(self, now: float) -> None:
-        """What the workers tell is read, and the leader is told."""
+        """Read the workers' pages, and tell the leader."""
         paces = self.of.attend(cast(AgentState, self.state), now, self.said.append)
         if paces is not None:
             self.store.hear(paces)

@@ -1,4 +1,4 @@
-"""An audit proves what was used once, whoever died when, and names what was not."""
+"""An audit proves which samples were used once, whoever died when, and names the others."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def undisturbed() -> Files:
 
 
 def change(files: Files, which: Callable[[Note], bool], to: Callable[[Note], Note | None]) -> Files:
-    """The first note of a later rank that is such a one, changed or left out."""
+    """Return the notes with the first such note of a later rank changed or left out."""
     for name, notes in reversed(files.items()):
         for i, note in enumerate(notes):
             if which(note):

@@ -1,4 +1,4 @@
-"""Orders are pure functions; a shuffled one is a permutation that shows no pattern."""
+"""Orders are pure functions; a shuffled order is a permutation without a visible pattern."""
 
 from collections import Counter
 from itertools import pairwise

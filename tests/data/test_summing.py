@@ -1,4 +1,4 @@
-"""However the virtual ranks are dealt, their sum is added up in one order."""
+"""However the virtual ranks are dealt, their gradients are added up in one order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elasticd.data.summing import plan_sums
 
 
 def tree(first: int, end: int) -> str:
-    """The obvious way: halve at the largest power of two."""
+    """The obvious way: cut at the largest power of two, and add up both parts."""
     if end - first == 1:
         return str(first)
     half = 1

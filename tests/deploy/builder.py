@@ -42,7 +42,7 @@ class Image:
         read_only: bool = False,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """In there, as its user and as process 1, with nothing of this machine's environment."""
+        """Run a command in the image, as its user and as process 1, without this machine's environment."""
         root = shlex.quote(str(self.root))
         mounts = [f"mount --rbind {root} {root}", f"mount -t proc proc {root}/proc"]
         mounts += [f"mount -t tmpfs -o mode=755 tmpfs {root}/dev", f"mkdir {root}/dev/shm"]
@@ -149,7 +149,7 @@ class Builder:
 
 
 def may_build() -> str:
-    """Why it cannot be done here, or empty."""
+    """Return why images cannot be built here; empty if they can."""
     if os.geteuid() != 0:
         return "a chroot needs root"
     for program in ("buildah", "debootstrap"):

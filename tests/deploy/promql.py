@@ -1,4 +1,4 @@
-"""What a PromQL expression asks for, as far as its text tells: metrics, and the labels they must have."""
+"""What a PromQL expression uses, as far as its text tells: metrics, and the labels that they must have."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Selector:
 
 
 def selectors(expr: str) -> Iterator[Selector]:
-    """Of metrics of ours. Names with a colon are recorded, see ``recorded``."""
+    """Yield the selectors of elasticd's metrics. Names with a colon are recorded, see ``recorded``."""
     for name, braces in re.findall(r"(?<![:\w])(elasticd_\w+)(?![:\w])(\{[^}]*\})?", expr):
         yield Selector(name, tuple(re.findall(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"', braces)))
 
 
 def recorded(expr: str) -> set[str]:
-    """Names of recording rules in it."""
+    """Return the names of recording rules in the expression."""
     return set(re.findall(r"\b\w+:elasticd_\w+:\w+", expr))
 
 
 def grouped(expr: str) -> set[str]:
-    """All labels that it aggregates by."""
+    """Return all labels by which the expression aggregates."""
     return {
         label.strip()
         for group in re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", expr)
@@ -41,7 +41,7 @@ def grouped(expr: str) -> set[str]:
 
 
 def complaints(expr: str) -> list[str]:
-    """What of it is not in the catalogue."""
+    """Return what the expression uses that is not in the catalogue."""
     found = []
     known: set[str] = set(EVERY_SAMPLE | SCRAPED)
     known |= {"alertname"} if "ALERTS" in expr else set()

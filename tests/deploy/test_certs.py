@@ -1,4 +1,4 @@
-"""The certificates script, and all that it makes put to its use: an etcd with TLS, a job, the doctor."""
+"""The certificates script, and its certificates in use: an etcd with TLS, a job, the doctor."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_each_client_is_called_as_its_file_and_a_job_by_its_name(certs: Path) ->
 
 
 def answers(port: int, certs: Path, name: str) -> bool:
-    """Whether who listens there takes this certificate, and answers. Raises where it is not an etcd."""
+    """Whether the server there accepts this certificate and answers. Raises if it is no etcd."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # it is asked what it thinks of us, not we of it

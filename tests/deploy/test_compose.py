@@ -1,4 +1,4 @@
-"""The compose file: what can be seen of it without Docker."""
+"""The compose file, as far as it can be checked without Docker."""
 
 from __future__ import annotations
 

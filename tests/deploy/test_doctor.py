@@ -1,5 +1,5 @@
-"""The doctor at real beds (etcds with and without TLS, limits, namespaces, scripts), and what the checks make
-of figures that a test cannot bring about."""
+"""The doctor on real faults (etcds with and without TLS, limits, namespaces, scripts), and its judgement
+of figures that a test cannot produce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboards: as their code makes them, and asking only for what is measured."""
+"""The dashboards are what their code makes, and ask only for metrics that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guide: what it names is there, and what it tells to type is understood."""
+"""The guide: the files that it names exist, and its commands are valid."""
 
 from __future__ import annotations
 

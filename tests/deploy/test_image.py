@@ -1,4 +1,4 @@
-"""The image: linted, held to our rules, built, and run."""
+"""The image: linted, checked against our rules, built, and run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture in README: a real one, and whole without a network."""
+"""The picture in README comes from a real run, and needs no network."""
 
 from __future__ import annotations
 

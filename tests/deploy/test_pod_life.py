@@ -1,4 +1,4 @@
-"""A pod's life: process 1, the termination message, and what a service manager is told."""
+"""The life of a pod: process 1, the termination message, and what a service manager is told."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def as_process_1(*words: str) -> subprocess.Popen[str]:
 
 
 def outside_pid_of(unshare: subprocess.Popen[str]) -> int:
-    """Of the process 1 in there."""
+    """Return the pid outside the container of the process that is 1 inside."""
     children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text().split()
     return int(children[0])
 

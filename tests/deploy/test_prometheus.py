@@ -1,4 +1,4 @@
-"""What Prometheus is given: its own tools judge it, and the catalogue knows every metric in it."""
+"""The files for Prometheus: Prometheus' own tools accept them, and the catalogue has every metric in them."""
 
 from __future__ import annotations
 

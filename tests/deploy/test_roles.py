@@ -34,8 +34,8 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl
 
 @dataclass(frozen=True)
 class Told:
-    """What a deployment tells etcd, and what its guide tells to type. ``certs``: whose files lie where etcd
-    looks for its own, and for etcdctl's."""
+    """What a deployment's etcd is given, and what its guide says to type. ``certs``: whose files lie where
+    etcd looks for its own, and for etcdctl's."""
 
     job: str
     flags: tuple[str, ...]
@@ -75,7 +75,7 @@ def compose() -> Told:
 
 
 def flags(argv: list[str]) -> tuple[str, ...]:
-    """Those that say who is let in by which certificate; addresses are the test's own."""
+    """Return the flags that say which certificates are accepted; the addresses are the test's own."""
     said = ("--client-cert-auth", "--enable-grpc-gateway", "--trusted-ca", "--cert-file", "--key-file")
     return tuple(flag for flag in argv if flag.startswith(said))
 
@@ -93,7 +93,7 @@ class Guarded:
 
 @pytest.fixture(params=[kubernetes, compose], ids=lambda made: made.__name__)
 def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guarded]:
-    """An etcd as deployed, to which all was told that the guide says."""
+    """Yield an etcd as deployed, after all commands of the guide."""
     told: Told = request.param()
     made, placed = tmp_path / "made", tmp_path / "placed"
     script = ["sh", ROOT / "deploy" / "certs.sh", "--job", told.job, "--job", "other", made, "localhost"]
@@ -113,7 +113,8 @@ def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guarded]
 
 
 def type_in(etcd: Guarded, folder: Path) -> None:
-    """What the guide says, where ``kubectl exec`` and ``docker compose exec`` are this machine's etcdctl."""
+    """Run the commands of the guide, with this machine's etcdctl in place of ``kubectl exec`` and ``docker
+    compose exec``."""
     inside = folder / "inside"
     inside.mkdir()
     for name in ("kubectl", "docker"):

@@ -1,4 +1,4 @@
-"""The shell scripts, by their linter."""
+"""The linter for shell scripts accepts all of them."""
 
 from __future__ import annotations
 

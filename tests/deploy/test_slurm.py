@@ -1,4 +1,4 @@
-"""The batch script for Slurm, really run: Slurm's own commands are stood in for, elasticd is real."""
+"""The batch script for Slurm runs for real, with stand-ins for Slurm's own commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The unit for systemd: what systemd's own checker says, and whether it agrees with the documented codes."""
+"""The unit for systemd: systemd's own checker accepts it, and it agrees with the documented exit codes."""
 
 from __future__ import annotations
 

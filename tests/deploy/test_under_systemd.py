@@ -1,4 +1,4 @@
-"""The unit under a real systemd: one for a user, in a mount namespace that passes for a booted system."""
+"""The unit under a real systemd: that of a user, in a mount namespace that looks like a booted system."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE_S = 100
 
 
 class Systemd:
-    """Its units are those of one folder; ``folder`` must have a short name, as sockets do."""
+    """A systemd whose units are in one folder. ``folder`` must have a short name, as socket paths must."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,7 +67,8 @@ class Systemd:
             time.sleep(0.1)  # without a bus nobody tells of a unit's changes
 
     def install(self, name: str, *service: str, **env: str) -> str:
-        """The unit as it is, but for who runs it and where things lie; ``service``: lines of its own."""
+        """Install the unit, changed only in the user who runs it and in its paths. ``service``: lines to
+        add."""
         here = str(self.folder)
         text = UNIT.read_text().replace("/opt/elasticd/venv/bin/elasticd", ELASTICD)
         lines = text.replace("/etc/elasticd", here).replace("/var/lib/elasticd", here).splitlines()

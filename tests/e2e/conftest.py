@@ -15,7 +15,7 @@ from tests.etcd.cluster import EtcdOnPorts, freeze
 
 
 class Etcd:
-    """A real server that can be hurt."""
+    """A real server that a test may kill, stop or restart."""
 
     def __init__(self) -> None:
         self._server = EtcdOnPorts()
@@ -46,7 +46,7 @@ class Etcd:
 
 @pytest.fixture(scope="session")
 def shared_etcd() -> Iterator[str]:
-    """For tests that do it no harm; each has a job of its own in it."""
+    """An etcd for tests that do not disturb it; each has a job of its own."""
     etcd = Etcd()
     yield etcd.url
     etcd.close()
@@ -54,7 +54,7 @@ def shared_etcd() -> Iterator[str]:
 
 @pytest.fixture
 def etcd() -> Iterator[Etcd]:
-    """For a test that does it harm."""
+    """An etcd for a test that disturbs it."""
     etcd = Etcd()
     yield etcd
     etcd.close()
@@ -62,7 +62,7 @@ def etcd() -> Iterator[Etcd]:
 
 @pytest.fixture
 def line(etcd: Etcd) -> Iterator[Line]:
-    """To that etcd, for an agent that is to be cut off alone."""
+    """A connection to that etcd, for an agent that alone is to be cut off."""
     host, _, port = etcd.url.removeprefix("http://").partition(":")
     line = Line(host, int(port))
     yield line
@@ -71,7 +71,7 @@ def line(etcd: Etcd) -> Iterator[Line]:
 
 @pytest.fixture
 def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[str | None], Cluster]]:
-    """Makes clusters on an etcd, and sees that nothing is left of them."""
+    """Makes clusters on an etcd, and checks at the end that they leave nothing behind."""
     made: list[Cluster] = []
 
     def make(url: str | None) -> Cluster:
@@ -93,7 +93,7 @@ def cluster(clusters: Callable[[str | None], Cluster], shared_etcd: str) -> Clus
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], Prometheus]]:
-    """Starts a Prometheus that judges by these rules."""
+    """Starts a Prometheus with these rules."""
     made: list[Prometheus] = []
 
     def start(by: dict[str, Any]) -> Prometheus:

@@ -1,8 +1,6 @@
-"""Several agents of one job on this machine, real in every part: ``elasticd run``, etcd, signals.
-
-Tests wait for what agents say (their JSON log), what workers do (the stage), and what etcd holds;
-each wait is on a condition that the news itself wakes.
-"""
+"""Several agents of one job on this machine, with nothing simulated: ``elasticd run``, etcd, signals.
+Tests wait for the agents' JSON log, for what workers do (the stage), and for what etcd holds. News wakes
+each wait, so none polls."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ POLICY = {"settle_s": 0.3, "broken_s": 1}
 
 @dataclass(frozen=True)
 class World:
-    """A round whose workers are all there and at work, in rank order."""
+    """A round whose workers all train, in rank order."""
 
     round: int
     players: tuple[Player, ...]
@@ -146,7 +144,7 @@ class Agent:
 
     @property
     def screen(self) -> str:
-        """What it printed to stderr for people, without its log."""
+        """Return what it printed to stderr for people, without its log."""
         return "\n".join(self.text)
 
     def find(self, event: str, **fields: Any) -> list[dict[str, Any]]:
@@ -190,7 +188,7 @@ class Said:
 
     @property
     def sentence(self) -> str:
-        """Its complaint, which is one line."""
+        """Return its error message, which is one line."""
         lines = self.err.strip().splitlines()
         assert len(lines) == 1, f"not one sentence:\n{self.err}"
         return lines[0]
@@ -279,7 +277,7 @@ class Cluster:
         return Said(done.returncode, done.stdout, done.stderr)
 
     def direct(self, direct: Callable[[Player], Script]) -> None:
-        """How workers begin that start from now on."""
+        """Choose how workers behave that start from now on."""
         with self.news:
             self.stage.direct = direct
 
@@ -301,7 +299,7 @@ class Cluster:
         return found
 
     def until_said(self, agent: Agent, event: str, *, times: int = 1, **fields: Any) -> dict[str, Any]:
-        """Wait for an event in the agent's log; the last one of those asked for."""
+        """Wait for an event in the agent's log. Return the last of the wanted ones."""
 
         def said() -> list[dict[str, Any]]:
             assert agent.process.poll() is None or agent.find(event, **fields), (
@@ -313,7 +311,7 @@ class Cluster:
         return self.until(said, f"{agent.name} says {event} {fields}")[times - 1]
 
     def until_anyone_said(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Wait for an event in the log of whoever leads."""
+        """Wait for an event in the log of the agent that leads."""
         found = self.until(
             lambda: [e for a in self.agents for e in a.find(event, **fields)],
             f"an agent says {event} {fields}",
@@ -338,7 +336,7 @@ class Cluster:
         return self.until(formed, f"{size} workers train in a round after {last}")  # type: ignore[return-value]
 
     def goes_on(self, world: World, steps: int = 10) -> None:
-        """Wait until every worker of this very world has made some more steps."""
+        """Wait until every worker of this world has made some more steps."""
         goals = [(p, p.step + steps) for p in world.players]
         self.until(
             lambda: all(p.step >= goal for p, goal in goals), f"round {world.round} goes on by {steps} steps"
@@ -360,25 +358,25 @@ class Cluster:
                 os.close(fd)
 
     def orphan_of(self, player: Player) -> int:
-        """Have a worker leave a grandchild behind that has escaped its session; its pid."""
+        """Have a worker leave behind a grandchild in another session. Return the grandchild's pid."""
         player.tell("leave_orphan")
         pid: int = self.until(lambda: player.did("orphan"), f"{player} left an orphan")[0]["pid"]
         return pid
 
     def kill_keeper(self, agent: Agent) -> None:
-        """SIGKILL to the process that keeps an agent's workers."""
+        """SIGKILL the warden of an agent."""
         (warden,) = (c for c in psutil.Process(agent.pid).children() if c.name() == "elasticd-warden")
         warden.kill()
 
     def finish(self) -> None:
-        """Let all workers end well, those that are still to come as well."""
+        """Let all workers end well, also those that start later."""
         with self.news:
             self.stage.direct = lambda player: Script(steps=0)
             for player in self.stage.players:
                 player.tell("finish")
 
     def finishes(self, *agents: Agent) -> None:
-        """The job can be brought to a good end: all these agents end with 0."""
+        """Let the job end well; all these agents must end with 0."""
         self.finish()
         for agent in agents:
             assert agent.end() == 0, f"{agent} said:\n{agent.said()}"
@@ -391,7 +389,7 @@ class Cluster:
         return parse_endpoints(self.etcd)
 
     def fact(self, key: str, of: type[T]) -> T | None:
-        """What is at a key of the job; None if nothing is."""
+        """Return the fact at a key of the job; None if there is none."""
         with Client(self.access) as client:
             entry = client.get(self.job, key)
         fact: Fact | None = entry.fact if entry else None
@@ -405,7 +403,7 @@ class Cluster:
         return next((told.ledger for told in nodes if told.node == node), None)
 
     def told(self, node: str) -> NodeTelemetry | None:
-        """What the leader knows of the node."""
+        """Return what the leader knows of the node."""
         leader = self.fact("leader", Leadership)
         with contextlib.suppress(PeerGone):
             return ask_leader(leader).nodes.get(node) if leader is not None else None
@@ -430,14 +428,14 @@ class Cluster:
     # ------------------------------------------------------------ the end
 
     def state(self) -> str:
-        """All that is known, for who must find out why a test failed."""
+        """Return everything that is known, to find out why a test failed."""
         players = "\n".join(f"  {p!r} {[m['is'] for m in p.heard]}" for p in self.stage.players[-20:])
         agents = "\n".join(f"--- {agent!r}\n{agent.said()}" for agent in self.agents)
         return f"workers:\n{players}\n{agents}"
 
     def close(self, *, check: bool = True) -> None:
-        """End what still runs, as a power cut would; then nothing may be left, nor two worlds have
-        been at work at once."""
+        """Kill what still runs, as a power cut would. Then nothing may be left, and no two worlds may have
+        trained at once."""
         try:
             for agent in self.agents:
                 if agent.process.poll() is None:
@@ -473,7 +471,7 @@ def await_end(pidfd: int, who: str) -> None:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that have this mark in their environment; zombies have none."""
+    """Return the processes that have this mark in their environment; zombies have none."""
     needle = f"{MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").iterdir():
@@ -502,15 +500,16 @@ def assert_nothing_left(cluster: Cluster) -> None:
 
 
 def _is_of_an_older_torch(path: Path) -> bool:
-    """A folder that torch makes as it is imported, up to some release before 2.13, and removes at its exit: a
-    process that is killed leaves it."""
+    """Whether this is a folder that some torch before 2.13 makes when it is imported, and removes at its
+    exit. A killed process leaves the folder behind."""
     if torchparts.release(torchparts.installed()) >= (2, 13) or not path.is_dir():
         return False
     return all(inside.name.startswith(("_remote_module", "__pycache__")) for inside in path.iterdir())
 
 
 def _what_runs(agent: int) -> str:
-    """The processes below the agent, where their threads wait, and their native stacks if gdb is there."""
+    """Return the processes below the agent, where their threads wait, and their native stacks if gdb is
+    there."""
     told = []
     for pid in descendants(agent):
         told += [_describe(pid), thread_report(pid)]
@@ -530,5 +529,5 @@ def _describe(pid: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Without the control sequences of a terminal."""
+    """Return the text without the control sequences of a terminal."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

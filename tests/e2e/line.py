@@ -1,4 +1,4 @@
-"""A TCP connection that can be cut as a network cuts it: packets vanish, nobody is told."""
+"""A TCP connection that can be cut as a network cuts it: packets vanish, and neither end is told."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 
 
 class Line:
-    """Leads to one address; ``port`` is its near end."""
+    """A connection to one address; ``port`` is where clients connect."""
 
     def __init__(self, host: str, port: int) -> None:
         self._far = (host, port)
@@ -32,7 +32,7 @@ class Line:
         self._thread.start()
 
     def cut(self) -> None:
-        """From when this returns nothing passes, and nobody can connect."""
+        """Cut the line. Once this returns, nothing passes, and nobody can connect."""
         self._idle.clear()
         self._whole.clear()
         os.write(self._wake, b"x")

@@ -1,4 +1,5 @@
-"""A real Prometheus that scrapes the agents of a test, judges by our rules, and tells of its alerts."""
+"""A real Prometheus that scrapes the agents of a test, evaluates elasticd's rules, and sends its alerts to
+the test."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Query:
-    """One of a panel. ``now``: it shows one number, not a curve."""
+    """One query of a panel. ``now``: the panel shows one number, not a curve."""
 
     board: str
     panel: str
@@ -69,7 +70,7 @@ def queries() -> list[Query]:
 
 
 def texts(panel: str, board: str) -> dict[float, str]:
-    """What the numbers of a panel of states mean."""
+    """Return the text for each number of a panel of states."""
     shown = json.loads((DEPLOY / "grafana" / "dashboards" / f"{board}.json").read_text())["panels"]
     (found,) = (p for p in shown if p["title"] == panel)
     (mapping,) = found["fieldConfig"]["defaults"]["mappings"]
@@ -109,13 +110,13 @@ def rules() -> dict[str, Any]:
 
 
 def names(kind: str) -> list[str]:
-    """Of all rules of this kind: "alert" or "record"."""
+    """Return the names of all rules of this kind: "alert" or "record"."""
     return [rule[kind] for group in rules()["groups"] for rule in group["rules"] if kind in rule]
 
 
 def hastened(haste: int) -> dict[str, Any]:
-    """The rules as they would be where all takes so many times less long, and nothing else changed:
-    windows, ``for:``, and limits that are times, which are those of a minute and more."""
+    """Return the rules with all times divided by this factor, and nothing else changed: windows, ``for:``,
+    and limits that are times of a minute or more."""
 
     def shorter(duration: str) -> str:
         amount, unit = re.fullmatch(_DURATION, duration).groups()  # type: ignore[union-attr]
@@ -250,7 +251,7 @@ class Prometheus:
         self.watch()
 
     def watch(self, *agents: Agent) -> None:
-        """Scrape these, too; they have started."""
+        """Scrape these agents too; they have started."""
         self._watched += agents
         urls = [urllib.parse.urlsplit(a.find("agent.started")[0]["http"]) for a in self._watched]
         new = self._targets.with_suffix(".new")
@@ -270,7 +271,7 @@ class Prometheus:
         return Answer([(one["metric"], [float(one["value"][1])]) for one in found])
 
     def over_time(self, expr: str) -> Answer:
-        """All since this server began, as a curve is drawn: where there is no number, there is nothing."""
+        """Return the values since this server began, as a curve shows them: gaps where there is no value."""
         end = time.time()
         start = end - (end - self.began_at) // EVERY_S * EVERY_S  # so that the last is as it is now
         found = self._ask("query_range", query=expr, start=start, end=end, step=EVERY_S)
@@ -280,7 +281,7 @@ class Prometheus:
         return Answer([(labels, values) for labels, values in series if values])
 
     def shows(self, panel: str, board: str) -> list[Answer]:
-        """What the queries of a panel return, each asked as Grafana asks it."""
+        """Return what the queries of a panel return, each sent as Grafana sends it."""
         asked = [q for q in queries() if (q.board, q.panel) == (board, panel)]
         assert asked, f"{board} has no panel {panel}"
         return [self.query(q.expr) if q.now else self.over_time(q.expr) for q in asked]
@@ -302,7 +303,7 @@ class Prometheus:
 
 @dataclass(frozen=True)
 class Alert:
-    """As it was told: ``labels`` with those that name it, and its summary."""
+    """An alert as it was sent: its ``labels``, and its summary."""
 
     labels: Mapping[str, str]
     summary: str
@@ -310,7 +311,7 @@ class Alert:
 
 
 class Alerts:
-    """In place of an Alertmanager: hears of each alert that begins or ends to fire."""
+    """Stands in for an Alertmanager: receives each alert that begins or ends to fire."""
 
     def __init__(self) -> None:
         self.told: list[Alert] = []
@@ -341,16 +342,16 @@ class Alerts:
             self._news.notify_all()
 
     def of(self, name: str, **labels: object) -> list[Alert]:
-        """What was told of it so far."""
+        """Return what was received of this alert so far."""
         wanted = {("alertname", name), *((k, str(v)) for k, v in labels.items())}
         return [alert for alert in self.told if wanted <= set(alert.labels.items())]
 
     def fires(self, name: str, **labels: object) -> Alert:
-        """Wait until it has; the first that was told."""
+        """Wait until the alert fires. Return the first message about it."""
         return self._until(lambda: [a for a in self.of(name, **labels) if not a.over], f"{name} fires")
 
     def resolves(self, name: str, **labels: object) -> Alert:
-        """Wait until it does not fire any more."""
+        """Wait until the alert no longer fires."""
         return self._until(lambda: [a for a in self.of(name, **labels)[-1:] if a.over], f"{name} resolves")
 
     def _until(self, found: Callable[[], list[Alert]], what: str) -> Alert:

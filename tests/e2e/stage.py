@@ -1,4 +1,4 @@
-"""The stage: where the workers of a test say what they do, and are told what to do."""
+"""The stage: workers of a test report to it what they do, and get orders from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Script:
 
 @dataclass(eq=False)
 class Player:
-    """One worker, as it presented itself. Times are of the monotonic clock, which all share."""
+    """One worker, as it introduced itself. Times are of the monotonic clock, which all processes share."""
 
     conn: socket.socket
     pid: int
@@ -174,7 +174,8 @@ class Stage:
 
 
 def overlaps(players: list[Player]) -> list[tuple[Player, Player]]:
-    """Workers of one job that stepped after a later round had begun to: never allowed."""
+    """Return the workers of one job that made a step after a later round had begun to train: there must be
+    none."""
     return [
         (old, new)
         for old in players

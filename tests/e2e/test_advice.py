@@ -1,4 +1,4 @@
-"""A real run in which all comes true that the agent gives advice about."""
+"""A real run in which the agent gives each of its warnings about a script."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Each alert fires when what it tells of really happens to a run, and resolves when that is over; what
-the panels show meanwhile is what happened.
-
-A real Prometheus judges, by the rules with all their times made shorter.
-"""
+"""Each alert fires when its cause really happens to a run, and resolves when the cause is over; meanwhile
+the panels show what happened. A real Prometheus evaluates the rules, with all their times shortened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers really took, whatever befell them: proved by what they noted, and by nothing else."""
+"""Which samples workers really used, through kills and resizes: proved by their notes alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOPPED = 143  # an agent's exit code
 
 
 def workers_of(agent: Agent) -> list[int]:
-    """Those that ever entered a round and are not known to be gone."""
+    """Return the workers that ever entered a round and are not known to be gone."""
     pids = {int(line.split()[-1]) for line in agent.out if "entered" in line}
     return sorted(pid for pid in pids if os.path.exists(f"/proc/{pid}"))
 

@@ -1,5 +1,5 @@
-"""Training as if nothing had happened: whatever the world was, and whatever became of it, the weights and
-what the optimizer has are the same to the last bit in the end."""
+"""Whatever the worlds were and whatever happened to them, the weights and the optimizer's state are the
+same in the end, to the last bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Training:
         return str(PROGRAM), self.kind, str(self.folder)
 
     def results(self) -> set[str]:
-        """What those who were there at the end came to."""
+        """Return the results of the workers that were there at the end."""
         found = [json.loads(path.read_text()) for path in self.folder.glob("*.result")]
         assert found and all(f["done"] == STEPS[self.kind] for f in found), found
         assert all(f["last"] < f["first"] for f in found), "it learns"
@@ -65,7 +65,7 @@ def train(tmp_path: Path, digits: Path) -> Callable[..., Training]:
 
 
 def alone(training: Training, cluster: Cluster) -> set[str]:
-    """In a process of its own, without an agent."""
+    """Train in one process, without an agent."""
     environment = {k: v for k, v in cluster.environment().items() if not k.startswith("E2E_")}
     done = subprocess.run(
         [sys.executable, *training.program],
@@ -121,7 +121,8 @@ def disturbed(training: Training, cluster: Cluster, first: int, nodes: int = 1) 
             else:
 
                 def spread(size: int = size) -> bool:
-                    """On more than one node: nobody has the state if all who have it are lost."""
+                    """Whether another node's worker has entered the world: the state is lost if all
+                    workers that have it are lost."""
                     here = [p.did("entered") for p in cluster.stage.players if not p.gone]
                     return any(entered and entered[-1]["world"] == size for entered in here)
 

@@ -1,4 +1,4 @@
-"""``elasticd run --debug``: what is said, and kept, of ranks that disagree."""
+"""``elasticd run --debug``: what it prints and keeps about ranks that disagree."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the library tells of a real run: steps that are repeated, checkpoints, and the end of a training
-that makes no sense any more."""
+"""Real runs with losses that are NaN: steps that are repeated, checkpoints that are loaded, and jobs that
+end."""
 
 from __future__ import annotations
 

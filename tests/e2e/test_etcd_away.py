@@ -1,4 +1,4 @@
-"""etcd restarts, hangs, loses a member: training goes on."""
+"""etcd restarts, hangs or loses a member, and training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""etcd has used up its space: that is said, training goes on, and so does the rest once there is room."""
+"""etcd has used up its space: elasticd says so, training goes on, and so does the rest once there is room."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The GPTs of ``workers/`` through kills and resizes, from each tier that keeps their state: they end as
-if nothing had happened. All of it real, and as a user would run it."""
+"""The GPTs of ``workers/`` through kills and resizes, from each tier that keeps their state. Each run ends
+as an undisturbed one would."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Training:
 
     @property
     def resumed(self) -> list[tuple[str, int, int]]:
-        """The tier, the step and the world of each."""
+        """Return the tier, the step and the world size of each resume."""
         if self.script == "train_gpt_fsdp":
             pattern = r"resumed after step (\d+) of \d+ from (\w+), (\d+) w"
             found = (re.match(pattern, line) for line in self.said)
@@ -112,7 +112,7 @@ class Training:
 
     @contextmanager
     def standstill(self, *nodes: str) -> Iterator[list[int]]:
-        """Nothing is trained meanwhile, which may take long."""
+        """Stop the workers of these nodes within the block, which may take long."""
         pids = self.workers(*nodes)
         send(signal.SIGSTOP, pids)
         yield pids
@@ -149,13 +149,13 @@ def digest(said: list[str]) -> str:
 
 
 def losses(said: list[str]) -> list[tuple[int, float]]:
-    """By step, as they were printed: also of steps that were abandoned, and made again."""
+    """Return the printed losses by step, also of steps that were abandoned and made again."""
     found = (re.match(r"step +(\d+)  loss ([\d.]+) ", line) for line in said)
     return [(int(m[1]), float(m[2])) for m in found if m]
 
 
 def undisturbed(training: Training) -> list[str]:
-    """What it says in one process, without an agent."""
+    """Return what the script prints in one process, without an agent."""
     environment = {k: v for k, v in training.cluster.environment().items() if not k.startswith("E2E_")}
     argv = [sys.executable, *training.program]
     if training.script == "train_gpt_fsdp":
@@ -168,7 +168,7 @@ def undisturbed(training: Training) -> list[str]:
 
 
 def holders(mark: str) -> list[int]:
-    """Processes of that mark that hold memory of shards."""
+    """Return the processes with that mark that hold memory of shards."""
     return [
         pid
         for pid in marked(mark)
@@ -186,7 +186,7 @@ def files_of(pid: int) -> list[str]:
 
 
 def held(agent: Agent) -> dict[str, int]:
-    """As its status page has it, in bytes by kind."""
+    """Return the bytes by kind that its status page shows."""
     page = agent.find("agent.started")[0]["http"]
     with urllib.request.urlopen(f"{page}status", timeout=PATIENCE_S) as answer:
         (own,) = json.load(answer)["nodes"]
@@ -203,7 +203,8 @@ def test_memory_of_checkpoints_and_copies_is_shown_and_gone_when_it_is_killed(
     training.goes_on(2)
 
     def settled() -> bool:
-        """Two buffers each, and of both a copy on the other node, wherever one looks."""
+        """Whether each node holds two buffers of its own and copies of both from the other node, according
+        to every source."""
         said = json.loads(cluster.command("status", cluster.job, "--json").out)["nodes"]
         shown = {n["node"]: {"own": n["own_bytes"], "replicas": n["replica_bytes"]} for n in said}
         a, b = shown["a"], shown["b"]

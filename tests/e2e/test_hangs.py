@@ -1,4 +1,4 @@
-"""Workers that hang are found, named with the place, and replaced; those that only take long are not."""
+"""Workers that hang are found, named with their place, and replaced; workers that only take long are not."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def _line(word: str) -> str:
 
 
 def _files(ranks: int, recorders: Iterable[int]) -> set[str]:
-    """Of the evidence of a hang, of all nodes together. ``recorders``: the ranks that gave away theirs."""
+    """Return the evidence files of a hang, of all nodes together. ``recorders``: the ranks whose flight
+    recorder was written."""
     kept = {f"rank-{rank}.txt" for rank in range(ranks)}
     return {"conclusion.txt"} | kept | {f"flight-recorder-{rank}.json" for rank in recorders}
 
 
 def _in_flight(cluster: Cluster, hung: dict[str, Any], rank: int) -> str:
-    """The collective that it was in, as torch's flight recorder has it."""
+    """Return the collective that the worker was in, according to torch's flight recorder."""
     folder = cluster.folder / hung["evidence"]
     assert json.loads((folder / f"flight-recorder-{rank}.json").read_text())["entries"]
     *_, last = (folder / f"rank-{rank}.txt").read_text().rstrip().splitlines()

@@ -1,4 +1,4 @@
-"""Workers that keep their process: whatever happens to others, they lose no committed step."""
+"""Workers that keep their process lose no committed step, whatever happens to others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNCOMMITTED = str(Path(__file__).parent / "programs" / "uncommitted.py")
 
 
 class Residents:
-    """The workers of a job, by what they commit."""
+    """The workers of a job, known by their commits."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

@@ -1,4 +1,4 @@
-"""What strangers put into etcd or into a round's store is never executed."""
+"""Pickles that strangers put into etcd or into a round's store are never executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that die or stop without a word, and what becomes of their workers and of the others'."""
+"""Agents that die or stop suddenly, and what happens to their workers and to other nodes'."""
 
 from __future__ import annotations
 

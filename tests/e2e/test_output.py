@@ -23,7 +23,7 @@ from tests.e2e.stage import Player, Script
 
 
 def speak(player: Player) -> Script:
-    """Say who one is on both streams, then make a step and end."""
+    """Print the worker's name on both streams, then make a step and end."""
     text, error_text = f"out of rank {player.rank}\n", f"err of rank {player.rank}\n"
     return Script(steps=1, orders=({"do": "print", "text": text, "error_text": error_text},))
 
@@ -83,7 +83,7 @@ def test_without_either_output_passes_as_it_came(cluster: Cluster) -> None:
 
 
 class Terminal:
-    """A terminal that a person could be looking at, and all that was written to it."""
+    """A pseudo-terminal, with all that was written to it."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self.screen = pyte.HistoryScreen(columns, rows, history=100_000, ratio=1.0)
@@ -110,7 +110,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """What is on it, and what has scrolled away."""
+        """Return the lines on the screen, and those that have scrolled away."""
         columns = self.screen.columns
         above = ["".join(line[x].data for x in range(columns)) for line in self.screen.history.top]
         return [line.rstrip() for line in (*above, *self.screen.display)]

@@ -1,4 +1,4 @@
-"""Scripts that write checkpoints of their own and tell of them: resizing them throws no work away."""
+"""Scripts that write checkpoints of their own and report them: a resize loses no work."""
 
 from __future__ import annotations
 

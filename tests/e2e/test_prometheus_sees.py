@@ -39,12 +39,12 @@ pytestmark = needs_prometheus
 
 
 def counted(cluster: Cluster, event: str, by: str) -> Counter[str]:
-    """How often which ``by`` was told with this event, by all agents together."""
+    """Return how often each value of ``by`` occurred with this event, in the logs of all agents."""
     return Counter(str(e[by]) for agent in cluster.agents for e in agent.find(event))
 
 
 def whole(increase: float) -> int:
-    """Of a counter: Prometheus estimates a little more than it saw, before and after."""
+    """Return the counter as an integer: Prometheus extrapolates a little beyond what it scraped."""
     return round(increase)
 
 
@@ -63,11 +63,11 @@ class Killed:
 
     @property
     def really_s(self) -> float:
-        """Until all had made their next step."""
+        """Return the time until all workers had made their next step."""
         return max(player.first_at for player in self.second.players) - self.at
 
     def steps(self, node: str, slot: str) -> int:
-        """All that were made in the slot so far, as its workers say."""
+        """Return the steps made in the slot so far, according to its workers."""
         played = self.cluster.stage.players
         return sum(p.step for p in played if (p.node, str(p.slot)) == (node, slot))
 

@@ -1,4 +1,4 @@
-"""What an agent refuses, with one sentence and nothing left behind."""
+"""What an agent refuses, with one sentence and without leaving anything behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeCluster = Callable[[str | None], Cluster]
 
 
 def refused(agent: Agent) -> str:
-    """The one sentence of an agent that ended with 2."""
+    """Return the one sentence of an agent that ended with 2."""
     assert agent.end() == 2, agent.said()
     assert len(agent.text) == 1, f"not one sentence:\n{agent.screen}"
     assert agent.screen.startswith("elasticd: ")

@@ -1,4 +1,4 @@
-"""Checkpoints of a job on S3, and what the job does where there are none to resume from."""
+"""Checkpoints of a job on S3, and what the job does if there is none to resume from."""
 
 from __future__ import annotations
 

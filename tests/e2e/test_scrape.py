@@ -57,7 +57,7 @@ class Scraped:
     samples: dict[tuple[str, frozenset[tuple[str, str]]], float]
 
     def __call__(self, name: str, **labels: Any) -> float | None:
-        """The one sample with this name and these labels, whatever others it has."""
+        """Return the one sample with this name and these labels, whatever other labels it has."""
         wanted = {(k, str(v)) for k, v in labels.items()}
         found = [v for (n, has), v in self.samples.items() if n == f"elasticd_{name}" and wanted <= has]
         assert len(found) < 2, f"{name} {labels} is ambiguous"
@@ -72,7 +72,7 @@ def ready(agent: Agent) -> bool:
 
 
 def eventually(holds: Callable[[], T]) -> T:
-    """Who scrapes is told nothing, and must look again."""
+    """Scrape until the condition holds: nothing tells the client of a change."""
     patient_until = time.monotonic() + PATIENCE_S
     while not (found := holds()):
         assert time.monotonic() < patient_until, "it never came to be"

@@ -1,4 +1,4 @@
-"""A worker that is slower than its peers, in real processes: the steps of all take as long."""
+"""A worker that is slower than its peers, in real processes: the steps of all workers take equally long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Burden = Callable[..., None]
 
 @pytest.fixture
 def burden() -> Iterator[Burden]:
-    """Keeps processors busy, those given or any, with so many processes each of which would have one."""
+    """Keeps processors busy with so many processes: the given processors, or any."""
     made: list[subprocess.Popen[bytes]] = []
 
     def start(count: int, processors: set[int] | None = None) -> None:
@@ -39,7 +39,7 @@ def burden() -> Iterator[Burden]:
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group for processes that have ended by its end."""
+    """A control group for processes that end before it does."""
     made = Path(tempfile.mkdtemp(prefix="elasticd-", dir=CONTROL_GROUPS))
     yield made
     made.rmdir()
@@ -51,7 +51,7 @@ def process_of(rank: int, *agents: Agent) -> int:
 
 
 def compare(cluster: Cluster, *agents: Agent, periods: int) -> None:
-    """Wait until all of them have told of so many periods more. Its workers tell of each step."""
+    """Wait until all agents have reported so many more periods. The workers report each step."""
 
     def told() -> int:
         told = [cluster.told(agent.name) for agent in agents]

@@ -1,4 +1,4 @@
-"""Nothing is lost with a node, and nothing is read from disk where memory has it; all of it real."""
+"""The loss of a node loses no step, and nothing is read from disk that is in some node's memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS, FATAL = 9, 5
 
 
 def undisturbed() -> dict[int, float]:
-    """The losses of the same training in one process."""
+    """Return the losses of the same training in one process."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 8))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -77,7 +77,7 @@ def test_a_lone_worker_that_is_drained_leaves_every_step_to_the_newcomer(cluster
 
 @pytest.mark.slow
 def test_a_spare_that_was_left_behind_goes_on_from_what_was_kept_since(cluster: Cluster) -> None:
-    """It has a whole state in memory, and an old one."""
+    """The spare has a whole state in memory, but an old one."""
     residents = Residents(cluster)
     cluster.limits = (1, 2)
     kept = cluster.folder / "kept"

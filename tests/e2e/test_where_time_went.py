@@ -1,4 +1,4 @@
-"""The ledger of a real run, against what the workers themselves say of their steps."""
+"""The ledger of a real run, compared with what the workers themselves report of their steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.e2e.test_scrape import fetch, scrape, url_of
 
 
 def trained_s(cluster: Cluster, node: str) -> float:
-    """From the first to the last step of each of the node's workers, by their own account."""
+    """Return the time from the first to the last step of each worker of the node, by the workers' own
+    account."""
     return sum(p.last_at - p.first_at for p in cluster.stage.players if p.node == node and p.step)
 
 
@@ -59,21 +60,22 @@ def test_the_ledger_agrees_with_the_workers_own_account_of_their_steps(cluster: 
 
 @pytest.fixture
 def seed() -> int:
-    """Another each time; LEDGER_SEED replays one."""
+    """A new seed each time; LEDGER_SEED replays one."""
     drawn = int(os.environ.get("LEDGER_SEED", random.randrange(1 << 32)))
     print(f"LEDGER_SEED={drawn}")
     return drawn
 
 
 def newest(cluster: Cluster) -> dict[str, Agent]:
-    """Of each node's agents the last."""
+    """Return the last agent of each node."""
     return {agent.name: agent for agent in cluster.agents}
 
 
 def hurt(
     cluster: Cluster, world: World, fault: str, dice: random.Random, unsure_s: dict[str, float]
 ) -> World:
-    """The world after that. ``unsure_s``: of each node the worker time of which nobody can know any more."""
+    """Disturb the job, and return the next world. ``unsure_s``: by node, the worker time whose kind nobody
+    can know."""
     victim = dice.choice(world.players)
     match fault:
         case "kill" | "crash" | "stop":

@@ -1,4 +1,4 @@
-"""What happens when workers fail, and what it costs."""
+"""What happens when workers fail, and what it costs the restart budget."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ def free_ports() -> tuple[int, int]:
 
 
 def freeze(pid: int) -> None:
-    """Stop a child of this process, and wait until all of its threads stand still: one on another core may
-    answer a request first."""
+    """Stop a child of this process, and wait until all of its threads stand still: a thread on another
+    core may still answer a request."""
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -155,8 +155,9 @@ class Member:
 
 
 class Cluster:
-    """Some etcds that are one, started by ``with`` or ``start``, which return once it serves. ``hosts``: the
-    address of each, and what a command begins with that is to run there; loopback and nothing by default."""
+    """Several members of one etcd, started by ``with`` or ``start``, which return once etcd serves.
+    ``hosts``: for each member its address, and the words that begin a command to be run there; by default
+    loopback and none."""
 
     def __init__(
         self,
@@ -228,7 +229,7 @@ class GuardedEtcd(Cluster):
         super().__init__(folder, 1, flags=(*flags, f"--cert-file={cert}", f"--key-file={key}"), tls=True)
 
     def known_as(self, name: str) -> EtcdAccess:
-        """By a certificate of this common name."""
+        """Return the access with a certificate of this common name."""
         cert, key = self.authority.issue(name)
         return EtcdAccess(
             self.endpoints, tls=True, cacert=self.authority.cert, cert=cert, key=key, timeout_s=5.0
@@ -238,7 +239,8 @@ class GuardedEtcd(Cluster):
         super().start(access or self.known_as("root"))
 
     def require_login(self) -> None:
-        """From now on, a user has the rights of its roles. root logs in with its certificate."""
+        """Enable authentication: from now on, a user has the rights of its roles. root logs in with its
+        certificate."""
         root = self.known_as("root")
         with Roles(root) as roles:
             assert not roles.requires_login()

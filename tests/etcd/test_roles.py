@@ -1,4 +1,4 @@
-"""``elasticd etcd-role``, and all that it keeps apart, with a real etcd that asks who one is."""
+"""``elasticd etcd-role``, and what its roles forbid, with a real etcd that requires a login."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Guarded(GuardedEtcd):
         return replace(self.known_as("nobody"), username=user, password=password)
 
     def role(self, *argv: str | Path, said: str = "", by: str = "root") -> subprocess.CompletedProcess[str]:
-        """The command, as that user; ``said`` on its standard input."""
+        """Run the command as that user, with ``said`` on its standard input."""
         return elasticd("etcd-role", *options(self.known_as(by)), *map(str, argv), said=said)
 
     def made(self, *argv: str | Path, said: str = "") -> list[str]:
-        """What the command says, which does what it is told to."""
+        """Return the output of the command, which must succeed."""
         done = self.role(*argv, said=said)
         assert (done.returncode, done.stderr) == (0, ""), done
         return done.stdout.splitlines()
 
     def refused(self, *argv: str | Path, said: str = "", by: str = "root") -> str:
-        """The sentence in which it refuses."""
+        """Return the sentence with which the command refuses."""
         done = self.role(*argv, said=said, by=by)
         assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1, done
         return done.stderr
@@ -78,7 +78,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 def may_use(access: EtcdAccess, job: str) -> bool:
-    """Whether it may write and read the keys of that job; who may not do the one may not do the other."""
+    """Whether the user may write and read the keys of that job. A user who may do only one of them fails
+    the test."""
     with Client(access) as client:
         try:
             client.transact(job, (), (Put("budget", Budget()),))

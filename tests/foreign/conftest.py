@@ -114,7 +114,7 @@ class Launcher:
 # What torchrun does changes with torch alone: it need not be tried each time.
 @pytest.fixture(params=[pytest.param("torchrun", marks=pytest.mark.slow), "elasticd"])
 def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Launcher]:
-    """Each test says what torchrun does, and that elasticd does the same."""
+    """Each launcher: a test says what torchrun does, and that elasticd does the same."""
     launcher = Launcher(request.param, tmp_path)
     yield launcher
     launcher.close()
@@ -122,7 +122,7 @@ def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Launche
 
 @pytest.fixture
 def launchers(tmp_path: Path) -> Iterator[tuple[Launcher, Launcher]]:
-    """Both, for what can only be compared."""
+    """Both launchers, for behaviour that only a comparison shows."""
     both = tuple(Launcher(name, tmp_path, mended=False) for name in ("torchrun", "elasticd"))
     yield both  # type: ignore[misc]
     for launcher in both:

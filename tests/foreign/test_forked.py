@@ -1,4 +1,4 @@
-"""Restarts of real jobs, forked from a process that has torch imported, or not."""
+"""Restarts of real jobs, whose workers are forked from a process that has torch imported, or not."""
 
 import time
 

@@ -14,7 +14,7 @@ from .conftest import PATIENCE_S, PROGRAMS, Launcher
 
 
 def alone(program: str, *arguments: str) -> str:
-    """What it prints under plain python, without a launcher."""
+    """Return what it prints under plain python, without a launcher."""
     command = [sys.executable, str(PROGRAMS / program), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -111,8 +111,8 @@ def test_accelerates_own_training_checks_pass(launcher: Launcher) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "way"), [("test_ops", "path"), ("test_sync", "module")])
 def test_accelerates_other_checks_pass(launcher: Launcher, script: str, way: str) -> None:
-    """Without a GPU these join a gloo group and leave it without a word, sometimes before the other
-    has joined: a restart is theirs to ask for, also under torchrun."""
+    """Without a GPU these scripts join a gloo group and leave it, sometimes before the other rank has
+    joined. They may then have to start again, also under torchrun."""
     module = f"accelerate.test_utils.scripts.{script}"
     origin = find_spec(module)
     assert origin is not None

@@ -1,4 +1,4 @@
-"""A worker sees the same world whether torchrun or elasticd started it."""
+"""A worker sees the same environment whether torchrun or elasticd started it."""
 
 import json
 from pathlib import Path

@@ -14,7 +14,7 @@ from tests.worker.conftest import crew  # noqa: F401
 
 
 def _lacks() -> str:
-    """What this machine lacks for it. Without initialising CUDA: tests fork."""
+    """Return what this machine lacks for the test. CUDA is not initialised, since tests fork."""
     if not torch.version.cuda:
         return f"torch {torch.__version__} was built without CUDA"
     if not torch.cuda.device_count():

@@ -26,7 +26,7 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def alone(_address: str, folder: str) -> None:
-    """Without an agent: in a world of its own."""
+    """Train without an agent, in a world of one."""
     work("", folder, "alone")
 
 
@@ -68,7 +68,7 @@ def work(address: str, folder: str, name: str, dies_at: int = -1, waits_at: int 
 
 
 def work_consistently(address: str, folder: str, name: str) -> None:
-    """In consistent mode: four virtual ranks, dealt onto however many there are."""
+    """Train in consistent mode: four virtual ranks, dealt to however many workers there are."""
     share_the_gpu()
     begin(address, folder, name)
     torch.cuda.set_device(0)

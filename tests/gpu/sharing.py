@@ -7,7 +7,7 @@ import os
 
 
 def share_the_gpu() -> None:
-    """For this process, before NCCL is used."""
+    """Let several ranks of this machine share the GPU. Call it before NCCL is used."""
     os.environ.update(
         NCCL_HOSTID=f"computer-{os.getpid()}",
         NCCL_MULTI_RANK_GPU_ENABLE="1",  # newer ones allow it by name

@@ -37,7 +37,7 @@ def step(state: dict[str, Any]) -> None:
 
 
 def keep_busy() -> torch.cuda.Event:
-    """Have the GPU do something else first; what has happened once that is over."""
+    """Have the GPU do something else first. Return what happened once that is over."""
     over = torch.cuda.Event()
     torch.cuda._sleep(CYCLES)
     over.record()

@@ -18,7 +18,7 @@ def has_ended_well(crew: Crew, folder: Path, name: str, hand: Hand) -> None:
 
 
 def outcome_of(job: Callable[[str, str], None], folder: Path) -> Any:
-    """What one worker comes to, with nobody to be lost."""
+    """Return the result of one worker that loses no peer."""
     folder.mkdir()
     with Crew() as crew:
         has_ended_well(crew, folder, "alone", crew.start(job, str(folder)))

@@ -1,4 +1,5 @@
-"""What a GPU waits for others, by its own clock. How it is asked: tests/procs/test_waits_on_a_gpu.py."""
+"""How long a GPU waits for other ranks, by its own clock. tests/procs/test_waits_on_a_gpu.py tests the
+questions to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation: whole, and true of the commands that it tells to type."""
+"""The documentation is complete, and its commands exist."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_all_pages_are_built_without_a_warning_and_are_within_reach(tmp_path: Pa
 
 
 def typed() -> list[tuple[str, str]]:
-    """The commands of elasticd in all pages, each with its page."""
+    """Return the commands of elasticd in all pages, each with its page."""
     return sorted(
         {
             (page, re.sub(r"\s*(\\\n\s*|#.*)", " ", found).strip())

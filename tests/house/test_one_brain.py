@@ -18,10 +18,11 @@ TIES = {
     "timekeeper.py",
 }  # between the core's decisions and the world; the simulator drives them, too
 REASONS = "elasticd.core.reasons"
+ORDERS = {"condemn", "fence", "leave", "stop"}  # calls of ``core.ports.Procs`` that end workers
 
 
 def imported(file: Path) -> Iterator[tuple[str, str]]:
-    """Where each name that is imported from our own packages comes from, and what it is called."""
+    """Yield each name that is imported from elasticd's packages: its module, and the name."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("elasticd"):
             yield from ((node.module or "", alias.name) for alias in node.names)
@@ -70,6 +71,23 @@ def makes_reasons(file: Path) -> bool:
 def test_the_daemon_gives_no_reasons_of_its_own() -> None:
     """A reason says why something was decided. Who makes one decides."""
     assert not [file.name for file in DAEMON if makes_reasons(file)]
+
+
+def gives_orders(file: Path) -> bool:
+    """Whether the module ends workers, by a call of ``procs`` or of the inspector."""
+    calls = (node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
+    return any(
+        isinstance(call, ast.Attribute)
+        and call.attr in ORDERS
+        and ast.unparse(call.value).removeprefix("self.").strip("_") in ("inspector", "procs")
+        for call in calls
+    )
+
+
+def test_the_daemon_ends_workers_only_where_it_carries_out_actions_of_the_core() -> None:
+    """``inspector`` passes ``Condemn`` on. ``run_agent`` stops workers once the agent itself has failed."""
+    ends = {file.name for file in DAEMON if gives_orders(file)}
+    assert ends == {"driver.py", "hangs.py", "inspector.py", "run_agent.py"}
 
 
 def reached(*starts: str) -> set[str]:

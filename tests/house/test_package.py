@@ -1,4 +1,4 @@
-"""What those who install elasticd rely on: its extras, and one version everywhere."""
+"""What users of the package rely on: its extras, and one version in all files."""
 
 from __future__ import annotations
 

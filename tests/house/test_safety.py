@@ -16,7 +16,7 @@ PRINTS = {"elasticd/cli/say.py", "elasticd/cli/begin.py", "elasticd/cli/doctor/p
 
 
 def nodes(within: str = "") -> Iterator[tuple[str, str, ast.AST]]:
-    """The syntax of all modules whose path begins so: the module, its line, and the node."""
+    """Yield the syntax of all modules whose path begins so: the module, its line, and the node."""
     for module in OURS:
         if re.match(within, path := str(module.relative_to(ROOT))):
             for node in ast.walk(ast.parse(module.read_text(), module)):

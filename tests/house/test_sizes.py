@@ -1,4 +1,4 @@
-"""What one must hold in the head at once stays small."""
+"""The state of an agent stays small enough to be kept in mind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What elasticd uses of torch that torch does not promise: listed in one place, and still as it is listed."""
+"""The private parts of torch that elasticd uses: listed in one place, and still as listed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FRAMEWORKS = {"_checkpoint_connector", "_reset_state"}
 
 
 def found(of: str) -> Any:
-    """What the name leads to; raises AttributeError where it leads nowhere."""
+    """Return what the name leads to; raises AttributeError if there is no such part."""
     parts = of.split(".")
     thing: Any = importlib.import_module(parts[0])
     for depth, part in enumerate(parts[1:], start=2):
@@ -44,7 +44,7 @@ def found(of: str) -> Any:
 
 
 def is_there(part: Private) -> bool:
-    """Whether this torch should have it: NCCL's parts are in builds for CUDA alone."""
+    """Whether this torch should have the part: NCCL's parts are in builds for CUDA only."""
     import torch
 
     installed = torchparts.release(torch.__version__)
@@ -73,7 +73,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 
 
 def own_names(tree: ast.Module) -> Iterator[str]:
-    """What a module of ours defines, by whatever way."""
+    """Yield all names that a module of elasticd defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

@@ -1,5 +1,5 @@
-"""As much of Kubernetes as a rehearsal needs, in one thread: pods that are started, probed, stopped and
-replaced as their manifests say. Time passes only in ``until``."""
+"""The part of Kubernetes that the rehearsal needs, in one thread: it starts, probes, stops and replaces
+pods as their manifests say. Time passes only in ``until``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Controller:
         return self.made.kind == "Job"
 
     def set_env(self, name: str, value: str) -> None:
-        """``kubectl set env``: another template, so that the pods there are get replaced by such of it."""
+        """``kubectl set env``: a new template, whose pods replace the present ones."""
         container = {**self.made.container, "env": [dict(e) for e in self.made.container["env"]]}
         (entry,) = [e for e in container["env"] if e["name"] == name]
         entry["value"] = value
@@ -59,7 +59,7 @@ class Controller:
 
     @property
     def settled(self) -> bool:
-        """All are there, of the newest template, and ready."""
+        """Whether all pods are there and ready, from the newest template."""
         here = self.pods.values()
         return len(here) == self.wanted and all(one.made is self.made and one.ready for one in here)
 
@@ -76,7 +76,7 @@ class Controller:
             self._roll()
 
     def _roll(self) -> None:
-        """As a StatefulSet is: the last first, each when those after it are ready."""
+        """Replace pods as a StatefulSet does: the last first, each once the pods after it are ready."""
         assert self.manifest["spec"].get("updateStrategy", {}).get("type", "RollingUpdate") == "RollingUpdate"
         for index in reversed(range(self.wanted)):
             one = self.pods.get(index)
@@ -103,7 +103,7 @@ class Controller:
             self._judge(one, one.code)
 
     def _judge(self, one: Pod, code: int) -> None:
-        """The first rule of the podFailurePolicy that fits."""
+        """Apply the first rule of the podFailurePolicy that fits; without one, count the failure."""
         for rule in self.manifest["spec"]["podFailurePolicy"]["rules"]:
             if "onPodConditions" in rule:
                 fits = one.disrupted and "DisruptionTarget" in {c["type"] for c in rule["onPodConditions"]}
@@ -118,7 +118,7 @@ class Controller:
 
 
 class Cluster:
-    """What ``kubectl apply`` would make of these objects, on this machine."""
+    """Does on this machine what ``kubectl apply`` does with these objects."""
 
     def __init__(
         self,
@@ -171,12 +171,12 @@ class Cluster:
         self.delete(one)
 
     def lose(self, one: Pod) -> None:
-        """Its machine is gone, without notice."""
+        """Lose the pod's machine, without notice."""
         one.disrupted = True  # as the pod garbage collector marks it
         one.signal(signal.SIGKILL)
 
     def forget(self, claim_of: Pod) -> None:
-        """The disk of a pod that is gone is lost as well."""
+        """Lose the disk of a pod that is gone as well."""
         assert claim_of.code is not None
         for folder in self._claims.glob(f"*-{claim_of.name}"):
             shutil.rmtree(folder)
@@ -240,7 +240,7 @@ class Cluster:
             owner.ended(one)
 
     def _name_pods(self) -> None:
-        """What the cluster's DNS says: the headless Services' names of their pods."""
+        """Give all pods the names of the cluster's DNS: those that headless Services give their pods."""
         lines = []
         for service in self._services:
             domain = service["metadata"]["name"]
@@ -255,7 +255,7 @@ class Cluster:
         return [one for one in self.all if one.code is None]
 
     def of(self, name: str) -> list[Pod]:
-        """The pods of a Job or StatefulSet that are here, by index."""
+        """Return the present pods of a Job or StatefulSet, by index."""
         found = [one for one in self.here() if one.made.name == name]
         return sorted(found, key=lambda one: one.index)
 
@@ -283,7 +283,7 @@ class Cluster:
 
 
 class Probe:
-    """One of a container's httpGet probes, asked again and again as the manifest says."""
+    """One of a container's httpGet probes, sent again and again as the manifest says."""
 
     def __init__(self, cluster: Cluster, one: Pod, kind: str) -> None:
         self._cluster, self._pod, self._kind = cluster, one, kind

@@ -1,4 +1,4 @@
-"""What k8s/ builds to, and ways to look at it."""
+"""The objects that k8s/ builds, and functions to look at them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Pods:
         return self.labels.get("app.kubernetes.io/name") == "elasticd"
 
     def facts(self, name: str, index: int) -> dict[str, str]:
-        """What the downward API says of the pod of this name and index."""
+        """Return what the downward API says of the pod of this name and index."""
         instance = "app.kubernetes.io/instance"
         return {
             "metadata.name": name,
@@ -78,7 +78,8 @@ class Pods:
         }
 
     def env(self, facts: Mapping[str, str]) -> dict[str, str]:
-        """Of the container, as the kubelet makes it; ``facts`` answers the downward API's paths."""
+        """Return the environment of the container, as the kubelet makes it. ``facts`` answers the downward
+        API's paths."""
         made: dict[str, str] = {}
         for entry in self.container.get("env", ()):
             if "value" in entry:
@@ -93,14 +94,14 @@ class Pods:
 
 
 def expanded(text: str, env: Mapping[str, str]) -> str:
-    """``$(NAME)``, for the names that are known by then; Kubernetes leaves others as they are."""
+    """Replace ``$(NAME)`` where the name is known by then. Kubernetes leaves other names as they are."""
     for name, value in env.items():
         text = text.replace(f"$({name})", value)
     return text
 
 
 def pods(objects: tuple[Object, ...]) -> list[Pods]:
-    """All the pods that these objects make, whatever the kind."""
+    """Return all pods that these objects make, of whatever kind the objects are."""
     return [found for o in objects for found in _pods(o)]
 
 
@@ -143,7 +144,7 @@ def quantity(text: str | int) -> float:
 
 
 def endpoints(urls: str) -> list[tuple[str, str, int]]:
-    """scheme, host and port of each."""
+    """Return the scheme, host and port of each."""
     from urllib.parse import urlsplit
 
     split = [urlsplit(url) for url in urls.split(",")]

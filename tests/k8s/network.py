@@ -1,7 +1,5 @@
-"""A network of pods on one machine: a namespace with a bridge, to which each pod's own is plugged.
-
-Nothing has a name outside: when the processes in the namespaces are gone, so is all of it.
-"""
+"""A network of pods on one machine: a namespace with a bridge, to which each pod's namespace is connected.
+Nothing has a name outside, so all of it ends with the processes in the namespaces."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def why_not(folder: Path) -> str:
-    """Why there can be no pods on this machine; empty if there can."""
+    """Return why there can be no pods on this machine; empty if there can."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"needs {', '.join(missing)} (packages iproute2, util-linux and openssl)"
     script = (
@@ -56,7 +54,7 @@ class Network:
         _ip(self._holder.pid, "link set pods up")
 
     def next_address(self) -> str:
-        """Never the same again, as a pod that comes back has another."""
+        """Return an address that was never used: a pod that comes back has another."""
         self._given += 1
         return f"10.244.{self._given // 250}.{self._given % 250 + 1}"
 
@@ -68,8 +66,8 @@ class Network:
         _ip(pid, "link set lo up", f"addr add {address}/16 dev eth0", "link set eth0 up")
 
     def cut(self, pid: int) -> None:
-        """What this pod sends to other pods is lost without a word. The kubelet of its own node still
-        reaches it, as it would where the network between nodes fails."""
+        """Lose all packets that this pod sends to other pods. The kubelet of its own node still reaches
+        the pod, as it does where the network between nodes fails."""
         _ip(
             pid,
             "neigh replace 10.244.255.254 lladdr 02:00:00:00:00:01 dev eth0 nud permanent",  # nobody's
@@ -81,7 +79,7 @@ class Network:
         _ip(pid, "route del 10.244.0.0/17", "route del 10.244.0.1/32")
 
     def lose(self, pid: int, *addresses: str) -> None:
-        """What this pod sends to these is lost without a word; what they send arrives."""
+        """Lose the packets that this pod sends to these pods; those from them arrive."""
         _ip(
             pid,
             "neigh replace 10.244.255.254 lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
@@ -100,7 +98,7 @@ class Network:
         _ip(self._holder.pid, f"link set {_cable(address)} up")
 
     def slow(self, address: str, kbit_s: int) -> None:
-        """What is sent to this pod comes at this rate, and is lost where it would wait for a second."""
+        """Limit what is sent to this pod to this rate; a packet that would wait for a second is lost."""
         limit = f"rate {kbit_s}kbit burst 4kb latency 1000ms"
         _tc(self._holder.pid, "add", _cable(address), "root", "tbf", *limit.split())
 
@@ -108,7 +106,7 @@ class Network:
         _tc(self._holder.pid, "del", _cable(address), "root")
 
     def enter(self) -> None:
-        """The calling thread is on the node from now on, and with it all that it starts."""
+        """Move the calling thread, and all that it starts later, to the node."""
         _enter(self._space)
 
     def socket(self) -> socket.socket:
@@ -118,7 +116,7 @@ class Network:
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """The calling thread alone is there meanwhile."""
+        """Within it, the calling thread alone is there."""
         own = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             _enter(self._space)

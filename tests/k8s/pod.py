@@ -1,4 +1,4 @@
-"""A pod: a container in namespaces of its own, made of what the manifest says and nothing else."""
+"""A pod: a container in namespaces of its own, made from its manifest alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Pod:
         return f"<{self.name} {self.address} {'gone' if self.code is not None else 'here'}: {self.code}>"
 
     def signal(self, number: int) -> None:
-        """To its process 1; who has ended meanwhile hears nothing."""
+        """Send a signal to process 1, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
@@ -72,7 +72,7 @@ class Pod:
         (self.folder / "hosts").write_text("\n".join([*self.own_names, *known]) + "\n")
 
     def workers(self) -> list[int]:
-        """The training processes inside, as this machine numbers them."""
+        """Return the training processes inside, by this machine's pids."""
         space = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = []
         for folder in Path("/proc").iterdir():
@@ -89,7 +89,7 @@ class Pod:
         return (self.folder / "termination-log").read_text()
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """What it logged under this name."""
+        """Return the events of this name that it logged."""
         found = [json.loads(line) for line in self.lines if line.startswith("{")]
         return [event for event in found if event.get("event") == name]
 
@@ -103,7 +103,7 @@ def start(
     places: Places,
     claims: Mapping[str, Path],
 ) -> Pod:
-    """Have its process 1 run. ``claims``: the volumes that outlive it."""
+    """Start process 1. ``claims``: the volumes that outlive the pod."""
     address = network.next_address()
     folder = places.folder / name
     (folder / "root").mkdir(parents=True)
@@ -172,7 +172,7 @@ def start(
 
 
 def setpriv(spec: Object) -> list[str]:
-    """As whom, and with what rights, the security context says: none."""
+    """Return the words that give a command the user and the rights of the security context."""
     own = spec["securityContext"]
     return [
         *(
@@ -186,7 +186,7 @@ def setpriv(spec: Object) -> list[str]:
 
 
 def reachable() -> list[str]:
-    """Where the programs are that the image would bring."""
+    """Return the folders of the programs that the image would bring."""
     paths = {str(ROOT), sys.prefix, sys.base_prefix, *sys.path, os.path.realpath(sys.executable)}
     return sorted(path for path in paths if path and os.path.exists(path))
 
@@ -205,12 +205,12 @@ def _secret(folder: Path, files: Path, secret: Object, owner: int) -> Path:
 
 
 def exit_code(status: int) -> int:
-    """As the container's runtime tells it."""
+    """Return the exit code as the container's runtime reports it."""
     return 128 - status if status < 0 else status
 
 
 def trained(line: str) -> int | None:
-    """The step that a worker said to have taken, or to go on after."""
+    """Return the step that a worker reported as made or resumed."""
     found = re.match(r"(?:\[\w+\]:)?(?:step +(\d+) |resumed after step (\d+) )", line)
     return int(found[1] or found[2]) if found else None
 

@@ -1,4 +1,4 @@
-"""The chart makes the objects that kustomize makes, of which the other tests of this folder say the rest."""
+"""The chart makes the same objects as kustomize. The other tests of this folder check those."""
 
 from __future__ import annotations
 

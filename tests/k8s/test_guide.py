@@ -1,4 +1,4 @@
-"""k8s/README.md says what is so: its commands, names, flags and files."""
+"""k8s/README.md is true: its commands, names, flags and files exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPONENTS = sorted(folder.name for folder in (K8S / "components").iterdir())
 
 
 def commands() -> list[list[str]]:
-    """Of the sh blocks, word by word, without comments."""
+    """Return the commands of the sh blocks, word by word, without comments."""
     blocks = re.findall(r"^ *```sh\n(.*?)^ *```", GUIDE, re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [words for line in lines if (words := shlex.split(line, comments=True))]

@@ -1,4 +1,4 @@
-"""What the manifests say to each other, to Kubernetes' strictest rules, and to the real command lines."""
+"""The manifests agree with each other, with Kubernetes' strictest rules, and with the real command lines."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def test_the_disruption_budget_is_as_many_pods_as_min_takes(name: str, tmp_path:
 
 
 def jobs(name: str) -> list[Object]:
-    """The specs of the Jobs, wherever they are."""
+    """Return the specs of all Jobs."""
     found = [j["spec"] for j in of_kind(overlay(name), "Job")]
     for runtime in of_kind(overlay(name), "TrainingRuntime"):
         found += [r["template"]["spec"] for r in runtime["spec"]["template"]["spec"]["replicatedJobs"]]

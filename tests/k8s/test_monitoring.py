@@ -1,4 +1,4 @@
-"""What the Prometheus operator and Grafana get in a cluster is what ``deploy/`` has, to the letter."""
+"""In a cluster, the Prometheus operator and Grafana get exactly the files of ``deploy/``."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def built(tmp_path: Path, base: str, *components: str) -> tuple[Object, ...]:
 
 
 def monitor_of(objects: tuple[Object, ...]) -> tuple[Pods, Object]:
-    """The pods that train, and the only PodMonitor that watches them."""
+    """Return the pods that train, and the only PodMonitor that watches them."""
     (trains,) = [p for p in pods(objects) if p.trains]
     (monitor,) = [m for m in of_kind(objects, "PodMonitor") if matches(m["spec"]["selector"], trains.labels)]
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]

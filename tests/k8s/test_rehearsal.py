@@ -63,11 +63,11 @@ class Rehearsal:
 
     @property
     def step(self) -> int:
-        """The newest that any worker told of."""
+        """Return the newest step that any worker reported."""
         return max((s for line in self.cluster.lines("train") if (s := trained(line)) is not None), default=0)
 
     def world(self, among: list[Pod]) -> tuple[int, int]:
-        """Round and size of the world that these pods last started workers for."""
+        """Return round and size of the world that these pods last started workers for."""
         told = [e for one in among for e in one.events("workers.started")]
         return max(((e["round"], e["world_size"]) for e in told), default=(0, 0))
 
@@ -76,7 +76,7 @@ class Rehearsal:
         return self.world(self.cluster.all)[0]
 
     def trains_with(self, size: int, among: list[Pod] | None = None, *, after: int = 0) -> None:
-        """A world of this size, of a round after that one, takes steps."""
+        """Wait for a world of this size, in a later round, that makes steps."""
         cluster = self.cluster
 
         def formed() -> bool:
@@ -87,7 +87,7 @@ class Rehearsal:
         self.goes_on(among)
 
     def goes_on(self, among: list[Pod] | None = None) -> None:
-        """Steps are taken from here on, by workers of these pods if any are named."""
+        """Wait for further steps, by workers of these pods if any are named."""
 
         def steps() -> list[int]:
             lines = [line for one in among for line in one.lines] if among else self.cluster.lines("train")
@@ -104,13 +104,14 @@ class Rehearsal:
         return one.code
 
     def not_interrupted(self, round: int) -> None:
-        """The world is still that of this round."""
+        """Check that the world is still that of this round."""
         why = ("round.closing", "lease.lost", "etcd.away", "etcd.back", "etcd.complaint", "leader.elected")
         told = [(str(one), e) for one in self.cluster.of("train") for what in why for e in one.events(what)]
         assert self.round == round, "\n".join(map(str, told))
 
     def never_went_back(self, by: int = 0) -> None:
-        """No world began before what the one before it had done, but for so many steps."""
+        """Check that each world resumed from the last step of the worlds before it, or from ``by`` steps
+        before."""
         done = 0
         for line in self.cluster.lines("train"):
             if line.startswith("resumed after step "):
@@ -119,7 +120,7 @@ class Rehearsal:
 
 
 def certificates(folder: Path, members: list[str]) -> dict[str, Path]:
-    """The Secrets, as a folder each, made as k8s/README.md says."""
+    """Make the Secrets as k8s/README.md says, each as a folder."""
     secrets = {}
     for words in commands():
         if words[0] == "deploy/certs.sh":
@@ -151,7 +152,7 @@ def of() -> str:
 
 @pytest.fixture
 def volumes() -> list[Any]:
-    """What stands in the place of the manifests' own."""
+    """Return what stands in for the volumes of the manifests."""
     return []
 
 

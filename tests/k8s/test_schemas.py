@@ -1,4 +1,4 @@
-"""Every object is what the API servers of three Kubernetes versions, and the makers of its kind, take."""
+"""Three Kubernetes versions accept every object, and so does the schema of each custom kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_custom(o: Object) -> bool:
 
 
 def objects(*, custom: bool) -> list[Object]:
-    """Those of the base and all overlays, each once: most are in several."""
+    """Return the objects of the base and of all overlays, each once."""
     found = {json.dumps(o, sort_keys=True): o for name in ["base", *OVERLAYS] for o in overlay(name)}
     return [o for o in found.values() if is_custom(o) == custom]
 

@@ -41,7 +41,7 @@ def wait_until_gone(pids: Iterable[int]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether it is there and not a zombie."""
+    """Whether the process is there and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -75,7 +75,7 @@ class Agent:
         return self.process.pid
 
     def hear(self, what: str, count: int = 1) -> list[dict[str, Any]]:
-        """Read on until the agent has said this so often."""
+        """Read on until the agent has printed this so often."""
         while len(said := [line for line in self.heard if line["say"] == what]) < count:
             self._read_line()
         return said

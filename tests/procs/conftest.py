@@ -1,4 +1,4 @@
-"""Workers to try things on: real ones, run in this process's own ``LocalProcs``."""
+"""Real workers for tests, run in this process's own ``LocalProcs``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.procs.agents import PATIENCE_S, wait_until
 
 
 class Recorded:
-    """A console that remembers; ``terminal`` says whether it passes for one."""
+    """A console that keeps what is written. ``terminal``: whether it counts as a terminal."""
 
     def __init__(self, *, terminal: bool = False) -> None:
         self.written = {1: b"", 2: b""}
@@ -139,7 +139,7 @@ class Bench:
         return self.wait(workers)
 
     def stopped(self, program: str, *said: bytes) -> Exit:
-        """Have one worker run this Python program, and stop it once it has said all that."""
+        """Have one worker run this Python program, and stop it once it has printed all these lines."""
         procs = self.procs([sys.executable, "-c", program])
         self.start(procs)
         for words in said:
@@ -169,7 +169,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 def wait_until_ready(procs: LocalProcs) -> None:
-    """Wait until workers are forked from now on, the next one ahead."""
+    """Wait until workers can be forked, and the next one is forked in advance."""
     preload = procs._preload
     assert preload is not None
     wait_until(lambda: preload.ready and named(procs._warden, "elasticd-embryo"), "the zygote comes up")

@@ -1,4 +1,4 @@
-"""Workers forked from a zygote, next to the same ones started afresh."""
+"""Compares workers that are forked from a zygote with the same workers started afresh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ran:
 def both(
     bench: Bench, argv: list[str], workers: int = 1, *, more: Mapping[str, str] = {}, **how: Any
 ) -> tuple[Ran, Ran]:
-    """Run it afresh, which tells what it imports, and then forked."""
+    """Run the program afresh, which tells the zygote its imports, and then forked."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     procs = bench.procs(
         [sys.executable, "-u", *argv], zygote=True, base_env={**env, "WORD": "given", **more}, **how

@@ -1,4 +1,4 @@
-"""When agent and warden are killed at one stroke, the next agent tidies up."""
+"""When agent and warden are killed together, the next agent cleans up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python that crashes when a finished worker takes it down is no failure of the script; all else is."""
+"""A crash of Python after a script has finished is no failure of the script; every other crash is."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_so_has_one_that_was_forked(bench: Bench) -> None:
     ],
 )  # fmt: skip
 def test_a_script_that_may_have_failed_has_crashed(bench: Bench, how: str) -> None:
-    """Of one that asked for a status nobody knows which it was."""
+    """Of a script that asked for an exit status, nobody knows which status it was."""
     assert run(bench, CRASH, how, "SIGABRT") == (-signal.SIGABRT, [])
 
 

@@ -1,4 +1,4 @@
-"""A worker's end is reported when its exit begins, and that it is gone later."""
+"""A worker's end is reported when its exit begins; that it is gone is reported later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXIT = {"x86_64": 60, "aarch64": 93}  # the system call that ends one thread
 
 
 class Watched:
-    """Processes with a page, that are reaped by nobody, and what is noticed of them."""
+    """Processes with a page that nobody reaps, and the notices about them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

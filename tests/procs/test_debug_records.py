@@ -1,4 +1,4 @@
-"""Workers that make a mistake, and what their records say of it."""
+"""Workers that make a mistake, and what their records show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of a worker, held to torchrun's contract."""
+"""The environment of a worker keeps torchrun's contract."""
 
 from __future__ import annotations
 

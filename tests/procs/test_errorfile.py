@@ -1,4 +1,5 @@
-"""Why a worker failed is read with distrust, from its error file and from the end of what it printed."""
+"""The reason of a worker's failure is read from its error file and from the end of its output; neither is
+trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page that unmodified workers write their steps into, and how little they notice of it."""
+"""The page into which unmodified workers write their steps, and how little the script notices of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that keep their process from round to round, and whoever else calls their agent."""
+"""Workers that keep their process from round to round, and other processes that call their agent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LONG_S = 3600.0
 
 
 class Party:
-    """Workers that behave as they are told to, and all that is heard of them."""
+    """Workers that behave as ordered, and all messages from them."""
 
     def __init__(self, bench: Bench, command: list[str], **how: Any) -> None:
         self._told = threading.Condition()
@@ -358,7 +358,7 @@ def listener() -> Iterator[LinkListener]:
 
 
 class _Ear:
-    """What is heard on a line."""
+    """Collects what comes on a connection."""
 
     def __init__(self, listener: LinkListener) -> None:
         self.messages: list[WorkerToAgent] = []

@@ -1,4 +1,4 @@
-"""Where workers' output goes: the layout of torchrun, and lines that stay whole."""
+"""Where workers' output goes: into torchrun's layout, and in whole lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stacks of a worker, which answers whatever it does, and notices nothing of it."""
+"""A worker shows its stacks whatever it does, and its script does not notice."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _started(bench: Bench, tmp_path: Path, how: str) -> Watched:
 
 
 def _wait_until(worker: Watched, state: ProcessState) -> None:
-    """The kernel tells it to nobody but the parent."""
+    """Poll for the condition: the kernel tells only the parent."""
     while (now := vitals(worker.pid).state) is not state:
         assert now is not ProcessState.GONE
         time.sleep(0.01)

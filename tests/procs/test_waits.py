@@ -1,4 +1,4 @@
-"""How long a worker waits for others, measured in processes of their own: nothing is left patched here."""
+"""How long a worker waits for others, measured in separate processes, so that nothing stays patched here."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ print(json.dumps(seen))
 
 
 def _run(program: str, folder: Path) -> str:
-    """Run it in a process that has imported torch. Return what it prints."""
+    """Run the program in a process that has imported torch. Return its output."""
     argv = ["-c", program, BOOT_DIR, str(folder)]
     done = forkserver.run(argv, env=os.environ, cwd=folder, timeout_s=120, entry=forkserver.PROGRAM)
     assert done.returncode == 0, done.stderr

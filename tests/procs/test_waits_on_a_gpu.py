@@ -1,5 +1,5 @@
-"""How long a GPU waits for others at the end of a real backward pass of DistributedDataParallel; the GPU's
-clock alone is played. On a real one: tests/gpu."""
+"""How long a GPU waits for other ranks at the end of a real backward pass of DistributedDataParallel, with
+a simulated GPU clock. tests/gpu uses a real one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def told(self) -> tuple[int, int]:
-        """How often it waited and for how many ms, by what is known now."""
+        """Return how often the GPU waited and for how many ms, as known so far."""
         self.waits.catch_up()
         return self.waits.count, self.waits.total_ns // 1_000_000
 

@@ -1,4 +1,4 @@
-"""What a worker is given, and what is said about how it ended."""
+"""What a worker is given, and what is reported about its end."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_reify_may_add_to_the_environment(bench: Bench) -> None:
 
 
 def test_one_that_ended_to_go_back_did_so_though_it_was_killed_on_its_way(bench: Bench) -> None:
-    """Python takes a second to end on a busy machine, and survivors do not wait for it."""
+    """On a busy machine Python takes a second to end, and survivors do not wait for that."""
     program = f"""
 import os, signal, struct
 with open(os.environ["ELASTICD_PAGE"], "r+b") as page:

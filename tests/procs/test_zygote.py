@@ -1,4 +1,4 @@
-"""When workers are forked, when they are not, and what becomes of them if the zygote fails."""
+"""When workers are forked, when they are not, and what happens to them if the zygote fails."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_what_only_a_later_worker_imports_is_imported_before_the_next(bench: Ben
 
 @pytest.fixture
 def importing(bench: Bench, tmp_path: Path) -> tuple[LocalProcs, Path]:
-    """Workers whose zygote imports until somebody writes to that file."""
+    """Workers whose zygote is stuck in an import until the test writes to that file."""
     site = tmp_path / "site-packages"
     site.mkdir()
     until = tmp_path / "until"

@@ -1,7 +1,5 @@
-"""What it costs to import ahead what people train with, and that it comes to an end.
-
-Of the libraries named here those are tried that are installed.
-"""
+"""What it costs to import popular libraries ahead, and that the import ends. Only installed libraries are
+tried."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process, of its children that have ended, and of those that live."""
+    """Return the CPU time of a process, of its children that have ended, and of those that live."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) * TICK_S + sum(map(cpu_s, children(pid)))
 

@@ -1,4 +1,4 @@
-"""A forked worker next to one started afresh, point by point: a script cannot tell which it is."""
+"""A forked worker is compared with one started afresh, point by point: a script cannot tell which it is."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _ours(seen: dict[str, Any], python: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seen(out: bytes) -> Any:
-    """Without what no two processes have in common."""
+    """Return what the script sees, without what differs between any two processes."""
     return json.loads(re.sub(rb"0x[0-9a-f]+|(?<=process)\d+", b"", out))
 
 
@@ -164,7 +164,8 @@ main()
 def test_forked_workers_share_a_seed_of_hashes_which_pythonhashseed_gives(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """It cannot be changed in a process that runs. Ranks that walk through a set in one order do no harm."""
+    """The seed of a running process cannot be changed. It does no harm that ranks iterate over a set in
+    one order."""
     (tmp_path / "job.py").write_text(
         f"import sys; sys.path.insert(0, {str(PROGRAMS / 'dumped')!r})\n"
         "from steps import step_once\nstep_once()\nprint(hash('a word'))\n"

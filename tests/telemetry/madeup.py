@@ -1,4 +1,4 @@
-"""A job that is made up, for the tests of the views that show its status."""
+"""A made-up job, for the tests of the views that show its status."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def agent(**more: Any) -> AgentStatus:
 
 
 def job(*nodes: NodeStatus, **more: Any) -> JobStatus:
-    """A job of two workers that trains on node a, as the agent of that node tells."""
+    """Return the status of a job of two workers that trains on node a, as that node's agent knows it."""
     made = JobStatus(
         job="train",
         at=AT + 100,

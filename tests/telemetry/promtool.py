@@ -1,4 +1,4 @@
-"""Prometheus's own judge of what it scrapes, where it is installed."""
+"""Prometheus's own checker of metrics, where it is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PROMTOOL = shutil.which("promtool")
 
 
 def lint(body: bytes) -> str:
-    """What promtool says of metrics in Prometheus's text format; empty for nothing."""
+    """Return what promtool says of metrics in Prometheus's text format; empty if it has no complaint."""
     assert PROMTOOL is not None
     done = subprocess.run([PROMTOOL, "check", "metrics"], input=body, capture_output=True, timeout=30)
     return (done.stdout + done.stderr).decode()

@@ -33,13 +33,13 @@ BOTH = pytest.mark.parametrize(
 def families_of(
     metrics: Metrics, accept: str, parse: Parse, run: str = "r", node: str = "n"
 ) -> dict[str, Family]:
-    """What Prometheus reads of elasticd's own, by name."""
+    """Return elasticd's own metrics as Prometheus reads them, by name."""
     body, _ = expose(metrics.copy(), run, node, accept)
     return {family.name: family for family in parse(body.decode()) if family.name.startswith("elasticd_")}
 
 
 def everything(slots: int = 2) -> Metrics:
-    """A value for each metric there is, with all its labels."""
+    """Return a value for each metric of the catalogue, with all its labels."""
     metrics = Metrics()
     for metric in METRICS:
         for slot in range(slots) if "slot" in metric.labels else [None]:

@@ -1,4 +1,4 @@
-"""The library that NVIDIA's driver comes with, played: no GPU is needed to be asked about one."""
+"""The state of GPUs, with a stand-in for the library of NVIDIA's driver: no GPU is needed."""
 
 from __future__ import annotations
 

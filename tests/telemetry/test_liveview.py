@@ -130,7 +130,7 @@ view = open_view()
 def in_terminal(
     code: str, tmp_path: Path, *, columns: int = 80, rows: int = 24, stdout: Path | None = None
 ) -> bytes:
-    """What a program writes to a terminal of this size."""
+    """Return what a program writes to a terminal of this size."""
     script = tmp_path / "program.py"
     script.write_text(_PRELUDE + textwrap.dedent(code))
     ours, theirs = pty.openpty()

@@ -1,4 +1,4 @@
-"""What is told of a run, from lines made by hand."""
+"""The report of a run, from made-up lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where runs are found, and what is kept of those that are gone."""
+"""Where runs are found, and what happens to the links of deleted ones."""
 
 from __future__ import annotations
 

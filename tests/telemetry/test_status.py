@@ -1,4 +1,4 @@
-"""What the status of a job is, from facts made by hand."""
+"""The status of a job, from made-up facts."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_nothing_but_a_node_is_a_job_that_starts() -> None:
 
 
 def paces(*beats: tuple[SlotProgress, float], round: int = 1, formed_at: float = 10.0) -> list[float | None]:
-    """The pace after each heartbeat that is read at a time."""
+    """Return the pace after each heartbeat that is read at a time."""
     rates = StepRates()
     return [rates.of("a", beat, round, formed_at, now) for beat, now in beats]
 

@@ -1,4 +1,4 @@
-"""What the views say of one job: the live view, ``top``, ``status`` and the status page."""
+"""What the views show of one job: the live view, ``top``, ``status`` and the status page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.telemetry.madeup import AT, agent, job, node, running
 
 
 class Read(HTMLParser):
-    """What a browser would show, and what it would fetch."""
+    """The text that a browser would show of a page, and the addresses that it would fetch."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

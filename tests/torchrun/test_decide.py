@@ -1,4 +1,4 @@
-"""The decisions of a rendezvous, on views written down by hand."""
+"""The decisions of a rendezvous, on made-up views."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_member_that_went_on_to_another_round_never_arrives_in_this_one() -> N
 
 
 class Rehearsal:
-    """Nodes that come, go, rejoin and act on views that may be old, and one etcd that decides."""
+    """Nodes that come, leave, rejoin and act on views that may be old, and one etcd that decides."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -214,7 +214,7 @@ class Rehearsal:
         self.nodes[name] = seen(created, after=after, since=self.now)
 
     def lose(self, name: str) -> None:
-        """Its lease runs out; it starts anew under another name."""
+        """Its lease runs out; it joins again under another name."""
         self.revision += 1
         self.nodes.pop(name, None)
         self.joining.discard(name)

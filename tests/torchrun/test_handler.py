@@ -94,7 +94,7 @@ def test_a_lost_node_is_seen_by_its_lease_and_the_others_go_on(nodes: Nodes) -> 
 
 
 def lose(handler: object) -> None:
-    """As if its machine were unplugged: nothing is given back, no keep-alive is sent."""
+    """Act as if the node's machine were unplugged: nothing is released, and no keep-alive is sent."""
     handler._membership._link.close()  # type: ignore[attr-defined]
 
 

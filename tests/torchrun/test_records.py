@@ -1,4 +1,4 @@
-"""What the nodes of a rendezvous read from etcd is checked before it is believed."""
+"""What the nodes of a rendezvous read from etcd is validated before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people may write in --rdzv-conf."""
+"""The parameters that --rdzv-conf accepts."""
 
 from __future__ import annotations
 

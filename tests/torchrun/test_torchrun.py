@@ -1,4 +1,4 @@
-"""Real torchrun agents on a real etcd: what torch's own back ends get wrong, done right."""
+"""Real torchrun agents on a real etcd, in the cases that torch's own back ends get wrong."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Nodes:
         return [future.result(PATIENCE_S) for future in self.join(*handlers)]
 
     def fill(self, *handlers: EtcdV3RendezvousHandler) -> list[RendezvousInfo]:
-        """Join as agents do, again with each newcomer, until all of them are in one world."""
+        """Join as torchrun's agents do, again with each newcomer, until all of them are in one world."""
 
         def join(handler: EtcdV3RendezvousHandler) -> RendezvousInfo:
             while (info := handler.next_rendezvous()).world_size < len(handlers):
@@ -62,7 +62,7 @@ class Nodes:
 
 
 def until(holds: Callable[[], bool], handler: EtcdV3RendezvousHandler) -> None:
-    """Wait until it holds, looking again whenever the handler has seen a change in etcd."""
+    """Wait until the condition holds; check it whenever the handler has seen a change in etcd."""
     membership = handler._membership
     assert membership is not None
     with membership.changed:
@@ -70,7 +70,7 @@ def until(holds: Callable[[], bool], handler: EtcdV3RendezvousHandler) -> None:
 
 
 class Agent:
-    """One torchrun, and what it and its workers say."""
+    """One torchrun, and the output of it and its workers."""
 
     def __init__(
         self, endpoint: str, run_id: str, nnodes: str, *args: str, logs: Path, nproc: int, restarts: int
@@ -108,7 +108,7 @@ class Agent:
             return "".join(self._said)
 
     def hears(self, pattern: str, times: int = 1) -> list[re.Match[str]]:
-        """Wait until it has said this so often."""
+        """Wait until the agent has printed this so often."""
         found: list[re.Match[str]] = []
 
         def enough() -> bool:
@@ -120,11 +120,11 @@ class Agent:
         return found
 
     def joins(self, world: int, times: int = 1) -> int:
-        """Wait until a worker of its has joined a world of this size so often; its pid."""
+        """Wait until a worker of this agent has joined a world of this size so often. Return its pid."""
         return int(self.hears(rf"<joined rank=\d+ world={world} pid=(\d+)", times)[times - 1][1])
 
     def worlds(self, world: int) -> int:
-        """How often a worker of its has joined a world of this size so far."""
+        """Return how often a worker of this agent has joined a world of this size so far."""
         return self.said.count(f" world={world} pid=")
 
     def rank_in(self, world: int) -> int:
@@ -167,7 +167,7 @@ class Agents:
 
 
 def gone(pid: int) -> None:
-    """Wait until a process is no more."""
+    """Wait until a process is gone."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

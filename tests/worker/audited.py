@@ -1,4 +1,4 @@
-"""What workers have noted for an audit."""
+"""The notes that workers have written for an audit."""
 
 from __future__ import annotations
 

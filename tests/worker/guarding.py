@@ -23,7 +23,7 @@ SOFT_ADAM = partial(torch.optim.Adam, lr=0.05, eps=1e-3)  # small gradients make
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """The same in each worker, so that sums are alike in a world of any size."""
+    """Return the batch of a step, the same in each worker, so that sums are alike in a world of any size."""
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
 
 
@@ -41,7 +41,7 @@ def state_of(
 
 
 def own(state: worker.State, name: str = "model") -> list[nn.Parameter]:
-    """The parameters of a module, which need not be wrapped for that."""
+    """Return the parameters of a module, which need not be wrapped for that."""
     return list(state._contents.modules[name].parameters())
 
 
@@ -279,7 +279,7 @@ class MomentumUnfrozen(Unfrozen):
 
 
 class Stale(Unfrozen):
-    """Calls the model as it was wrapped before that."""
+    """Calls the model by its earlier wrapper."""
 
     def model(self, state: worker.State) -> Any:
         self.first = getattr(self, "first", None) or state.model
@@ -305,7 +305,7 @@ class Beginning(Script):
 
 
 class Embedded(Script):
-    """Its gradients are sparse: copies of the weights would be much larger than the gradients."""
+    """An embedding with sparse gradients: copies of the weights would be much larger than the gradients."""
 
     def make(self) -> worker.State:
         torch.manual_seed(1)
@@ -444,7 +444,7 @@ def guarded(
     kind: type[Script],
     **environment: str,
 ) -> None:
-    """A whole script of that kind."""
+    """Run a whole script of that kind."""
     journal = begin(address, folder, name)
     hear_of_leaving()
     os.environ.update(environment)
@@ -471,6 +471,6 @@ def guarded(
 
 
 def undisturbed(_address: str, folder: str, kinds: list[type[Script]]) -> None:
-    """Scripts of these kinds, one after the other, each in a world of its own."""
+    """Run scripts of these kinds, one after the other, each in a world of its own."""
     for kind in kinds:
         guarded("", folder, kind.__name__, kind=kind)

@@ -132,7 +132,7 @@ class Gate:
 
 
 class Mishap(ValueError):
-    """An error of the user's own."""
+    """An error of the user's code."""
 
 
 def fail() -> None:
@@ -245,7 +245,7 @@ def make(exact: bool = True, width: int = 64, compiled: bool = False, **more: An
 
 
 def outcome(state: worker.State) -> dict[str, Any]:
-    """Everything that training has led to."""
+    """Return all values that training has led to."""
     tensors = [*state._contents.modules["model"].state_dict().values()]
     tensors += [t for values in state.optimizer.state_dict()["state"].values() for t in values.values()]
     return {
@@ -306,7 +306,7 @@ def train(state, journal, accident, steps=STEPS, begins=lambda step: None):
 
 
 def work(address: str, folder: str, name: str, accident: Accident = NOTHING, **options: Any) -> None:
-    """A whole script. ``body``, ``steps`` and ``saver`` are options; all others go to ``make``."""
+    """Run a whole script. ``body``, ``steps`` and ``saver`` are options; all others go to ``make``."""
     journal = begin(address, folder, name, options.pop("saver", ""))
     TRIPS.get(accident.point, lambda _: None)(accident)
     steps = options.pop("steps", STEPS)
@@ -323,7 +323,7 @@ def work(address: str, folder: str, name: str, accident: Accident = NOTHING, **o
 
 
 def work_impatiently(address: str, folder: str, name: str, accident: Accident, **options: Any) -> None:
-    """A worker that soon says that it has lost the others."""
+    """Run a worker that soon says that it has lost the others."""
     run_loop.NEWS_S = run_loop.NEWS_S_MAX = 0.1
     group.FORMING_S_MAX = 0.5
     work(address, folder, name, accident, **options)
@@ -343,7 +343,7 @@ def work_patiently(address: str, folder: str, name: str) -> None:
 
 
 def work_twice(address: str, folder: str, name: str) -> None:
-    """A script in two parts, which are two jobs."""
+    """Run a script in two parts, which are two jobs."""
     work(address, folder, name, steps=2)
     work(address, folder, name, steps=2)
 

@@ -171,7 +171,7 @@ def train(
 
 
 def outcome(state: worker.State) -> dict[str, Any]:
-    """Everything that training has led to, the same on all ranks."""
+    """Return all values that training has led to, the same on all ranks."""
     model = state.model
     moments = [
         state.optimizer.state[p][slot].full_tensor().flatten().tolist()
@@ -242,7 +242,7 @@ REFUSED = {
 
 
 class Odd(torch.optim.SGD):
-    """It keeps a tensor of a shape of its own for each parameter."""
+    """An optimizer that keeps a tensor of another shape for each parameter."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:

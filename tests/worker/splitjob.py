@@ -117,7 +117,7 @@ def weights(model: nn.Module) -> dict[str, Any]:
 
 
 def undisturbed() -> dict[str, Any]:
-    """The weights after all steps, without workers."""
+    """Return the weights after all steps, without workers."""
     model = whole()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     for step in range(STEPS):

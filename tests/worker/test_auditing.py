@@ -1,4 +1,4 @@
-"""Notes for an audit are whole lines, come before what they are about, and never end a training."""
+"""Notes for an audit are whole lines, are written before what they are about, and never end a training."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_is_taken_is_noted_before_it_is_committed_and_weights_now_and_then(
 
 
 def learned(state: worker.State) -> list[torch.Tensor]:
-    """The weights, and what the optimizer has of them: its moments, and how many steps it took."""
+    """Return the weights, and the optimizer's state: its moments and its count of steps."""
     had = state.optimizer.state_dict()["state"]
     moments = [had[i][name] for i in sorted(had) for name in ("exp_avg", "exp_avg_sq", "step")]
     return [*state.model.parameters(), *moments]

@@ -1,4 +1,5 @@
-"""A state that outlives all its workers: killed at once, or sent away, with nobody left who has it."""
+"""A state that outlives all its workers: they are killed at once, or sent away, and no worker that has the
+state is left."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def assert_undisturbed(crew: Crew, folder: Path, names: range, undisturbed: dict
 
 
 def end_of(state: object, journal: Journal, accident: Accident, steps: int) -> None:
-    """Everybody dies at once, after so many steps, when what was handed over is on disk."""
+    """Have all workers die at once after so many steps, when what they handed over is on disk."""
     train(state, journal, accident, COMMITTED)
     state._committed.saves.checkpoints.wait()
     os.kill(os.getpid(), 9)
@@ -203,7 +204,7 @@ def test_a_worker_without_memory_to_save_the_state_dies_of_it_alone(crew, tmp_pa
 
 
 def train_in_two_parts(state: object, journal: Journal, accident: Accident, steps: int) -> None:
-    """Between them, all is on disk."""
+    """Train in two parts; between them, everything is on disk."""
     train(state, journal, NOTHING, accident.step)
     state._committed.saves.checkpoints.wait()
     train(state, journal, accident, steps)
@@ -219,7 +220,7 @@ def train_astray_to_the_end(state: object, journal: Journal, accident: Accident,
 def test_a_worker_that_wakes_after_it_was_replaced_can_commit_no_checkpoint(
     crew, tmp_path, saver, undisturbed
 ):
-    """Nobody could tell it, and it trains on, alone."""
+    """Nobody could tell this worker that it was replaced, and it trains on alone."""
     run = tmp_path / "run"
     asleep, held = Gate(tmp_path / "asleep"), Gate(tmp_path / "held")
     more = {"saver": saver, "checkpoints": str(run)}

@@ -1,4 +1,4 @@
-"""In consistent mode a step is the same to the last bit in a world of any size."""
+"""In consistent mode a step has the same bits in a world of any size."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def drawn() -> tuple[float, ...]:
 
 
 def trained(virtual_ranks: int, accumulate: int = 1) -> list[str]:
-    """After each step, all there is."""
+    """Return all values that a training has led to, after each step."""
     buckets.FIRST_BYTES = buckets.BUCKET_BYTES = 300
     model, optimizer = made()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -111,7 +111,8 @@ def trained(virtual_ranks: int, accumulate: int = 1) -> list[str]:
 
 
 def trained_the_obvious_way(virtual_ranks: int, accumulate: int) -> list[str]:
-    """One virtual rank after the other, each with a model of its own; then the tree, by recursion."""
+    """Train one virtual rank after the other, each with a copy of the model; then add up the tree by
+    recursion."""
     model, optimizer = made()
     trained = [p for p in model.parameters() if p.requires_grad]
     found = []
@@ -233,7 +234,7 @@ def test_steps_add_up_until_gradients_are_set_to_zero_and_parameters_may_be_froz
 
 
 def accumulated() -> list[list[list[float]]]:
-    """The gradients of a step, of it made twice, and of it with one parameter frozen."""
+    """Return the gradients of a step, of the step made twice, and of the step with one parameter frozen."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     reduction = ConsistentReduction([model], 4, SEED, lambda: [0])
@@ -257,7 +258,7 @@ def accumulated() -> list[list[list[float]]]:
 
 
 def test_who_has_no_gradient_adds_zeros_which_is_not_nothing() -> None:
-    """A worker that skipped them would keep a negative zero that others do not have."""
+    """A worker that did not add the zeros would keep a negative zero that other workers do not have."""
     bucket = Bucket([0], [torch.zeros(2)], Exchange([range(2)], 0, 2))
     bucket.add([torch.tensor([-0.0, 1.0])])
     bucket.add([None])

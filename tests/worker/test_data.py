@@ -1,4 +1,4 @@
-"""What a training is fed: each sample once, in any sequence of worlds, fetched by torch's DataLoader."""
+"""The data of a training: each sample once, in any sequence of worlds, fetched by torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Loaded = tuple[int, list[int], list[float]]  # virtual rank, samples, what chanc
 
 
 class Numbers(Dataset[tuple[int, float]]):
-    """Sample i is i, and a number that augmenting it drew."""
+    """Sample i is i, and a number that its augmentation drew."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -38,7 +38,7 @@ class Numbers(Dataset[tuple[int, float]]):
 
 
 class Flow(IterableDataset[tuple[int, float]]):
-    """A stream whose length is known only at its end, and is another in each epoch."""
+    """A stream whose length is known only at its end, and differs from epoch to epoch."""
 
     def __init__(self, length: int) -> None:
         self.length, self.epoch = length, 0
@@ -52,7 +52,7 @@ class Flow(IterableDataset[tuple[int, float]]):
 
 
 class Far(Flow):
-    """Refuses to be read from its beginning again."""
+    """A stream that refuses to be read from its beginning again."""
 
     def iter_from(self, position: int) -> Iterator[tuple[int, float]]:
         return iter([(i, 0.0) for i in range(position, self.length)])
@@ -232,7 +232,7 @@ def test_a_stream_that_is_sharded_by_rank_is_refused(tmp_path):
 
 
 def contrast(virtual_ranks: int, compares: bool = True) -> str:
-    """Each batch is compared with those of all others, or not."""
+    """Compare each batch with those of all other workers, or not."""
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4))
     data = Data(Numbers(32), global_batch=16, virtual_ranks=virtual_ranks)
     state = worker.State(model, torch.optim.SGD(model.parameters(), lr=0.1), data=data)

@@ -21,7 +21,7 @@ LAST = 4
 
 
 def normalize(address: str, folder: str, name: str, _: Any, saver: str, dies: bool) -> None:
-    """Each rank has samples of its own, so that its running statistics are its own, too."""
+    """Each rank has its own samples, so its running statistics are its own too."""
     journal = begin(address, folder, name, saver)
     torch.manual_seed(3)
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 256), nn.Linear(256, 8), nn.BatchNorm1d(8))

@@ -1,4 +1,4 @@
-"""Epochs with what comes after their steps: an evaluation, a scheduler, early stopping."""
+"""Epochs with work after their steps: an evaluation, a scheduler, early stopping."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Flow(torch.utils.data.IterableDataset[Any]):
 
 
 def evaluate(model: nn.Module, accident: Accident, epoch: int) -> float:
-    """Each worker has a share of what is held out; the sum is exact in a world of any size."""
+    """Evaluate this worker's share of the held-out data; the sum is exact in a world of any size."""
     model.eval()
     losses = torch.zeros(HELD_OUT, dtype=torch.float64)
     with torch.no_grad():

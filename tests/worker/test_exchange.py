@@ -1,4 +1,4 @@
-"""Who sends the state to whom, and that it arrives as it was."""
+"""Which worker sends the state to which, and that the state arrives unchanged."""
 
 import math
 import queue

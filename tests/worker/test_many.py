@@ -1,4 +1,5 @@
-"""One of each kind of thing in a State: all of it reaches who comes after a kill, live and by checkpoint."""
+"""A State with one value of each kind: all values reach a newcomer after a kill, from a survivor and from
+a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.worker.jobs import NOTHING, Accident, Gate, reads
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The digests of all things when nothing happens."""
+    """Return the digests of all values when nothing happens."""
     return outcome_alone(many.train, tmp_path_factory.mktemp("alone"), "digests")
 
 

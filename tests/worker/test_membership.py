@@ -1,4 +1,4 @@
-"""Workers come and go on purpose, or come and die: nobody restarts, and no step is made twice."""
+"""Workers join and leave on purpose, or die: no process restarts, and no step is made twice."""
 
 import os
 import signal
@@ -207,7 +207,7 @@ def test_a_worker_that_waits_for_a_message_from_anyone_survives_who_would_have_s
 
 
 def test_a_worker_leaves_though_the_network_to_the_store_that_it_waits_on_is_cut(crew, tmp_path):
-    """Nobody hangs up on it, and nobody answers."""
+    """The connection is neither closed nor answered."""
     one, other = [crew.start(work_patiently, str(tmp_path), name) for name in "01"]
     crew.all_waiting(one, other)
     other.process.kill()

@@ -37,7 +37,7 @@ def wrapped_models(nets: dict[str, nn.Module], wrap: Wrap | None) -> WrappedMode
 
 
 def gradients(kind: dict[str, bool], wrapped: bool, accumulate: int) -> tuple[list[list[float]], int]:
-    """Of each batch; and how often gradients were sent."""
+    """Return the gradients of each batch, and how often gradients were sent."""
     torch.manual_seed(3)
     net = Net(**kind).double()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -86,7 +86,7 @@ def test_all_workers_have_the_gradient_of_the_global_batch_also_those_without_a_
 
 
 def this_world() -> World:
-    """Of the process group of ``in_world``, with its store."""
+    """Return the process group of ``in_world``, with its store, as a World."""
     env = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     world = World(Enter(1, {**env, "MASTER_ADDR": "", "MASTER_PORT": "0"}))
     world._store = dist.PrefixStore("round", c10d._get_default_store())

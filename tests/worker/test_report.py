@@ -1,4 +1,4 @@
-"""What a worker says of its training, as its agent reads it."""
+"""What a worker reports of its training, as its agent reads it."""
 
 from __future__ import annotations
 

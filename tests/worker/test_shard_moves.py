@@ -1,4 +1,5 @@
-"""Which commit is gone on from, and who sends which part of the state to whom: as a plan."""
+"""The plan after a change of world: from which commit to continue, and which rank sends which part to
+which."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def laid_out(shapes: list[tuple[int, int]], world: int) -> list[Spans]:
 
 
 def cut(size: int, part: int, parts: int) -> Spans:
-    """One of several equal parts of one parameter."""
+    """Return one of several equal parts of one parameter."""
     return (Span(size * part // parts, size * (part + 1) // parts),)
 
 

@@ -1,4 +1,4 @@
-"""Workers that train a sharded model come, go and die; the others keep their process, and lose no step."""
+"""Workers that train a sharded model join, leave and die; the others keep their process, and lose no step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def close(expected: Any, rounding: float = 1e-9) -> Any:
-    """The same, but for rounding, at any depth."""
+    """Whether the two are the same, but for rounding, at any depth."""
     if isinstance(expected, dict):
         return {name: close(value, rounding) for name, value in expected.items()}
     if isinstance(expected, list):

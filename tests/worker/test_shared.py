@@ -1,4 +1,4 @@
-"""Plain data that all workers have alike, and data of each worker's own."""
+"""Plain data that is the same in all workers, and data of each worker's own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MANY = 1 << 16  # elements of a tensor that is looked at in full
 
 
 class Meter:
-    """A thing of a script's own."""
+    """An object of the script's own, with a state."""
 
     def __init__(self) -> None:
         self.sums: list[float] = []

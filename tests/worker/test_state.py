@@ -1,4 +1,4 @@
-"""What a state keeps, and what it goes back to."""
+"""What a State keeps, and to what it goes back."""
 
 import contextlib
 import enum
@@ -347,7 +347,8 @@ def test_what_no_other_worker_could_take_is_refused_by_the_first_commit_of_it(st
 
 
 class Growing(nn.Module):
-    """With a table that is made anew where it is too short, and a cache that is there for a while."""
+    """A module with a table that is made again where it is too short, and with a cache that exists for a
+    while."""
 
     def __init__(self) -> None:
         super().__init__()

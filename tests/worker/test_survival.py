@@ -1,4 +1,4 @@
-"""Workers die at the worst instants; those that are left go on, and arrive where nobody would have died."""
+"""Workers die at the worst instants; the survivors continue, and end as if nobody had died."""
 
 from functools import partial
 from pathlib import Path
@@ -173,7 +173,8 @@ def test_a_function_that_swallows_even_the_end_of_its_world_spoils_nothing_for_o
 
 
 def test_who_is_a_commit_behind_takes_it_from_who_is_ahead(crew, tmp_path, undisturbed):
-    """Before its commit, one waits for a message of a worker that dies; the other is through with it."""
+    """Before its commit, one worker waits for a message of a worker that dies; the other one has passed
+    that point."""
     ahead, silent = Gate(tmp_path / "ahead"), Gate(tmp_path / "silent")
     accidents = [
         Accident("committed", 4, ahead.wait),

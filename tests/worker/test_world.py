@@ -52,7 +52,7 @@ def lose_a_barrier_that_names_who_is_missing() -> None:
 def in_a_group_of_two(
     act: Callable[[dist.ProcessGroupGloo], None], timeout_s: float = 0.01, *, answers: bool = False
 ) -> None:
-    """Both in this process, the other of which takes part only if it ``answers``."""
+    """Make a group of two in this process. The other member takes part only if it ``answers``."""
     store, groups = dist.HashStore(), {}
 
     def join(rank: int) -> None:
@@ -124,7 +124,7 @@ def test_what_one_worker_lacks_is_its_own_error_unless_the_world_is_over_anyway(
 def test_a_world_that_is_over_as_soon_as_all_have_come_connects_to_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They agree that all are here, and so nobody can say any more that somebody has left."""
+    """All workers have agreed that all are here, so no worker can announce any more that one has left."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.add("here", 1)
     world = a_world(server.port)
@@ -288,7 +288,7 @@ def test_a_backward_pass_ends_with_the_next_gradients_once_the_world_is_over(
 
 
 def test_a_thread_that_waited_as_the_world_ended_waits_for_nobody_else(waits_end: None) -> None:
-    """It has given two answers: that of the end, and its own."""
+    """The thread has given two answers: that of the world's end, and its own."""
     with pytest.raises(dist.DistNetworkError, match="the world ended before"):
         waits._in_another_thread(waits.end)
     assert not waits._Substitute.idle

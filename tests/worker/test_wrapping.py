@@ -1,4 +1,4 @@
-"""What is known of the sums of a step, whichever of the model's outputs its loss is made of."""
+"""Whether the sums of a step have arrived, whichever outputs of the model the loss is made of."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def group() -> Iterator[None]:
 def test_a_backward_pass_counts_once_whichever_outputs_it_begins_at(
     group: None, kind: str, shared: bool, used: tuple[int, ...]
 ) -> None:
-    """Else one rank would ask the others whether the sums have arrived, which would not ask it."""
+    """Otherwise one rank would ask the others whether the sums have arrived, and they would not answer."""
     model = DistributedDataParallel(TwoHeads(kind, shared), find_unused_parameters=not shared)
     world = World(Enter(1, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": "0"}))
     count_sums(model, world)

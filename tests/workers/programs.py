@@ -135,12 +135,12 @@ def killed(cluster: Cluster, program: Program) -> str:
 
 
 def hung(cluster: Cluster, program: Program) -> str:
-    """A worker is stopped, and has to be noticed."""
+    """Stop a worker; the agents must notice."""
     return end(program, *start(cluster, program, "stop"))
 
 
 def node_lost(cluster: Cluster, program: Program) -> str:
-    """The node of a worker is lost, with its agent."""
+    """Kill the node of a worker, with its agent."""
     first, second = agents = start(cluster, program, "wait", nodes=("a", "b"))
     until_there(cluster, str(steps_until(program, 0)), *agents)
     lost = next(a for a in agents if any(program.rank in e["ranks"] for e in a.find("workers.started")))
@@ -149,11 +149,11 @@ def node_lost(cluster: Cluster, program: Program) -> str:
 
 
 def resized(cluster: Cluster, program: Program) -> str:
-    """The world shrinks by a worker, or a unit, and grows again."""
+    """Shrink the world by a worker, or by a unit, and grow it again."""
     (agent,) = start(cluster, program, "wait", "wait", rank=0)  # which is in each world
 
     def changes() -> int:
-        """How often a change of the world was begun, or put off until the next snapshot."""
+        """Return how often a change of the world was begun, or put off until the next snapshot."""
         return len(agent.find("round.closing") + agent.find("round.awaiting_checkpoint"))
 
     for number, size in enumerate((program.workers - program.unit, program.workers)):
@@ -171,7 +171,7 @@ def resized(cluster: Cluster, program: Program) -> str:
 
 
 def let_go(cluster: Cluster, program: Program, number: int) -> None:
-    """End the fault of that number, which is a wait."""
+    """End the fault with that number, which is a wait."""
     (cluster.folder / f"go-{steps_until(program, number)}").touch()
 
 

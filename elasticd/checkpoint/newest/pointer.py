@@ -36,15 +36,10 @@ class _Record(_PointerVersion, frozen=True):
     saved: tuple[Saved, ...]
 
 
-class _Unsealed(_Record, frozen=True, forbid_unknown_fields=True):
-    """The record as the first releases wrote it, without a checksum."""
-
-
 # The decoders are made before any thread starts: msgspec crashes if two threads make the first decoder of a
 # class at the same time.
 _VERSIONS: Final = msgspec.json.Decoder(_PointerVersion)
 _RECORDS: Final = msgspec.json.Decoder(_Record)
-_UNSEALED: Final = msgspec.json.Decoder(_Unsealed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +239,9 @@ def _saved_by(raw: bytes, file: str) -> tuple[Saved, ...]:
     ValueError, with the fault, if the record is damaged."""
     sealed = _SEALED.fullmatch(raw)
     if sealed is None:
-        record: _Record = _UNSEALED.decode(raw)
-        if record.v != VERSION:
-            raise ValueError("its checksum is missing")
-    else:
-        if digest(sealed["said"]) != sealed["seal"].decode():
-            raise ValueError("its checksum is wrong")
-        if (newer := _VERSIONS.decode(raw).v) > VERSION:
-            raise BadCheckpoint(f"{file} was written by a newer elasticd (version {newer}): upgrade this one")
-        record = _RECORDS.decode(raw)
-    return record.saved
+        raise ValueError("its checksum is missing")
+    if digest(sealed["said"]) != sealed["seal"].decode():
+        raise ValueError("its checksum is wrong")
+    if (newer := _VERSIONS.decode(raw).v) > VERSION:
+        raise BadCheckpoint(f"{file} was written by a newer elasticd (version {newer}): upgrade this one")
+    return _RECORDS.decode(raw).saved

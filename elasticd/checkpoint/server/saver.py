@@ -411,8 +411,9 @@ class Saver:
         self._jobs.run(self._pipeline.askers, lambda: self._committing.committer(store).read(own=own), answer)
 
     def _tell_offers(self, client: _Client, path: str) -> None:
-        """Answer at once, or wait until the workers of a world that others have left are gone, too: while the
-        kernel takes a killed process down, its connection stays."""
+        """Tell the client which states are in memory. If some workers of a world have left, wait first until
+        the others have left as well: the connection of a killed worker stays until the kernel has taken the
+        process down."""
         self._catch_up(client)
         if self._is_ending(path):
             self._asked.append(_Asked(client, path, time.monotonic() + _ENDING_S))
@@ -423,7 +424,7 @@ class Saver:
         return any(w.store.url == path and w.lines and w.left for w in self._worlds)
 
     def _answer_asked(self) -> None:
-        """Answer those that have waited for the end of a world."""
+        """Answer the clients that have waited for the end of a world, if that world has ended."""
         for asked in self._asked[:]:
             if time.monotonic() >= asked.until or not self._is_ending(asked.path):
                 self._asked.remove(asked)

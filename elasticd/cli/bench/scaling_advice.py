@@ -14,7 +14,7 @@ ENOUGH = 0.9  # the efficiency of a script that scales well
 # If a batch of more than this many times the size is needed until communication takes no more than 1 - ENOUGH
 # of a step, the communication is at fault, not the batch.
 BATCH_FACTOR_MAX = 8.0
-FEW_BYTES = 1 << 20  # it is not the amount that makes sending so few gradients slow
+FEW_BYTES = 1 << 20  # with fewer bytes of gradients, communication is slow for another reason than the bytes
 _MEGABYTE = 1e6
 
 

@@ -119,7 +119,7 @@ def _running(argv: list[str], environ: Mapping[str, str], folder: Path) -> Itera
 
 
 class _Heard:
-    """The steps of one run, as they are heard."""
+    """Receives the steps of one run from its workers."""
 
     def __init__(self, fifo: int, world: int, asked: Measurement) -> None:
         self._fifo, self._world, self._asked = fifo, world, asked

@@ -50,7 +50,7 @@ def hold_back(do: Decisions, slots: Iterable[int], pid: int) -> None:
 
 
 def tell_of_the_held_back(do: Decisions, before: Iterable[int]) -> None:
-    """``before``: the slots that were held back before this step."""
+    """Say which starts this step holds back. ``before``: the slots that were held back before it."""
     newly = {slot: pid for slot, pid in do.state.takedown.held_back.items() if slot not in before}
     if newly:
         do.reasons.append(StartHeldBack(tuple(sorted(newly)), min(newly.values())))

@@ -21,8 +21,8 @@ FINDINGS = ("hang", "stragglers")  # keys that the leader writes besides the rou
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A judgement that found no hang. From the same facts, ``of``, it holds until ``until`` (None: without
-    limit)."""
+    """A judgement that found no hang. It holds while the facts ``of`` stay the same, until ``until`` at the
+    latest (None: without limit)."""
 
     of: tuple[object, ...] = ()
     until: float | None = None

@@ -2,6 +2,6 @@
 ask for all of it: authenticated TCP with sealed frames (``checkpoint.replication.wire``).
 
 The key ``leader`` in etcd says where the leader listens, and has the secret that each caller must prove to
-know. So whoever may read the job's keys may tell and ask. Messages are JSON of declared types, validated as
-records of etcd are.
+know. So a client that may read the job's keys may send telemetry and ask for it. Messages are JSON of
+declared types, validated as records of etcd are.
 """

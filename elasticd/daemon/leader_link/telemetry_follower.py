@@ -14,7 +14,7 @@ from elasticd.daemon.leader_link.telemetry_messages import ANSWER_MAX, Ask, Tele
 
 EVERY_S: Final = 1.0
 CONNECT_S: Final = 2.0
-SILENCE_S: Final = 5.0  # of a leader that is stopped, say: a person waits
+SILENCE_S: Final = 5.0  # the leader may be stopped, and a person waits
 
 
 @dataclass(frozen=True, slots=True)

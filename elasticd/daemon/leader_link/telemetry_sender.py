@@ -21,7 +21,7 @@ from elasticd.telemetry import log
 FIRST_S: Final = 1.0  # between two messages, before the leader has said how often it wants to hear
 KEPT_S_MAX: Final = 2.0  # a connection is not kept for longer: a leader of many nodes has few connections
 RETRY_S_MAX: Final = 30.0
-FAILURES_SAID: Final = 5  # attempts that fail in a row, in about half a minute, until a warning says so
+FAILURES_SAID: Final = 5  # failed attempts in a row until a warning: about half a minute
 
 
 class TelemetrySender:
@@ -40,7 +40,7 @@ class TelemetrySender:
         self._failures = 0  # in a row
         self._refused_by: Leadership | None = None
         self._tries = 0
-        self._hurry_at = math.inf  # as ``_due``, whatever the leader wants
+        self._hurry_at = math.inf  # by time.monotonic: send then, even if the leader wants to hear later
         self._closed = False
         self._listener: Callable[[Heard], None] = lambda heard: None
         self._thread = threading.Thread(target=self._run, name="elasticd-tell", daemon=True)

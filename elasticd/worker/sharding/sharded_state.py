@@ -70,7 +70,7 @@ class ShardedState:
         return next((its for its in self.generations if its.point == point), None)
 
     def enter(self, nodes: Sequence[str], spans: Sequence[Spans]) -> None:
-        """Begin a world. ``nodes`` and ``spans``: of each rank."""
+        """Begin a world. ``nodes``, ``spans``: the node of each rank, and its part of the model."""
         self._spans, self._groups = spans, replicas(spans)
         self._guards = guardians(nodes, self.redundancy, self._groups)
         self._kinds = ()

@@ -87,8 +87,8 @@ def newest_whole_point(sizes: Sequence[int], held: Iterable[Iterable[HeldShard]]
 
 
 def source_of(sizes: Sequence[int], held: Iterable[Iterable[HeldShard]], point: CommitPoint) -> Source:
-    """Return where the parts of a commit come from that is whole: from the workers whose own they were, from
-    replicas of lost workers' parts, or from redundant copies."""
+    """Return where the parts of a whole commit come from: from the workers that made them, from replicas of
+    lost workers' parts, or from redundant copies."""
     own = [shard for its in held for shard in its if shard.point == point and not shard.guarded]
     if all_missing(sizes, [shard.spans for shard in own]):
         return Source.COPY

@@ -127,7 +127,7 @@ def _in_another_thread(call: Callable[[], T]) -> T:
 
 
 def _open(waiting: Future[Any] | _Substitute) -> bool:
-    """Have that fail when the present world ends. Return whether the world has not ended yet."""
+    """Have ``waiting`` fail when the present world ends. Return False if the world has ended already."""
     with _Ends.news:
         if _Ends.so_far != _Ends.before:
             return False
@@ -136,7 +136,7 @@ def _open(waiting: Future[Any] | _Substitute) -> bool:
 
 
 def _close(waiting: Future[Any] | _Substitute) -> bool:
-    """Undo ``_open``. Return whether the world has not ended since."""
+    """Undo ``_open``. Return False if the world has ended since, so that ``waiting`` fails."""
     with _Ends.news:
         try:
             _Ends.open.remove(waiting)

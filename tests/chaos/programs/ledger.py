@@ -19,7 +19,8 @@ STEP_S = float(os.environ.get("CHAOS_STEP_S", "0"))
 
 @functools.cache
 def opened():
-    """Not before the first line: this may be imported in a process that workers are forked from."""
+    """Open the file at the first line: the module may be imported in a process from which workers are
+    forked."""
     node, id = os.environ.get("CHAOS_NODE", ""), uuid.uuid4().hex[:12]
     path = os.path.join(FOLDER, "ledger", f"{node}-{id}.jsonl")
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -40,7 +41,7 @@ def told_to_stop():
 
 
 def fail_if_told(rank):
-    """At most once for each order, whoever has the rank then."""
+    """Fail if the test has ordered it, once for each order, whoever has the rank then."""
     try:
         os.unlink(os.path.join(FOLDER, f"raise-{rank}"))
     except FileNotFoundError:

@@ -65,7 +65,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
 
 
 def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Every tensor in full, by a name that is the same in any world."""
+    """Return every tensor whole, under a name that is the same in any world."""
     model, optimizer = state["model"], state["optimizer"]
     found = {f"model.{k}": v for k, v in get_model_state_dict(model).items()}
     for name, its in get_optimizer_state_dict(model, optimizer)["state"].items():

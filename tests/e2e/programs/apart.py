@@ -1,4 +1,5 @@
-"""Two modules, of which one is called without State's wrapping: its workers train apart."""
+"""A training of two modules, one of which is called without State's wrapper: its weights differ from
+worker to worker."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A worker that really trains: DDP over gloo, each step a collective. Otherwise a player."""
+"""A worker that really trains: DDP over gloo, each step a collective. Otherwise it behaves as player.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains and keeps nothing: each time it starts, it begins again. ``forgetful.py STEPS``."""
+"""Trains without snapshots: each start begins anew. ``forgetful.py STEPS``."""
 
 import os
 import sys

@@ -1,7 +1,5 @@
-"""Trains on gloo, and goes wrong in another way each time it is started; the last time it ends well.
-
-The words after a hash name the lines that the evidence is to name.
-"""
+"""Trains on gloo, and hangs in another way each time it is started; the last time it ends well. The words
+after a hash name the lines that the evidence must name."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class Numbers(Dataset):
 
 
 def deadlock() -> None:
-    """Two threads, two locks, each the other's."""
+    """Two threads that wait for each other's lock."""
     first, second = threading.Lock(), threading.Lock()
     both = threading.Barrier(2)
 

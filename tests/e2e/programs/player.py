@@ -1,8 +1,5 @@
-"""A worker that does what the test tells it over a socket, and tells the test each step it makes.
-
-As a program it does without torch, so that it starts in a moment; its steps count as an optimizer's
-all the same.
-"""
+"""A worker that carries out the test's orders, which come over a socket, and tells the test each of its
+steps. As a program it runs without torch, so that it starts fast; its steps count as an optimizer's."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ if os.fork() == 0:
 
 
 class Player:
-    """``work`` is what it does in each step."""
+    """``work``: what it does in each step."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.work = work
@@ -52,7 +49,7 @@ class Player:
             self.stage.sendall(line.encode() + b"\n")
 
     def heed(self, patience_s: float | None) -> None:
-        """Obey what has come; wait for it at most so long."""
+        """Carry out the orders that have come; wait for the first at most that long."""
         if select.select([self.stage], [], [], patience_s)[0]:
             data = self.stage.recv(65536)
             if not data:
@@ -86,7 +83,8 @@ class Player:
         raise RuntimeError(text)
 
     def leave_orphan(self) -> None:
-        """A grandchild in a session of its own, its parent gone: what escapes a plain kill."""
+        """Leave a grandchild in a session of its own whose parent has ended: a kill of the process group
+        misses it."""
         said = subprocess.Popen([sys.executable, "-S", "-c", NAP], stdout=subprocess.PIPE)
         assert said.stdout is not None
         pid = int(said.stdout.readline())

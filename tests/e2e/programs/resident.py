@@ -1,8 +1,5 @@
-"""A worker that keeps its process from round to round, and tells the test every step it commits.
-
-What it learns depends on the number of the step alone, not on the world, so that all worlds together
-are one training.
-"""
+"""A worker that keeps its process from round to round, and tells the test every step that it commits. What
+it learns depends on the number of the step, not on the world, so all worlds together are one training."""
 
 import atexit
 import contextlib
@@ -68,12 +65,12 @@ class Stage:
                     atexit.register(threading.Event().wait)
 
     def await_order(self) -> None:
-        """In code of its own until it is told anything."""
+        """Wait for an order in the script's own code."""
         select.select([self.socket], [], [])
 
 
 def lose_connections() -> None:
-    """As a network does that forgets them."""
+    """Shut all connections, as a network that forgets them would."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

@@ -1,5 +1,5 @@
-"""Keeps its process: one worker dies, and a survivor never gets to its first step after that. Usage: stuck.py
-FILE, which is there once somebody has died."""
+"""Keeps its process. One worker dies, and after that a survivor never makes a first step. Usage: stuck.py
+FILE, which exists once a worker has died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes an optimizer's step in each of its lives, and fails before it has committed it."""
+"""Makes an optimizer's step in each round, and fails before the commit."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Fails the first time round, as its launcher counts."""
+"""Fails in the first round, by its launcher's count."""
 
 import os
 import sys

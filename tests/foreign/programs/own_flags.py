@@ -1,4 +1,4 @@
-"""A script with the flags its author liked; none of the launcher's business."""
+"""A script with options of its own, which the launcher must not read."""
 
 import argparse
 import json

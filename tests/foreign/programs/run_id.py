@@ -1,4 +1,4 @@
-"""Says what run it is of, and fails the first time round."""
+"""Prints the id of its run, and fails in the first round."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A worker that does as the environment variable BEHAVE says: train until told otherwise, or end."""
+"""A worker that does what the environment variable BEHAVE says: it trains until told otherwise, or ends."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A worker under torchrun: says which world it is in, and trains until the file is there."""
+"""A worker under torchrun: prints its world, and trains until a file exists."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""Ends in the way its first argument says; then Python crashes as it is taken down, by the second."""
+"""Ends in the way that its first argument names; then Python crashes in its finalisation, in the way of
+the second."""
 
 import atexit
 import os
@@ -9,7 +10,7 @@ from steps import step_once
 
 
 class Crash:
-    """While modules are cleared, after all that the script can have asked for."""
+    """Crashes while Python clears modules, after all exit functions of the script."""
 
     def __init__(self):
         self.kill, self.getpid, self.number = os.kill, os.getpid, getattr(signal, sys.argv[2])

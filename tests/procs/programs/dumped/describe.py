@@ -1,4 +1,4 @@
-"""Says, as JSON, all that a script can see of the process it runs in, whatever differs by nature aside."""
+"""Prints, as JSON, everything that a script can see of its process, without what always differs."""
 
 import atexit
 import ctypes

@@ -1,4 +1,4 @@
-"""Ends in the way its argument says, after the usual things to be cleaned up."""
+"""Ends in the way that its argument names, with the usual things to clean up."""
 
 import atexit
 import os

@@ -1,4 +1,4 @@
-"""Loaders whose workers are started in each way, and must find what the script has."""
+"""DataLoaders whose workers are started in each way, and must find the script's classes."""
 
 import gc
 import sys

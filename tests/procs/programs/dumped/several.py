@@ -1,4 +1,4 @@
-"""Children of all kinds, which must find the classes of the script."""
+"""Child processes of all kinds, which must find the script's classes."""
 
 import multiprocessing
 import os

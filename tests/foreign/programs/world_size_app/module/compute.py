@@ -3,7 +3,7 @@ import torch.distributed as dist
 
 
 def compute_world_size(config):
-    """Everybody adds one, so that the sum is how many there are."""
+    """Each rank adds one, so the sum is the number of ranks."""
     dist.init_process_group(backend=config["backend"])
     try:
         heads = torch.ones((), dtype=torch.int64)

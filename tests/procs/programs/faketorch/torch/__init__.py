@@ -1,3 +1,3 @@
-"""Stands in for torch where a test needs its optimizers' hooks, and not the second its import takes."""
+"""Stands in for torch where a test needs its optimizers' hooks, but not its slow import."""
 
 from . import distributed as distributed

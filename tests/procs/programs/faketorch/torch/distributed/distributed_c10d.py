@@ -1,4 +1,4 @@
-"""Groups that end late: a thread of torch's holds on to them for a while."""
+"""Process groups that end late: a thread of torch holds a reference for a while."""
 
 import ctypes
 import hashlib
