@@ -212,7 +212,7 @@ def consistent(worlds: str, models: str, virtual_ranks: str, turns: int, steps: 
 @main.command()
 @click.option("--program", "programs", multiple=True, help="Only these, such as ddp.")
 @click.option("--fault", "faults", multiple=True, help='Only these, such as "node lost".')
-@click.option("--torchrun", is_flag=True, help="Kill a worker under torchrun, too.")
+@click.option("--torchrun", is_flag=True, help="Beside torchrun: a worker is killed; with --costs, CPU time.")
 @click.option("--costs", is_flag=True, help="The throughput against DDP, and the time to recover, instead.")
 @click.option("--turns", default=3, help="With --costs: the cells are medians of so many.")
 def techniques(
@@ -221,7 +221,11 @@ def techniques(
     """Each program of workers/ through each fault: its quality, and the time to the next step."""
     from tests.bench import techniques as bench
 
-    lines = bench.costs(programs, turns) if costs else bench.techniques(programs, faults, torchrun=torchrun)
+    lines = (
+        bench.costs(programs, turns, torchrun=torchrun)
+        if costs
+        else bench.techniques(programs, faults, torchrun=torchrun)
+    )
     for line in lines:
         click.echo(line)
 
