@@ -29,6 +29,10 @@ from tests.workers.programs import (
 T = TypeVar("T")
 WORKERS = 2  # of the comparison with DistributedDataParallel; the programs in units have one unit then
 TORCHRUN_S = 600.0  # for a program under torchrun
+README = Path(__file__).parents[2] / "workers" / "README.md"
+# Of columns of its tables, those that this command prints.
+CPU = {"torchrun": "CPU of a step, torchrun", "`elasticd run`": "CPU of a step"}
+COSTS = {"next step after": "worker killed, until the next step", "samples/s against DDP": "against DDP"}
 
 
 def techniques(names: Sequence[str], faults: Sequence[str], *, torchrun: bool = False) -> Iterator[str]:
