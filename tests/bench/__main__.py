@@ -212,18 +212,38 @@ def consistent(worlds: str, models: str, virtual_ranks: str, turns: int, steps: 
 @main.command()
 @click.option("--program", "programs", multiple=True, help="Only these, such as ddp.")
 @click.option("--fault", "faults", multiple=True, help='Only these, such as "node lost".')
-@click.option("--torchrun", is_flag=True, help="Kill a worker under torchrun, too.")
+@click.option("--torchrun", is_flag=True, help="Beside torchrun: a worker is killed; with --costs, CPU time.")
 @click.option("--costs", is_flag=True, help="The throughput against DDP, and the time to recover, instead.")
 @click.option("--turns", default=3, help="With --costs: the cells are medians of so many.")
+@click.option("--write", is_flag=True, help="Put the cells into workers/README.md.")
 def techniques(
-    programs: tuple[str, ...], faults: tuple[str, ...], torchrun: bool, costs: bool, turns: int
+    programs: tuple[str, ...],
+    faults: tuple[str, ...],
+    torchrun: bool,
+    costs: bool,
+    turns: int,
+    write: bool,
 ) -> None:
     """Each program of workers/ through each fault: its quality, and the time to the next step."""
     from tests.bench import techniques as bench
+    from tests.bench.tables import put
 
-    lines = bench.costs(programs, turns) if costs else bench.techniques(programs, faults, torchrun=torchrun)
+    lines = (
+        bench.costs(programs, turns, torchrun=torchrun)
+        if costs
+        else bench.techniques(programs, faults, torchrun=torchrun)
+    )
+    printed = []
     for line in lines:
         click.echo(line)
+        printed.append(line)
+    if write:
+        of_faults = {fault: fault for fault in faults or bench.FAULTS}
+        tables = [bench.COSTS, *([bench.CPU] if torchrun else [])] if costs else [of_faults]
+        text = bench.README.read_text()
+        for columns in tables:
+            text = put(text, printed, columns)
+        bench.README.write_text(text)
 
 
 @main.command("slow-links")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tests.e2e.conftest import Etcd
 from tests.e2e.harness import Cluster
@@ -29,6 +29,10 @@ from tests.workers.programs import (
 T = TypeVar("T")
 WORKERS = 2  # of the comparison with DistributedDataParallel; the programs in units have one unit then
 TORCHRUN_S = 600.0  # for a program under torchrun
+README = Path(__file__).parents[2] / "workers" / "README.md"
+# Of columns of its tables, those that this command prints.
+CPU = {"torchrun": "CPU of a step, torchrun", "`elasticd run`": "CPU of a step"}
+COSTS = {"next step after": "worker killed, until the next step", "samples/s against DDP": "against DDP"}
 
 
 def techniques(names: Sequence[str], faults: Sequence[str], *, torchrun: bool = False) -> Iterator[str]:
@@ -64,15 +68,24 @@ def _met(etcd: str, program: Program, fault: str) -> str:
     return _in_cluster(etcd, meet)
 
 
-def costs(names: Sequence[str], turns: int) -> Iterator[str]:
+class Pace(NamedTuple):
+    """The samples that two workers handle in a second, and the CPU time of a worker for a step."""
+
+    samples_per_s: float
+    cpu_ms: float
+
+
+def costs(names: Sequence[str], turns: int, *, torchrun: bool = False) -> Iterator[str]:
     """Yield the rows of a table in Markdown: of each program the samples that two workers handle in a second,
-    their ratio to those of the same model with DistributedDataParallel, and the time from a worker's death to
-    the next step of a later world. Each is the median of so many turns. In a turn each program trains, and
-    then loses a worker; a program in units trains with one unit, and loses a worker of two in another run."""
+    their ratio to those of the same model with DistributedDataParallel, the CPU time of a step in a worker,
+    with ``torchrun`` also under torchrun, and the time from a worker's death to the next step of a later
+    world. Each is the median of so many turns. In a turn each program trains, and then loses a worker; a
+    program in units trains with one unit, and loses a worker of two in another run."""
     programs = [program for program in PROGRAMS if not names or program.name in names]
     beside = {program.beside for program in programs}
     paced = [program for program in PROGRAMS if program in programs or program.name in beside]
-    paces: dict[str, list[float]] = {program.name: [] for program in paced}
+    paces: dict[str, list[Pace]] = {program.name: [] for program in paced}
+    beside_cpu: dict[str, list[float]] = {program.name: [] for program in paced}
     recoveries: dict[str, list[float]] = {program.name: [] for program in paced}
     etcd = Etcd()
     try:
@@ -81,48 +94,60 @@ def costs(names: Sequence[str], turns: int) -> Iterator[str]:
                 pace, recovery_s = _pace_and_recovery(etcd.url, program)
                 paces[program.name].append(pace)
                 recoveries[program.name].append(recovery_s)
+                if torchrun and program in programs:
+                    beside_cpu[program.name].append(_cpu_ms_under_torchrun(etcd.url, program))
     finally:
         etcd.close()
-    yield "| program | samples/s | against DDP | worker killed, until the next step |"
-    yield "|---|---|---|---|"
+    titles = ["program", "samples/s", "against DDP", "worker killed, until the next step", "CPU of a step"]
+    titles += ["CPU of a step, torchrun"] if torchrun else []
+    yield f"| {' | '.join(titles)} |"
+    yield "|---" * len(titles) + "|"
     for program in programs:
-        pace = median(paces[program.name])
-        ratio = pace / median(paces[program.beside])
-        recovery = median(recoveries[program.name])
-        yield f"| {program.name}.py | {pace:,.0f} | {ratio:.2f} | {recovery:.2f} s |"
+        pace, beside_it = (_samples_per_s(paces[name]) for name in (program.name, program.beside))
+        cpu = [median(each.cpu_ms for each in paces[program.name])]
+        cpu += [median(beside_cpu[program.name])] if torchrun else []
+        cells = [f"{pace:,.0f}", f"{pace / beside_it:.2f}", f"{median(recoveries[program.name]):.2f} s"]
+        cells += [f"{ms:.1f} ms" for ms in cpu]
+        yield f"| {program.name}.py | {' | '.join(cells)} |"
 
 
-def samples_per_s(etcd: str | None, program: Program) -> tuple[float, list[str]]:
-    """Return how many samples two workers handle in a second, and the lines that the program printed."""
+def _samples_per_s(paces: Sequence[Pace]) -> float:
+    return median(pace.samples_per_s for pace in paces)
+
+
+def undisturbed(etcd: str | None, program: Program) -> tuple[Pace, list[str]]:
+    """Return the pace of two workers, and the lines that the program printed."""
     program = replace(program, workers=min(program.workers, WORKERS))
 
-    def train(cluster: Cluster) -> tuple[float, list[str]]:
+    def train(cluster: Cluster) -> tuple[Pace, list[str]]:
         (agent,) = start(cluster, program, "mark", "mark")
         end(program, agent)
-        return _pace(cluster, program), agent.out
+        return _pace(cluster.folder, program), agent.out
 
     return _in_cluster(etcd, train)
 
 
-def _pace_and_recovery(etcd: str, program: Program) -> tuple[float, float]:
-    """Return how many samples two workers handle in a second, and the seconds from a worker's death to the
-    next step of a later world."""
+def _pace_and_recovery(etcd: str, program: Program) -> tuple[Pace, float]:
+    """Return the pace of two workers, and the seconds from a worker's death to the next step of a later
+    world."""
 
-    def lose_a_worker(cluster: Cluster) -> tuple[float, float]:
+    def lose_a_worker(cluster: Cluster) -> tuple[Pace, float]:
         end(program, *start(cluster, program, "mark", "kill"))
         died, over = (cluster.folder / f"{steps_until(program, 1)}{which}" for which in ("", "-over"))
-        return _pace(cluster, program), _noted_at(over) - _noted_at(died)
+        return _pace(cluster.folder, program), _noted_at(over) - _noted_at(died)
 
     pace, recovery_s = _in_cluster(etcd, lose_a_worker)
     if program.workers > WORKERS:
-        pace, _ = samples_per_s(etcd, program)
+        pace, _ = undisturbed(etcd, program)
     return pace, recovery_s
 
 
-def _pace(cluster: Cluster, program: Program) -> float:
-    """Return the samples a second between the first two faults, of which the first only is noted."""
-    began, ended = (_noted_at(cluster.folder / str(steps_until(program, n))) for n in (0, 1))
-    return program.samples * (steps_until(program, 1) - steps_until(program, 0)) / (ended - began)
+def _pace(folder: Path, program: Program) -> Pace:
+    """Return the pace between the first two faults, of which the first only is noted."""
+    began, ended = (folder / str(steps_until(program, n)) for n in (0, 1))
+    steps = steps_until(program, 1) - steps_until(program, 0)
+    took, cpu_s = _noted_at(ended) - _noted_at(began), _cpu_s(ended) - _cpu_s(began)
+    return Pace(program.samples * steps / took, 1000 * cpu_s / steps)
 
 
 def _in_cluster(etcd: str | None, act: Callable[[Cluster], T]) -> T:
@@ -137,29 +162,41 @@ def _in_cluster(etcd: str | None, act: Callable[[Cluster], T]) -> T:
 def _killed_under_torchrun(etcd: str, program: Program) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        cluster = Cluster(folder, etcd)
-        environment = {k: v for k, v in cluster.environment().items() if not k.startswith("E2E_")}
-        cluster.close(check=False)
-        ran = subprocess.run(
-            [
-                *(
-                    str(Path(sys.executable).with_name("torchrun")),
-                    f"--log-dir={folder}/logs",
-                    "--standalone",
-                ),
-                *("--max-restarts=3", f"--nproc-per-node={program.workers}", ACCIDENT),
-                *(f"kill:{program.rank}:{program.after}", str(folder), *program.argv(folder)),
-            ],
-            env=environment | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=TORCHRUN_S,
-            check=False,
-        )
+        ran = _under_torchrun(etcd, program, folder, f"kill:{program.rank}:{program.after}")
         if ran.returncode:
             return "failed"
         took = [_seconds(folder, program.after)]
     return _cell(program.require_quality(ran.stdout.splitlines()), took)
+
+
+def _cpu_ms_under_torchrun(etcd: str, program: Program) -> float:
+    """Return the CPU time of a step in a worker of two. Raises CalledProcessError."""
+    program = replace(program, workers=min(program.workers, WORKERS))
+    marks = ",".join(f"mark:{program.rank}:{steps_until(program, n)}" for n in (0, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        _under_torchrun(etcd, program, Path(folder), marks).check_returncode()
+        return _pace(Path(folder), program).cpu_ms
+
+
+def _under_torchrun(
+    etcd: str, program: Program, folder: Path, accidents: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the program under torchrun, with these accidents, to its end."""
+    cluster = Cluster(folder, etcd)
+    environment = {k: v for k, v in cluster.environment().items() if not k.startswith("E2E_")}
+    cluster.close(check=False)
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), f"--log-dir={folder}/logs", "--standalone"]
+    return subprocess.run(
+        [
+            *(*torchrun, "--max-restarts=3", f"--nproc-per-node={program.workers}", ACCIDENT),
+            *(accidents, str(folder), *program.argv(folder)),
+        ],
+        env=environment | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TORCHRUN_S,
+        check=False,
+    )
 
 
 def _title(program: Program) -> str:
@@ -188,3 +225,8 @@ def _seconds(folder: Path, steps: int) -> str:
 def _noted_at(file: Path) -> float:
     """Return the time that an accident noted."""
     return float(file.read_text().split()[0])
+
+
+def _cpu_s(file: Path) -> float:
+    """Return the CPU time of the worker until an accident."""
+    return float(file.read_text().split()[2])

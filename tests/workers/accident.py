@@ -4,8 +4,9 @@ argv: accidents, with commas; a folder, in which they are noted; the program and
 KIND:RANK:STEPS: the worker of that rank has it after so many steps of its optimizers. The kinds are "kill",
 "stop", "wait", which lasts until the folder has a file named "go-STEPS", and "mark", which only is noted.
 
-The files: "STEPS" holds the time of the accident, and the round that it came in; "STEPS-over" the time of the
-first step in a later round. Times are of the monotonic clock, which all processes share.
+The files: "STEPS" holds the time of the accident, the round that it came in, and the CPU time of the worker;
+"STEPS-over" the time of the first step in a later round. Times are of the monotonic clock, which all
+processes share.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ def note(name: str, text: str) -> bool:
     return True
 
 
+def noted(round: str) -> str:
+    return f"{time.monotonic()} {round} {time.process_time()}"
+
+
 def after_step(*_: Any) -> None:
     number, rank = next(made), os.environ["RANK"]
     round = os.environ.get("ELASTICD_ROUND") or os.environ["TORCHELASTIC_RESTART_COUNT"]  # of torchrun
@@ -51,7 +56,7 @@ def after_step(*_: Any) -> None:
                 note(f"{steps}-over", str(time.monotonic()))
             elif kind == "wait":  # slowly, as the world is about to change
                 time.sleep(SLICE_S)
-        elif number == int(steps) and rank == whose and note(steps, f"{time.monotonic()} {round}"):
+        elif number == int(steps) and rank == whose and note(steps, noted(round)):
             if kind == "wait":
                 while not (folder / f"go-{steps}").exists():
                     time.sleep(SLICE_S)

@@ -179,3 +179,16 @@ def test_each_worker_answers_bad_input_with_one_sentence(
     assert ended.value.code == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"{program}") and sentence in said
+
+
+def test_a_unit_of_a_program_divides_that_of_elasticd_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ELASTICD_WORLD_MAX", "8")
+    monkeypatch.setenv("ELASTICD_UNIT", "1")  # so a world may have three workers
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", "--unit=2"])
+    monkeypatch.syspath_prepend(str(WORKERS))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(WORKERS / "pipeline.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert "give `elasticd run --unit 2`" in capsys.readouterr().err
