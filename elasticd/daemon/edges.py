@@ -11,7 +11,6 @@ from elasticd.core.agent_messages import StoreComplained, StoreFilled
 from elasticd.core.facts import SaverAddress
 from elasticd.daemon.config import CannotStart, CommandKind, RunConfig
 from elasticd.daemon.http_pages import Pages
-from elasticd.daemon.leader_link import telemetry_listener
 from elasticd.daemon.master_port import MasterPort
 from elasticd.daemon.node_saver import etcd_peers
 from elasticd.daemon.worker_command import worker_command
@@ -21,7 +20,7 @@ from elasticd.procs.logdest import Reify
 from elasticd.procs.output import Output
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
-from elasticd.telemetry import log
+from elasticd.telemetry import accepting, log
 from elasticd.telemetry.http import HttpServer, Site
 from elasticd.telemetry.liveview import TerminalView
 
@@ -136,7 +135,7 @@ def listen_for_replicas(config: RunConfig) -> tuple[socket.socket, SaverAddress]
 def listen_for_agents(config: RunConfig) -> socket.socket:
     """Return the socket for other agents' telemetry. Raise CannotStart if the agent cannot listen."""
     try:
-        return telemetry_listener.listen(config.address)
+        return accepting.listen(config.address)
     except OSError as error:
         raise CannotStart(f"cannot listen on {config.address}, this node's --address: {error}") from error
 

@@ -24,6 +24,21 @@ _NEEDED: Final = 16  # files, to import a server and to start an event loop
 _SCARCE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
+def listen(address: str) -> socket.socket:
+    """Return a socket at a free port of the address. Raise OSError if it cannot listen.
+
+    An address that no interface of this machine has is one of a router, which translates it: the socket then
+    listens on all interfaces.
+    """
+    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    try:
+        return socket.create_server((address, 0), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return socket.create_server(("", 0), family=family, backlog=BACKLOG)
+
+
 class Scarcity:
     """Says once that no file is free for a connection. ``server``: what the connection leads to."""
 

@@ -16,9 +16,10 @@ from typing import cast
 from elasticd.checkpoint.replication.wire import Wire
 from elasticd.core.facts import NodeTelemetry
 from elasticd.daemon.gathering import Gathering
-from elasticd.daemon.leader_link import telemetry_listener, telemetry_messages
+from elasticd.daemon.leader_link import telemetry_messages
 from elasticd.daemon.leader_link.telemetry_listener import TelemetryListener
 from elasticd.daemon.leader_link.telemetry_messages import REQUEST_MAX, Taken, Tell
+from elasticd.telemetry import accepting
 
 SECRET = "secret of the job"
 HOST = "127.0.0.1"
@@ -35,7 +36,7 @@ def hearing_s(gathering: Gathering, rounds: Iterable[Sequence[NodeTelemetry]], *
     ``rounds``: in each, all agents tell something. The first does not count: the leader gets to know the
     agents. ``kept``: agents keep their connections.
     """
-    socket = telemetry_listener.listen(HOST)
+    socket = accepting.listen(HOST)
     port = socket.getsockname()[1]
     command = [sys.executable, "-m", "tests.bench.telling", str(port), KEPT if kept else ""]
     messages, began = 0, None

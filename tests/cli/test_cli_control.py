@@ -50,13 +50,12 @@ from elasticd.core.facts import (
 )
 from elasticd.core.ports import Applied, Put
 from elasticd.daemon.gathering import Gathering
-from elasticd.daemon.leader_link import telemetry_listener
 from elasticd.daemon.leader_link.telemetry_listener import TelemetryListener
 from elasticd.etcd import registry
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.embedded import Embedded
-from elasticd.telemetry import runs
+from elasticd.telemetry import accepting, runs
 from tests.etcd.cluster import EtcdOnPorts
 
 SPEC = Spec(Limits(2, 8), Limits(2, 8), "job.py", "f")
@@ -117,7 +116,7 @@ ROUND = replace(LIVE, members=(Member("a", "a-1", (0, 1), 0),), since=time.time(
 @contextmanager
 def served(step: int) -> Iterator[Leadership]:
     """The leader's address. It answers with this step."""
-    listener = telemetry_listener.listen("127.0.0.1")
+    listener = accepting.listen("127.0.0.1")
     there = Leadership("a", "a-1", "127.0.0.1", listener.getsockname()[1], "secret")
     with TelemetryListener(listener, "secret", cast(Gathering, Leading(step))):
         yield there

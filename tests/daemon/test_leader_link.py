@@ -34,8 +34,11 @@ from elasticd.daemon.leader_link.telemetry_messages import (
     Tell,
 )
 from elasticd.daemon.leader_link.telemetry_sender import TelemetrySender
+from elasticd.daemon.node_saver import etcd_peers
+from elasticd.telemetry import accepting
 
 SECRET = "secret of the job"
+ROUTED = "203.0.113.5"  # an address of the net for documentation, which no interface has
 PATIENCE_S = 60.0
 
 
@@ -87,7 +90,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Said:
 
 
 def serve(cleanup: ExitStack, leader: Leader, secret: str = SECRET) -> Leadership:
-    listener = telemetry_listener.listen("127.0.0.1")
+    listener = accepting.listen("127.0.0.1")
     port = listener.getsockname()[1]
     cleanup.enter_context(TelemetryListener(listener, secret, cast(Gathering, leader)))
     return Leadership("a", "a#1", "127.0.0.1", port, SECRET)
@@ -312,7 +315,7 @@ def _is_closed(connection: socket.socket) -> bool:
 
 def test_who_asks_a_leader_that_is_stopped_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry_follower, "SILENCE_S", 0.05)
-    with telemetry_listener.listen("127.0.0.1") as stopped:  # the kernel takes the connection
+    with accepting.listen("127.0.0.1") as stopped:  # the kernel takes the connection
         there = Leadership("a", "a#1", "127.0.0.1", stopped.getsockname()[1], SECRET)
         with pytest.raises(PeerGone, match="no answer: timed out"):
             ask_leader(there)
@@ -337,10 +340,13 @@ def test_a_leader_that_ends_drops_its_connections_in_silence(
 
 def test_an_agent_whose_address_a_router_translates_listens_on_all_interfaces() -> None:
     with (
-        telemetry_listener.listen("203.0.113.5") as listener,  # of a net for documentation
+        accepting.listen(ROUTED) as listener,
         socket.create_connection(("127.0.0.1", listener.getsockname()[1]), PATIENCE_S),
     ):
         assert listener.getsockname()[0] == "0.0.0.0"
+    replicas, told = etcd_peers.listen("a", ROUTED)
+    with replicas, socket.create_connection(("127.0.0.1", told.port), PATIENCE_S):
+        assert told.host == ROUTED
 
 
 @pytest.mark.parametrize("host", ["a..b", f"{'a' * 64}.example.org"])

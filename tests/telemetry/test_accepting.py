@@ -19,7 +19,6 @@ import pytest
 from elasticd.checkpoint.replication.wire import Wire
 from elasticd.core.gathered import Gathered
 from elasticd.daemon.gathering import Gathering
-from elasticd.daemon.leader_link import telemetry_listener
 from elasticd.daemon.leader_link.telemetry_listener import TelemetryListener
 from elasticd.daemon.master_port import MasterPort
 from elasticd.telemetry import accepting
@@ -73,7 +72,7 @@ def connect_to_pages(cleanup: ExitStack) -> Any:
 
 
 def connect_to_leader(cleanup: ExitStack) -> Any:
-    listener = telemetry_listener.listen("127.0.0.1")
+    listener = accepting.listen("127.0.0.1")
     port = listener.getsockname()[1]
     cleanup.enter_context(TelemetryListener(listener, SECRET, cast(Gathering, Leader())))
     return lambda: Wire.connect("127.0.0.1", port, SECRET).close()

@@ -8,7 +8,6 @@ answer to one message before its next message is read, so memory is bounded, too
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import socket
@@ -44,21 +43,6 @@ STRANGERS_MAX: Final = 256
 GREET_S: Final = 5.0  # the most time for a greeting
 SENDERS_SAID_MAX: Final = 100  # senders of invalid messages that the log names
 IDLE_S: Final = 300.0  # the most time between two messages
-
-
-def listen(address: str) -> socket.socket:
-    """Return a socket at a free port of the address. Raise OSError if it cannot listen.
-
-    An address that no interface of this machine has is one of a router, which translates it: the socket then
-    listens on all interfaces.
-    """
-    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-    try:
-        return socket.create_server((address, 0), family=family, backlog=BACKLOG)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        return socket.create_server(("", 0), family=family, backlog=BACKLOG)
 
 
 class TelemetryListener:

@@ -17,6 +17,7 @@ from elasticd.core.ports import Applied, Put, Store
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.errors import StoreError
+from elasticd.telemetry import accepting
 
 if TYPE_CHECKING:
     from elasticd.daemon.driver import Driver
@@ -29,8 +30,7 @@ _LOOK_S: Final = 5.0
 def listen(node: str, address: str) -> tuple[socket.socket, SaverAddress]:
     """Return a socket at a free port of the address, and the record that other savers need to call it. Raise
     OSError if the socket cannot listen."""
-    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server((address, 0), family=family, backlog=64)
+    listener = accepting.listen(address)
     return listener, SaverAddress(node, address, listener.getsockname()[1], secrets.token_hex(16))
 
 
