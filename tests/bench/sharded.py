@@ -97,8 +97,8 @@ def _laid_out(workers: int) -> list[Spans]:
 
 
 class Way(NamedTuple):
-    """How copies are made: ``copies`` of each shard, at a commit ``every`` so many steps, and whether the next
-    steps overlap their sending."""
+    """How copies are made: ``copies`` of each shard, at a commit ``every`` so many steps. ``overlap``: they
+    are sent while the next steps run."""
 
     copies: int
     every: int
