@@ -109,7 +109,7 @@ class Way(NamedTuple):
         return f"redundancy={self.copies}, commit every {self.every}" + ", overlap" * self.overlap
 
 
-class Cost(NamedTuple):
+class StepCost(NamedTuple):
     """What a step costs: the time on rank 0, and the processor time of all workers. Seconds."""
 
     step_s: float
@@ -124,7 +124,7 @@ def redundancy(workers: int, turns: int, count: int) -> Iterator[str]:
     """
     ways = [Way(copies, every) for copies in (0, 1, 2) for every in EVERY]
     ways += [Way(copies, 1, overlap=True) for copies in (1, 2)]
-    ratios: dict[Way, list[Cost]] = {way: [] for way in ways}
+    ratios: dict[Way, list[StepCost]] = {way: [] for way in ways}
     yield f"a step of {workers} workers (one node, gloo, FSDP2; {count} steps each time)"
     for turn in range(turns):
         order = ways if turn % 2 == 0 else ways[::-1]
@@ -132,10 +132,10 @@ def redundancy(workers: int, turns: int, count: int) -> Iterator[str]:
         for pair in zip(order[::2], order[1::2], strict=True):
             costs = [cost(partial(_in_place, way=way), workers, count) for way in pair]
             after = cost(_plain, workers, count)
-            plain = Cost(*(fmean(of) for of in zip(before, after, strict=True)))
+            plain = StepCost(*(fmean(of) for of in zip(before, after, strict=True)))
             yield f"  turn {turn + 1}: {_said(plain, 'plain FSDP2 under torchrun')}"
             for way, took in zip(pair, costs, strict=True):
-                ratio = Cost(took.step_s / plain.step_s, took.cpu_s / plain.cpu_s)
+                ratio = StepCost(took.step_s / plain.step_s, took.cpu_s / plain.cpu_s)
                 ratios[way].append(ratio)
                 compared = f"{ratio.step_s:7.3f}x {ratio.cpu_s:7.3f}x"
                 yield f"  turn {turn + 1}: {_said(took, way.name)} {compared}"
@@ -150,7 +150,7 @@ def redundancy(workers: int, turns: int, count: int) -> Iterator[str]:
         )
 
 
-def _said(of: Cost, name: str) -> str:
+def _said(of: StepCost, name: str) -> str:
     return f"{name:<39} {of.step_s * 1e3:8.2f} ms {of.cpu_s * 1e3:8.2f} ms of CPU"
 
 
@@ -182,7 +182,7 @@ def _in_place(workers: int, steps: Path, log: Path, *, way: Way) -> Launched:
 
 def cost(
     launcher: Callable[[int, Path, Path], Launched], workers: int, count: int, within_s: float = 300.0
-) -> Cost:
+) -> StepCost:
     """Return what a step costs. The time is the median of blocks, each with as many commits. Raises
     NoFigure."""
     last = WARM_UP_STEPS + count
@@ -206,4 +206,4 @@ def cost(
             launched.stop()
             steps.close()
     block_s = median((b - a) / BLOCK for a, b in itertools.pairwise(times[::BLOCK]))
-    return Cost(block_s, (at_last - at_first) / (ended - begun))
+    return StepCost(block_s, (at_last - at_first) / (ended - begun))
