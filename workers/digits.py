@@ -6,8 +6,8 @@ them.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from elasticd import worker
-from gpt import positive
+from gpt import Parser, positive
 
 CLASSES = 10
+WIDTH = 128  # of the hidden layers
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
@@ -40,7 +41,7 @@ def read_digits() -> tuple[TensorDataset, TensorDataset]:
     return train, TensorDataset(images[is_held_out], labels[is_held_out])
 
 
-def network(seed: int, width: int = 128) -> nn.Sequential:
+def network(seed: int, width: int = WIDTH) -> nn.Sequential:
     """Return a network from images to the logits of the classes. The same seed gives the same weights."""
     torch.manual_seed(seed)
     return nn.Sequential(
@@ -99,9 +100,24 @@ def say(message: str) -> None:
         print(message + "\n", end="", flush=True)
 
 
-def options_parser(description: str) -> argparse.ArgumentParser:
+def largest_world(unit: int | None) -> tuple[int, int]:
+    """Return the units of the largest world that there may be, and the workers of a unit: by default those of
+    ``elasticd run --unit``. Raises ValueError if the workers may make no whole units."""
+    largest = int(os.environ.get("ELASTICD_WORLD_MAX") or worker.world_size())
+    multiple_of = int(os.environ.get("ELASTICD_UNIT") or largest)  # what each world has
+    if unit is None:
+        unit = int(os.environ.get("ELASTICD_UNIT", "1"))
+    if multiple_of % unit:
+        raise ValueError(
+            f"the workers may make no whole units of {unit}: give `elasticd run --unit {unit}`, or torchrun "
+            f"a multiple of {unit} workers"
+        )
+    return largest // unit, unit
+
+
+def options_parser(description: str) -> Parser:
     """Return a parser of the options that all programs on digits have."""
-    parser = argparse.ArgumentParser(description=description.partition("\n")[0], allow_abbrev=False)
+    parser = Parser(description)
     parser.add_argument("--lr", type=float, default=2e-3, help="the learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=positive, default=50, metavar="STEPS")

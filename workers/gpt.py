@@ -7,12 +7,15 @@ with --data.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import sysconfig
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -241,9 +244,28 @@ def positive(text: str) -> int:
     return number
 
 
-def options_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser of the options that all scripts in this folder have."""
-    parser = argparse.ArgumentParser(description=description.partition("\n")[0], allow_abbrev=False)
+class Parser(argparse.ArgumentParser):
+    """Answers bad input with one sentence and exit status 2. Each worker says the sentence: the launcher
+    stops the others once one of them has ended."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description=description.partition("\n")[0], allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    @contextlib.contextmanager
+    def checks(self) -> Iterator[None]:
+        """Answer a ValueError as bad input."""
+        try:
+            yield
+        except ValueError as error:
+            self.error(str(error))
+
+
+def options_parser(description: str) -> Parser:
+    """Return a parser of the options that all scripts on text have."""
+    parser = Parser(description)
     add = parser.add_argument
     add("--data", type=Path, help="a text file, or a folder of them (default: Python's standard library)")
     add("--steps", type=positive, default=400)
@@ -258,7 +280,7 @@ def options_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Shape]:
+def parsed(parser: Parser) -> tuple[argparse.Namespace, Shape]:
     """Return the options and the model's shape. Exits with status 2 if there is no such model."""
     options = parser.parse_args()
     if options.width % (2 * options.heads):

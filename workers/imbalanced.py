@@ -92,15 +92,16 @@ def main() -> None:
     everything, held_out = read_digits()
     train_set = imbalanced(everything)
     model = network(options.seed).to(worker.device())
-    data = worker.Data(
-        train_set,
-        weights=weights_of(train_set.tensors[1], options.class_weights),
-        global_batch=options.global_batch,
-        virtual_ranks=8,
-        seed=options.seed,
-        epochs=options.epochs,
-        consistent=True,
-    )
+    with parser.checks():
+        data = worker.Data(
+            train_set,
+            weights=weights_of(train_set.tensors[1], options.class_weights),
+            global_batch=options.global_batch,
+            virtual_ranks=8,
+            seed=options.seed,
+            epochs=options.epochs,
+            consistent=True,
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     train(worker.State(model=model, optimizer=optimizer, data=data), held_out, options)
     say(f"weights: {digest(model)}")

@@ -96,13 +96,13 @@ def main() -> None:
     layers = network(options.seed)
     if options.devices > len(layers):
         parser.error(f"--devices {options.devices}: the model has only {len(layers)} layers")
-    try:
-        model = Stages(layers, own_devices(options.devices), options.pieces)
-    except ValueError as error:
-        parser.error(str(error))
     train_set, held_out = read_digits()
+    with parser.checks():
+        model = Stages(layers, own_devices(options.devices), options.pieces)
+        data = worker.Data(
+            train_set, global_batch=options.global_batch, seed=options.seed, epochs=options.epochs
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    data = worker.Data(train_set, global_batch=options.global_batch, seed=options.seed, epochs=options.epochs)
     # No device_ids: DistributedDataParallel leaves inputs and outputs where they are.
     state = worker.State(
         model=model,

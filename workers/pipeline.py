@@ -22,7 +22,6 @@ worker with the same stage sends it. With one unit, give --checkpoints: its stag
 from __future__ import annotations
 
 import argparse
-import os
 from collections import OrderedDict
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import TensorDataset
 
-from digits import network, options_parser, quality, read_digits, say
+from digits import largest_world, network, options_parser, quality, read_digits, say
 from elasticd import worker
 from gpt import positive, share
 
@@ -77,10 +76,6 @@ def train(
     unit, number, stages = mesh["unit"], mesh.get_local_rank("unit"), mesh["unit"].size()
     units, unit_number = mesh["replicate"].size(), mesh.get_local_rank("replicate")
     images_each = options.global_batch // units // options.pieces * options.pieces
-    if not images_each:
-        raise ValueError(
-            f"a global batch of {options.global_batch} has no {options.pieces} pieces for {units} units"
-        )
     say(f"{units} units of {stages} workers, {state.step} of {options.steps} steps done")
     pipeline = Schedule1F1B(
         PipelineStage(state.model, number, stages, worker.device(), group=unit.get_group()),
@@ -116,9 +111,13 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, help="a folder (default: elasticd's --checkpoints)")
     options = parser.parse_args()
     layers = network(options.seed)
-    stages = options.unit or int(os.environ.get("ELASTICD_UNIT", "1"))
+    with parser.checks():
+        units, stages = largest_world(options.unit)
     if stages > len(layers):
         parser.error(f"a pipeline of {stages} workers: the model has only {len(layers)} layers")
+    if options.global_batch < units * options.pieces:
+        pieces = f"{options.pieces} pieces for {units} units"
+        parser.error(f"a global batch of {options.global_batch} images is too small for {pieces}")
     data, held_out = read_digits()
     optimizer = torch.optim.AdamW(layers.parameters(), lr=options.lr)
     state = worker.State(

@@ -47,8 +47,7 @@ def run(program: str, main: Callable[[], None]) -> int:
     try:
         main()
     except ValueError as error:  # a restart would fail in the same way
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)  # each worker, as the launcher stops the others
         return 2
     except RuntimeError as error:
         if not is_lost_peer(error):

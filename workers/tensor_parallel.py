@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import TensorDataset
 
-from digits import network, options_parser, quality, read_digits, say
+from digits import WIDTH, largest_world, network, options_parser, quality, read_digits, say
 from elasticd import worker
 from gpt import positive, share
 
@@ -72,8 +72,6 @@ def train(
     mesh = worker.mesh(options.unit)
     units, replica = mesh["replicate"].size(), mesh.get_local_rank("replicate")
     batch = options.global_batch
-    if batch < units:
-        raise ValueError(f"a global batch of {batch} is too small for {units} units")
     say(f"{units} units of {mesh['unit'].size()} workers, {state.step} of {options.steps} steps done")
     images, labels = (tensor.to(worker.device()) for tensor in data.tensors)
     for step in state.steps(options.steps):
@@ -100,8 +98,14 @@ def main() -> None:
     )
     parser.add_argument("--checkpoints", type=Path, help="a folder (default: elasticd's --checkpoints)")
     options = parser.parse_args()
-    data, held_out = read_digits()
     model = network(options.seed)
+    with parser.checks():
+        units, unit = largest_world(options.unit)
+    if WIDTH % unit:
+        parser.error(f"matrices of {WIDTH} columns have no equal parts for a unit of {unit} workers")
+    if options.global_batch < units:
+        parser.error(f"a global batch of {options.global_batch} is too small for {units} units")
+    data, held_out = read_digits()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     state = worker.State(
         model=model,

@@ -228,8 +228,7 @@ def main() -> int:
         require_same_text(text, device)
         status = Trainer(options, shape, text, device, local_rank).run()
     except ValueError as error:  # a restart would fail in the same way
-        if local_rank == 0:
-            print(f"train_gpt: {error}", file=sys.stderr)
+        print(f"train_gpt: {error}", file=sys.stderr)  # each worker, as the launcher stops the others
         return 2
     if status == 0:
         dist.destroy_process_group()  # else the exit might wait for lost workers

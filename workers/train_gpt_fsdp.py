@@ -152,13 +152,12 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
 @record
 def main() -> int:
     options, shape = parse_options()
-    device, local_rank = join_world()
+    device, _ = join_world()
     try:
         text = read_text(options.data)
         require_same_text(text, device)
     except ValueError as error:  # a restart would fail in the same way
-        if local_rank == 0:
-            print(f"train_gpt_fsdp: {error}", file=sys.stderr)
+        print(f"train_gpt_fsdp: {error}", file=sys.stderr)  # each worker, as the launcher stops the others
         return 2
     status = Trainer(options, shape, text, device).run()
     if status == 0:

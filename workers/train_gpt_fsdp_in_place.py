@@ -26,9 +26,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 import time
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -38,6 +36,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from elasticd import worker
 from gpt import (
     GPT,
+    Parser,
     Shape,
     Text,
     held_out_loss,
@@ -85,13 +84,12 @@ def train(state: worker.State, text: Text, shape: Shape, options: argparse.Names
     say(f"held-out loss: {loss_after:.4f} nats/byte")
 
 
-def say(line: str, to: TextIO = sys.stdout) -> None:
+def say(line: str) -> None:
     if worker.rank() == 0:
-        print(line, file=to, flush=True)
+        print(line, flush=True)
 
 
-def parse_options() -> tuple[argparse.Namespace, Shape]:
-    parser = options_parser(__doc__)
+def parse_options(parser: Parser) -> tuple[argparse.Namespace, Shape]:
     add = parser.add_argument
     redundancy = "how many other workers keep a copy of each part; replicas count"
     add("--redundancy", type=int, choices=range(9), default=1, metavar="N", help=redundancy)
@@ -102,13 +100,11 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
     return parsed(parser)
 
 
-def main() -> int:
-    options, shape = parse_options()
-    try:
+def main() -> None:
+    parser = options_parser(__doc__)
+    options, shape = parse_options(parser)
+    with parser.checks():
         text = read_text(options.data)
-    except ValueError as error:  # a restart would fail in the same way
-        say(f"train_gpt_fsdp_in_place: {error}", sys.stderr)
-        return 2
     torch.manual_seed(options.seed)
     model = GPT(shape, recompute=options.recompute).to(worker.device())
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
@@ -116,8 +112,7 @@ def main() -> int:
     shard = functools.partial(spread, bf16=bf16)
     state = worker.State(model=model, optimizer=optimizer, shard=shard, redundancy=options.redundancy)
     train(state, text, shape, options)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 import time
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -33,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from elasticd import worker
-from gpt import GPT, Shape, held_out_loss, learning_rate, options_parser, parsed, positive, read_text
+from gpt import GPT, Parser, Shape, held_out_loss, learning_rate, options_parser, parsed, positive, read_text
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -81,9 +79,9 @@ def train(state: worker.State, held_out: Tensor, shape: Shape, options: argparse
     print_once(f"held-out loss: {loss_after:.4f} nats/byte")
 
 
-def print_once(line: str, to: TextIO = sys.stdout) -> None:
+def print_once(line: str) -> None:
     if worker.rank() == 0:
-        print(line, file=to, flush=True)
+        print(line, flush=True)
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -95,8 +93,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def parse_options() -> tuple[argparse.Namespace, Shape]:
-    parser = options_parser(__doc__)
+def parse_options(parser: Parser) -> tuple[argparse.Namespace, Shape]:
     parser.add_argument(
         "--virtual-ranks",
         type=positive,
@@ -111,31 +108,28 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
     return parsed(parser)
 
 
-def main() -> int:
-    options, shape = parse_options()
-    try:
+def main() -> None:
+    parser = options_parser(__doc__)
+    options, shape = parse_options(parser)
+    with parser.checks():
         text = read_text(options.data)
-    except ValueError as error:  # a restart would fail in the same way
-        print_once(f"train_gpt_in_place: {error}", sys.stderr)
-        return 2
+        data = worker.Data(
+            Windows(text.train, options.context),
+            global_batch=options.global_batch,
+            virtual_ranks=options.virtual_ranks,
+            shuffle=True,
+            seed=options.seed,
+            epochs=None,
+            consistent=not options.ddp,
+        )
     torch.manual_seed(options.seed)
     model = GPT(shape, recompute=options.recompute).to(worker.device())
     if options.compile:
         model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    data = worker.Data(
-        Windows(text.train, options.context),
-        global_batch=options.global_batch,
-        virtual_ranks=options.virtual_ranks,
-        shuffle=True,
-        seed=options.seed,
-        epochs=None,
-        consistent=not options.ddp,
-    )
     train(worker.State(model=model, optimizer=optimizer, data=data), text.held_out, shape, options)
     print_once(f"weights and optimizer: {digest(model, optimizer)}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,7 +7,7 @@ within ``restart_window_s``. Only a failure of the user's code is charged, once 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from elasticd.core.facts import (
@@ -38,28 +38,29 @@ def first_failure(
     ``fatal``: only failures that are to end the job. ``raised``: only failures of workers that raised an
     exception of their own.
     """
-    failures = (
-        Failure(report.node, exit)
-        for report in _of_members(round, reports)
-        for exit in report.exits
-        if exit.failed and (exit.raised or not raised) and (exit.fatal is not None or not fatal)
-    )
-    return min(failures, key=lambda one: (one.exit.at, one.exit.rank), default=None)
+    told = _of_members(round, reports)
+    if fatal:
+        failures = [report.fatal for report in told]
+    else:
+        failures = [report.raised if raised else report.failure for report in told]
+    found = (one for one in failures if one is not None)
+    return min(found, key=lambda one: (one.exit.at, one.exit.rank), default=None)
 
 
 def nonfinite_step(round: Round, reports: Iterable[Report]) -> int | None:
     """Return the step at which a loss or gradient was not finite, if a worker ended to go back to a
     checkpoint."""
-    exits = (exit for report in _of_members(round, reports) for exit in report.exits)
-    return max((exit.astray for exit in exits if exit.astray is not None), default=None)
+    steps = (report.astray for report in _of_members(round, reports))
+    return max((step for step in steps if step is not None), default=None)
 
 
-def _of_members(round: Round, reports: Iterable[Report]) -> Iterator[Report]:
-    """Yield the reports that tell of exits of the round's workers."""
-    for report in reports:
-        told = report.exits and report.round == round.number
-        if told and round.member(report.node, report.incarnation) is not None:
-            yield report
+def _of_members(round: Round, reports: Iterable[Report]) -> list[Report]:
+    """Return the reports that tell of exits of the round's workers."""
+    number, members = round.number, round.by_node
+    told = [
+        report for report in reports if report.exits and report.round == number and report.node in members
+    ]
+    return [report for report in told if members[report.node].incarnation == report.incarnation]
 
 
 def progressed(round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:

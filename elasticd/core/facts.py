@@ -238,6 +238,19 @@ class Member:
         return self.base_rank + self.slots.index(slot)
 
 
+class Members(tuple[Member, ...]):
+    """The members of a round, in rank order. All phases of a round share one object, so what is found out
+    about all members is found out once."""
+
+    @cached_property
+    def by_node(self) -> Mapping[str, Member]:
+        return {m.node: m for m in self}
+
+    @cached_property
+    def workers(self) -> int:
+        return sum([len(m.slots) for m in self])
+
+
 class Phase(StrEnum):
     """The phase of a round: waiting* -> live -> closing -> (the next round | waiting | ended)."""
 
@@ -399,9 +412,13 @@ class Round:
     left_out: tuple[RankRange, ...] = ()
     extent: Extent | None = None
 
-    @cached_property
+    def __post_init__(self) -> None:
+        if not isinstance(self.members, Members):
+            object.__setattr__(self, "members", Members(self.members))
+
+    @property
     def world_size(self) -> int:
-        return self.extent.workers if self.extent is not None else sum(len(m.slots) for m in self.members)
+        return self.extent.workers if self.extent is not None else self._indexed.workers
 
     @property
     def nodes(self) -> int:
@@ -415,10 +432,15 @@ class Round:
             return self.extent.leaving
         return sum(len(self.by_node[node].slots) for node in self.leaving if node in self.by_node)
 
-    @cached_property
+    @property
     def by_node(self) -> Mapping[str, Member]:
         """The known members by the name of their node."""
-        return {m.node: m for m in self.members}
+        return self._indexed.by_node
+
+    @property
+    def _indexed(self) -> Members:
+        assert isinstance(self.members, Members)
+        return self.members
 
     @property
     def next_cause(self) -> Cause:
@@ -442,7 +464,7 @@ class MemberPart:
     members: tuple[Member, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """An agent's latest report of its workers in a round. Key ``reports/<node>``, no lease.
 
@@ -467,6 +489,31 @@ class Report:
     def ends(self) -> int:
         """A number that grows with each worker's end in the report, and with the first steps."""
         return len(self.exits) + self.finished + (self.steps > 0)
+
+    @cached_property
+    def failure(self) -> Failure | None:
+        """The earliest failure."""
+        return self._earliest([exit for exit in self.exits if exit.failed])
+
+    @cached_property
+    def fatal(self) -> Failure | None:
+        """The earliest failure that is to end the job."""
+        return self._earliest([exit for exit in self.exits if exit.failed and exit.fatal is not None])
+
+    @cached_property
+    def raised(self) -> Failure | None:
+        """The earliest failure of a worker that raised an exception of its own."""
+        return self._earliest([exit for exit in self.exits if exit.failed and exit.raised])
+
+    @cached_property
+    def astray(self) -> int | None:
+        """The last step at which a loss or gradient was not finite, if a worker ended to go back to a
+        checkpoint."""
+        return max((exit.astray for exit in self.exits if exit.astray is not None), default=None)
+
+    def _earliest(self, exits: list[Exit]) -> Failure | None:
+        first = min(exits, key=lambda exit: (exit.at, exit.rank), default=None)
+        return Failure(self.node, first) if first is not None else None
 
 
 @dataclass(frozen=True, slots=True)

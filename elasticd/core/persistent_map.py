@@ -3,13 +3,14 @@ The leader keeps one record per node, and gets news of one node at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Collection, Iterator, Mapping
+from typing import TypeVar, overload
 from zlib import crc32
 
 PARTS = 128  # with 10,000 keys, a part has about 80
 
 V = TypeVar("V")
+W = TypeVar("W")
 
 
 class PersistentMap(Mapping[str, V]):
@@ -28,6 +29,13 @@ class PersistentMap(Mapping[str, V]):
 
     def __getitem__(self, key: str) -> V:
         return self._parts[_part(key)][key]
+
+    @overload
+    def get(self, key: str, /) -> V | None: ...
+    @overload
+    def get(self, key: str, /, default: V | W) -> V | W: ...
+    def get(self, key: str, /, default: V | W | None = None) -> V | W | None:
+        return self._parts[_part(key)].get(key, default)
 
     def __iter__(self) -> Iterator[str]:
         for part in self._parts:
@@ -58,6 +66,13 @@ class PersistentMap(Mapping[str, V]):
             parts[n] = part
         new._parts = tuple(parts)
         new._size = self._size + sum(len(part) - len(self._parts[n]) for n, part in copies.items())
+        return new
+
+    def with_values(self, values: Mapping[str, W], keys: Collection[str]) -> PersistentMap[W]:
+        """Return a map of these keys of this map, with other values."""
+        new: PersistentMap[W] = PersistentMap()
+        new._parts = tuple([{key: values[key] for key in part if key in keys} for part in self._parts])
+        new._size = len(keys)
         return new
 
     def differing(self, other: PersistentMap[V]) -> Iterator[str]:

@@ -37,25 +37,39 @@ PART_SIZES: Final = PartSizes()
 
 def split(round: Round, sizes: PartSizes) -> tuple[Round, tuple[Put, ...]]:
     """Return the record of a round whose members are all known, and its parts. A small round has none."""
-    if len(round.members) <= sizes.members:
-        return replace(round, extent=None), ()
-    count = -(-len(round.members) // sizes.members)
-    parts: list[list[Member]] = [[] for _ in range(count)]
-    for member in round.members:
-        parts[part_of(member.node, count)].append(member)
+    record = record_of(round, sizes)
+    return record, parts_of(round, record)
+
+
+def record_of(round: Round, sizes: PartSizes) -> Round:
+    """Return the record of a round whose members are all known."""
     whole = replace(round, extent=None)
-    extent = Extent(whole.world_size, whole.nodes, whole.leaving_workers, count, _digest(round.members))
-    record = replace(round, members=(), extent=extent)
-    puts = (Put(part_key(record, n), MemberPart(tuple(part))) for n, part in enumerate(parts))
-    return record, tuple(puts)
+    if len(round.members) <= sizes.members:
+        return whole
+    count, leaving = -(-len(round.members) // sizes.members), whole.leaving_workers
+    if (
+        round.extent is not None
+    ):  # the round was read from its parts, and its members are as they were written
+        extent = replace(round.extent, leaving=leaving, parts=count)
+    else:
+        extent = Extent(whole.world_size, whole.nodes, leaving, count, _digest(round.members))
+    return replace(round, members=(), extent=extent)
+
+
+def parts_of(round: Round, record: Round) -> tuple[Put, ...]:
+    """Return the parts that belong to the record of the round."""
+    if record.extent is None:
+        return ()
+    parts: list[list[Member]] = [[] for _ in range(record.extent.parts)]
+    for member in round.members:
+        parts[part_of(member.node, len(parts))].append(member)
+    return tuple(Put(part_key(record, n), MemberPart(tuple(part))) for n, part in enumerate(parts))
 
 
 def without_parts(round: Round, sizes: PartSizes) -> Round:
     """Return the record of a round whose parts are deleted. Only a small round keeps its members."""
-    record, parts = split(round, sizes)
-    if record.extent is None or not parts:
-        return record
-    return replace(record, extent=replace(record.extent, parts=0))
+    record = record_of(round, sizes)
+    return record if record.extent is None else replace(record, extent=replace(record.extent, parts=0))
 
 
 def has_parts(round: Round | None) -> bool:
@@ -105,7 +119,7 @@ def fits(round: Round) -> bool:
 
 
 def _digest(members: Sequence[Member]) -> str:
-    digest = blake2b(digest_size=8)
-    for m in members:
-        digest.update(repr((m.node, m.incarnation, m.slots, m.base_rank)).encode(errors="surrogatepass"))
-    return digest.hexdigest()
+    """Return a digest of the members. Their ranks follow from their slots."""
+    shapes = {slots: str(slots) for slots in {m.slots for m in members}}
+    told = "\n".join([f"{m.node} {m.incarnation} {shapes[m.slots]}" for m in members])
+    return blake2b(told.encode(errors="surrogatepass"), digest_size=8).hexdigest()

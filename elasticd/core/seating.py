@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple
 
 from elasticd.core import shortage
@@ -73,6 +73,19 @@ def room(node: Node, limits: Limits, quarantines: Iterable[Quarantine], now: flo
     """Return how many workers of this candidate can be in one world. Where a unit is within a node, only
     whole units count."""
     places = min(len(usable_slots(node, quarantines, now)), node.most or len(node.slots))
+    return _in_one_world(places, limits)
+
+
+def rooms(nodes: Iterable[Node], limits: Limits) -> int:
+    """Return the sum of ``room`` of many candidates, without quarantines."""
+    sizes = Counter([(len(node.slots), node.most) for node in nodes])
+    return sum(
+        count * _in_one_world(min(size, most or size), limits) for (size, most), count in sizes.items()
+    )
+
+
+def _in_one_world(places: int, limits: Limits) -> int:
+    """Return how many of so many places of a node can be in one world."""
     return places - places % limits.unit if limits.within is UnitWithin.NODE else places
 
 
@@ -80,9 +93,12 @@ def order(nodes: Sequence[Node], last: Round | None) -> list[Node]:
     """Return the survivors of ``last`` in their old order, then the newcomers in the given order."""
     if last is None:
         return list(nodes)
-    seats = {(m.node, m.incarnation): i for i, m in enumerate(last.members)}
-    end = len(seats)
-    return sorted(nodes, key=lambda n: seats.get((n.name, n.incarnation), end))
+    there = {node.name: node for node in nodes}
+    before = [(there.get(m.node), m.incarnation) for m in last.members]
+    survivors = [node for node, life in before if node is not None and node.incarnation == life]
+    if len(survivors) == len(nodes):
+        return survivors
+    return [*survivors, *(node for node in nodes if _seat(node, last) is None)]
 
 
 def form(
@@ -94,11 +110,7 @@ def form(
 ) -> tuple[Member, ...]:
     """Return the largest world that ``limits`` allow, and that has memory for the job's sharded state. It may
     be smaller than ``limits.min``. The rest is as for ``form_in_any_memory``."""
-    members = form_in_any_memory(nodes, last, limits, quarantines, now)
-    while members and (fewer := shortage.with_room(nodes, members)) is not None:
-        # Of fewer workers, each has more of the state. So the next turn may leave out more of them.
-        nodes, members = fewer, form_in_any_memory(fewer, last, limits, quarantines, now)
-    return members
+    return _form_in_memory(nodes, last, limits, quarantines, now, newest_holders)
 
 
 def form_in_any_memory(
@@ -116,18 +128,78 @@ def form_in_any_memory(
     last round; whole units are compared by their best slots. A unit of ``last`` that is whole is not divided
     to complete another.
     """
+    return _form(nodes, last, limits, quarantines, now, newest_holders)
+
+
+_Holding = Mapping[str, tuple[int, ...]]
+
+
+def _form_in_memory(
+    nodes: Sequence[Node],
+    last: Round | None,
+    limits: Limits,
+    quarantines: Sequence[Quarantine],
+    now: float,
+    holding: Callable[[Sequence[Node]], _Holding],
+) -> tuple[Member, ...]:
+    """Return ``form``. ``holding``: tells which slots hold the newest state."""
+    members = _form(nodes, last, limits, quarantines, now, holding)
+    while members and (fewer := shortage.with_room(nodes, members)) is not None:
+        # Of fewer workers, each has more of the state. So the next turn may leave out more of them.
+        nodes, members = fewer, _form(fewer, last, limits, quarantines, now, holding)
+    return members
+
+
+def _form(
+    nodes: Sequence[Node],
+    last: Round | None,
+    limits: Limits,
+    quarantines: Sequence[Quarantine],
+    now: float,
+    holding: Callable[[Sequence[Node]], _Holding],
+) -> tuple[Member, ...]:
+    """Return ``form_in_any_memory``. ``holding``: tells which slots hold the newest state."""
     ordered = order(nodes, last)
-    holding = newest_holders(ordered)
-    quarantined = {q.node for q in quarantines}
-    offers = []
-    for node in ordered:
-        usable = usable_slots(node, quarantines, now) if node.name in quarantined else node.slots
-        offers.append(_by_merit(node, usable, holding, last))
-    if limits.unit == 1:
-        chosen = _best_slots(offers, limits)
+    out = {q.node for q in quarantines}
+    usable = [node.slots for node in ordered]
+    for number in [number for number, node in enumerate(ordered) if node.name in out] if out else ():
+        usable[number] = usable_slots(ordered[number], quarantines, now)
+    chosen: Iterable[tuple[int, Sequence[int]]]
+    if _are_all_in(ordered, usable, last, limits):
+        chosen = ((number, slots) for number, slots in enumerate(usable) if slots)
     else:
-        chosen = _best_units(offers, [_seat(node, last) for node in ordered], limits)
-    return seat((ordered[number].name, ordered[number].incarnation, slots) for number, slots in chosen)
+        chosen = _best(ordered, usable, last, limits, holding(ordered))
+    return seat(((ordered[n].name, ordered[n].incarnation, slots) for n, slots in chosen), last)
+
+
+def _are_all_in(
+    nodes: Sequence[Node], usable: Sequence[Sequence[int]], last: Round | None, limits: Limits
+) -> bool:
+    """Whether ``_best`` chooses all usable slots, in the order of the nodes: there is a place for each, and
+    no unit is divided between nodes. Of a large job this is known sooner than what is best."""
+    sizes = list(map(len, usable))
+    workers, unit = sum(sizes), limits.unit
+    spares = [node for node, size in zip(nodes, sizes, strict=True) if 0 < node.most < size]
+    if spares or limits.largest(workers) != workers:
+        return False
+    if unit == 1:
+        return True
+    begin = [member.base_rank for member in last.members] if last is not None else []
+    return not any(count % unit for count in (*sizes, *begin))
+
+
+def _best(
+    nodes: Sequence[Node],
+    usable: Sequence[tuple[int, ...]],
+    last: Round | None,
+    limits: Limits,
+    holding: _Holding,
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the number of each node in the world, and its slots."""
+    offers = [_by_merit(node, slots, holding, last) for node, slots in zip(nodes, usable, strict=True)]
+    if limits.unit == 1:
+        return _best_slots(offers, limits)
+    return _best_units(offers, [_seat(node, last) for node in nodes], limits)
 
 
 def left_out(
@@ -138,18 +210,20 @@ def left_out(
     ``nodes``: as for ``form``, with the slots in ``round``. What waiting workers hold does not count: the
     workers of ``round`` will hold a newer state.
     """
-    bare = [replace(node, age=None, holders=()) if node.age is not None else node for node in nodes]
-    return ranks_without(round.members, form(bare, round, limits, quarantines, now))
+    formed = _form_in_memory(nodes, round, limits, quarantines, now, lambda nodes: {})
+    return ranks_without(round.members, formed)
 
 
 def ranks_without(members: Iterable[Member], others: Iterable[Member]) -> tuple[RankRange, ...]:
     """Return the ranks of the members whose slots are not among the others'."""
     seats = {(other.node, other.incarnation): other.slots for other in others}
+    both = [(member, seats.get((member.node, member.incarnation), ())) for member in members]
     out = [
         rank
-        for member in members
+        for member, kept in both
+        if kept != member.slots
         for rank, slot in enumerate(member.slots, member.base_rank)
-        if slot not in seats.get((member.node, member.incarnation), ())
+        if slot not in kept
     ]
     return _ranges(out)
 
@@ -245,12 +319,20 @@ def _whole_units(places: Sequence[_Place], unit: int) -> list[list[_Place]]:
     return [list(places[i : i + unit]) for i in range(0, len(places) - len(places) % unit, unit)]
 
 
-def seat(nodes: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[Member, ...]:
-    """Return the members with consecutive ranks. ``nodes``: a node's name, its incarnation and its slots."""
+def seat(nodes: Iterable[tuple[str, str, Sequence[int]]], last: Round | None = None) -> tuple[Member, ...]:
+    """Return the members with consecutive ranks. ``nodes``: a node's name, its incarnation and its slots. Who
+    has the same seat as in ``last`` is the same object."""
     members: list[Member] = []
+    before = last.by_node if last is not None else {}
+    ascending: dict[tuple[int, ...], tuple[int, ...]] = {}  # most nodes have the same slots
     rank = 0
-    for name, incarnation, slots in nodes:
-        members.append(Member(name, incarnation, tuple(sorted(slots)), rank, len(members)))
+    for name, incarnation, given in nodes:
+        slots = ascending.get(key := tuple(given)) or ascending.setdefault(key, tuple(sorted(key)))
+        old = before.get(name)
+        seat = incarnation, slots, rank, len(members)
+        if old is None or (old.incarnation, old.slots, old.base_rank, old.place) != seat:
+            old = Member(name, *seat)
+        members.append(old)
         rank += len(slots)
     return tuple(members)
 
@@ -276,8 +358,10 @@ def _by_merit(
     parts: _Offer
     if usable == held:
         parts = (usable, (), ())
-    elif usable == seated and not held:
+    elif not held and usable == seated:
         parts = ((), usable, ())
+    elif not held and not seated:
+        parts = ((), (), usable)
     else:
         parts = (
             [slot for slot in usable if slot in held],
@@ -285,10 +369,13 @@ def _by_merit(
             [slot for slot in usable if slot not in seated and slot not in held],
         )
     places = node.most or len(usable)
-    if places < len(usable):
-        best = list(chain.from_iterable(parts))[:places]
-        parts = tuple([slot for slot in part if slot in best] for part in parts)
-    return parts
+    if places >= len(usable):
+        return parts
+    best = []
+    for part in parts:
+        best.append(part[:places])
+        places -= len(best[-1])
+    return tuple(best)
 
 
 def size(members: Iterable[Member]) -> int:

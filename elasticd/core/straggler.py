@@ -19,6 +19,9 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import compress, count
+from operator import le
 from statistics import median
 
 from elasticd.core.page_layout import PageContents
@@ -78,7 +81,7 @@ class Period:
         middle = (ordered[low], ordered[low + 1]), (ordered[high], ordered[high + 1])
         period = cls(array("d", own), middle, median(ordered), frozenset())
         least_s = calm * (middle[0][0] + middle[1][0]) / 2 * (1 - 1e-9)
-        maybe = [rank for rank, own_s in enumerate(own) if own_s >= least_s]
+        maybe = compress(count(), map(partial(le, least_s), own))
         return replace(period, behind=frozenset(rank for rank in maybe if period.ratio(rank) >= calm))
 
     def ratio(self, rank: int) -> float:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from elasticd.core import round_parts
-from elasticd.core.facts import MemberPart, Round
+from elasticd.core.facts import Member, MemberPart, Round
 from elasticd.core.ports import Changes, Entry, Listing, Seen, Store
 
 
@@ -28,6 +28,7 @@ class RoundWatch:
         self._held: Entry | None = None  # waits for its members
         self._reading = ""  # the key of the part, or the beginning of the keys
         self._parts: dict[str, MemberPart] = {}  # those that are there
+        self._members: tuple[Member, ...] = ()  # of these parts, once all are there
         self._end_reading: Callable[[], None] | None = None
         self._ended = False
         self._end_round = store.watch("round", self._round_seen)
@@ -63,7 +64,7 @@ class RoundWatch:
 
     def _read(self, key: str) -> None:
         self._stop_reading()
-        self._reading, self._parts = key, {}
+        self._reading, self._parts, self._members = key, {}, ()
         end = self._store.watch(key, partial(self._part_seen, key), prefix=self._node is None)
         self._end_reading = end
         if self._ended:
@@ -78,19 +79,23 @@ class RoundWatch:
             self._join(self._held.fact)
 
     def _join(self, round: Round) -> None:
-        """Pass the held round on, if the parts are there."""
+        """Pass the held round on, if the parts are there. Its next phase has the same members."""
         assert round.extent is not None
-        if len(self._parts) < (1 if self._node is not None else round.extent.parts):
-            return
-        self._stop_reading()
-        joined = round_parts.join(round, self._parts.values())
-        if self._held is not None and (self._node is not None or round_parts.fits(joined)):
+        if not self._members:
+            if len(self._parts) < (1 if self._node is not None else round.extent.parts):
+                return
+            self._stop_reading()
+            joined = round_parts.join(round, self._parts.values())
+            if self._node is None and not round_parts.fits(joined):
+                return
+            self._members = joined.members
+        if self._held is not None:
             held, self._held = self._held, None
-            self._seen(Changes((replace(held, fact=joined),)))
+            self._seen(Changes((replace(held, fact=replace(round, members=self._members)),)))
 
     def _forget(self) -> None:
         self._stop_reading()
-        self._held, self._reading, self._parts = None, "", {}
+        self._held, self._reading, self._parts, self._members = None, "", {}, ()
 
     def _stop_reading(self) -> None:
         """End the watch of the parts. What it has read is kept."""

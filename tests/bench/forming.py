@@ -1,9 +1,11 @@
-"""Time to form a world: light fake agents against one real etcd, beside torch's c10d rendezvous.
+"""Time to form a world, and to form the next after a failure: light fake agents against one real etcd, beside
+torch's c10d rendezvous.
 
-Ours are the real agent and leader (``elasticd.daemon.driver``) and the real etcd client; only the
-workers and the round's store are left out. Torch's are its real rendezvous handlers. Both run as
-many agents in a process, in as many processes: connections are shared within a process on our
-side, while each of torch's handlers has its own, as its API wants.
+Ours are the real agent and leader (``elasticd.daemon.driver``) and the real etcd client; only the workers, of
+which a node has eight, and the round's store are left out. Torch's are its real rendezvous handlers. Both run
+as many agents in a process, in as many processes, and each agent has connections of its own. On a cluster
+each agent has a machine of its own. So beside the time stands the CPU time of an agent, of the leader's
+thread and of etcd.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import tempfile
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO
 
 from elasticd.core.agent import AgentConfig, AgentState, Identity
@@ -35,13 +39,15 @@ from elasticd.etcd.store import EtcdLink, EtcdStore
 from tests.etcd.cluster import EtcdOnPorts
 
 PROCESSES_MAX = 8
+WORKERS = 8  # of a node
 
 
 @dataclass(slots=True)
-class _NoWorkers:
-    """Procs that only note when a world was there to start workers for."""
+class _Workers:
+    """Workers that do nothing and end as they are told. ``started`` gets the round's number."""
 
-    started: Callable[[], None]
+    started: Callable[[int], None]
+    end: Callable[[int], None] = lambda code: None  # all workers, with an exit code
 
     def listen(self, news: Callable[[WorkerNews], None]) -> None: ...
 
@@ -49,7 +55,8 @@ class _NoWorkers:
 
     def leave(
         self, planned: bool, signal: int, grace_s: float, leave_s: float | None, going: bool = False
-    ) -> None: ...
+    ) -> None:
+        self.end(-signal)
 
     def go_on(self, slots: tuple[int, ...]) -> None: ...
 
@@ -60,9 +67,18 @@ class _NoWorkers:
         exited: Callable[[int, Exit], None],
         waiting: Collection[int] = (),
     ) -> None:
-        self.started()
+        running = set(range(WORKERS))
 
-    def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None: ...
+        def end(code: int) -> None:
+            while running:
+                slot = running.pop()
+                exited(round_number, Exit(slot, slot, code, time.time()))
+
+        self.end = end
+        self.started(round_number)
+
+    def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
+        self.end(-signal)
 
     def fence(self, until: float | None) -> None: ...
 
@@ -77,69 +93,113 @@ class _NoStore:
         return 1
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """When the last agent of a process had its world, by ``time.monotonic``. ``cpu_s``: the CPU time of the
+    process since the word was given. ``leads_s``: of that, the agent that leads, if it is here."""
+
+    at: float
+    cpu_s: float = 0.0
+    leads_s: float = 0.0
+
+
 class _Fleet:
     """Agents of one process, served by one thread."""
 
-    link: EtcdLink
-    job: str
-    total: int
-    inbox: queue.SimpleQueue[tuple[int, object]] = field(default_factory=queue.SimpleQueue)
-    formed: int = 0
-
-    def run(self, first: int, count: int) -> None:
-        clock = SteadyClock()
-        limits = Limits(self.total, self.total)
+    def __init__(self, endpoint: str, job: str, total: int, first: int, count: int) -> None:
+        self._inbox: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
+        self._clock = SteadyClock()
+        self._in_round: Counter[int] = Counter()
+        self._count = count
+        self._spent_s = [0.0] * count  # of each agent, on this thread
+        limits = Limits(total * WORKERS, total * WORKERS)
         policy = Policy(node_ttl_s=60.0)
         spec = Spec(limits, limits, "fake", "fake", policy)
-        drivers: list[Driver] = []
-        stores: list[EtcdStore] = []
-
-        def formed() -> None:
-            self.formed += 1
-
-        for n in range(count):
-            name = f"n{first + n}"
-            store = EtcdStore(self.link, self.job, policy.node_ttl_s)
-            stores.append(store)
-            me = Identity(name, uuid.uuid4().hex, "127.0.0.1", (0,), "bench", os.getpid())
-            drivers.append(
-                Driver(
-                    AgentState(me, spec, AgentConfig(etcd_grace_s=600.0), 1),
-                    store=store,
-                    procs=_NoWorkers(formed),
-                    stores=_NoStore(),
-                    assign=lambda round, member: (),
-                    assign_standbys=lambda slots: (),
-                    process_alive=lambda pid: True,
-                    post=lambda event, n=n: self.inbox.put((n, event)),  # type: ignore[misc]
-                    say=lambda reason: None,
-                )
+        self._workers = [_Workers(self._started) for _ in range(count)]
+        self._drivers = [
+            Driver(
+                AgentState(
+                    Identity(
+                        f"n{first + n}",
+                        uuid.uuid4().hex,
+                        "127.0.0.1",
+                        tuple(range(WORKERS)),
+                        f"bench-{first + n}",
+                        os.getpid(),
+                    ),
+                    spec,
+                    AgentConfig(etcd_grace_s=600.0),
+                    1,
+                ),
+                store=EtcdStore(EtcdLink(EtcdAccess((endpoint,)), self._clock), job, policy.node_ttl_s),
+                procs=workers,
+                stores=_NoStore(),
+                assign=lambda round, member: (),
+                assign_standbys=lambda slots, began: (),
+                process_alive=lambda pid: True,
+                post=lambda event, n=n: self._inbox.put((n, event)),  # type: ignore[misc]
+                say=lambda reason: None,
             )
-        for driver in drivers:
+            for n, workers in enumerate(self._workers)
+        ]
+
+    def begin(self) -> None:
+        for driver in self._drivers:
             driver.begin()
-        while self.formed < count:
-            wakes = [d.wake_at for d in drivers if d.wake_at is not None]
-            now = clock()
+
+    def fail(self) -> None:
+        """Let the workers of the first agent fail."""
+        self._workers[0].end(1)
+
+    def form(self, number: int, do: Callable[[], None]) -> Formed:
+        """Do something, and handle what happens until all agents are in this round."""
+        began_s, spent_s = time.process_time(), list(self._spent_s)
+        do()
+        while self._in_round[number] < self._count:
+            self._handle_next()
+        spent = zip(self._drivers, self._spent_s, spent_s, strict=True)
+        leads_s = sum(after - before for driver, after, before in spent if driver.view is not None)
+        return Formed(time.monotonic(), time.process_time() - began_s, leads_s)
+
+    def _started(self, number: int) -> None:
+        self._in_round[number] += 1
+
+    def _handle_next(self) -> None:
+        try:
+            n, event = self._inbox.get_nowait()
+        except queue.Empty:
+            wakes = [driver.wake_at for driver in self._drivers if driver.wake_at is not None]
             try:
-                n, event = self.inbox.get(timeout=max(0.0, min(wakes) - now) if wakes else None)
-                drivers[n].handle(event, clock())  # type: ignore[arg-type]
+                wait_s = max(0.0, min(wakes) - self._clock()) if wakes else None
+                n, event = self._inbox.get(timeout=wait_s)
             except queue.Empty:
-                for d in drivers:
-                    if d.wake_at is not None and clock() >= d.wake_at:
-                        d.handle(Tick(), clock())
-        print(json.dumps({"formed_at": time.monotonic()}), flush=True)
-        sys.stdin.readline()  # until told: nobody leaves while others still join
-        os._exit(0)
+                for late, driver in enumerate(self._drivers):
+                    if driver.wake_at is not None and self._clock() >= driver.wake_at:
+                        self._handle(late, Tick())
+                return
+        self._handle(n, event)
+
+    def _handle(self, n: int, event: object) -> None:
+        began_s = time.thread_time()
+        self._drivers[n].handle(event, self._clock())  # type: ignore[arg-type]
+        self._spent_s[n] += time.thread_time() - began_s
 
 
 def fleet_main(endpoint: str, job: str, total: int, first: int, count: int) -> None:
-    link = EtcdLink(EtcdAccess((endpoint,)), SteadyClock())
-    with Client(link.access) as client:
+    with Client(EtcdAccess((endpoint,))) as client:
         client.check()  # imports done, etcd reached: only the forming is measured
-    print("ready", flush=True)
+    fleet = _Fleet(endpoint, job, total, first, count)
+    _say("ready")
     sys.stdin.readline()
-    _Fleet(link, job, total).run(first, count)
+    _say(json.dumps(asdict(fleet.form(1, fleet.begin))))
+    sys.stdin.readline()
+    _say(json.dumps(asdict(fleet.form(2, fleet.fail if first == 0 else lambda: None))))
+    sys.stdin.readline()  # nobody leaves while others still form
+    os._exit(0)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def c10d_main(endpoint: str, job: str, total: int, first: int, count: int) -> None:
@@ -155,14 +215,14 @@ def c10d_main(endpoint: str, job: str, total: int, first: int, count: int) -> No
         handler = create_handler(store, backend, parameters)
         handler.next_rendezvous()
 
-    print("ready", flush=True)
+    _say("ready")
     sys.stdin.readline()
     threads = [threading.Thread(target=join, daemon=True) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    print(json.dumps({"formed_at": time.monotonic()}), flush=True)
+    _say(json.dumps(asdict(Formed(time.monotonic()))))
     sys.stdin.readline()
     os._exit(0)
 
@@ -178,13 +238,33 @@ def _require_alive(fleet: Sequence[subprocess.Popen[str]], said: Sequence[IO[str
             raise Broken(f"a process of the fleet ended with {p.returncode}:\n{errors.read()[-3000:]}")
 
 
-def _measure(kind: str, endpoint: str, total: int, timeout_s: float) -> float | None:
-    """Seconds from the word "go" until the last agent has its world; None after the timeout."""
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds from the word until the last agent has its world. CPU seconds meanwhile: ``agent_s`` of an
+    agent on average, ``leads_s`` of the leader's thread, ``etcd_s`` of etcd."""
+
+    s: float
+    agent_s: float = 0.0
+    leads_s: float = 0.0
+    etcd_s: float = 0.0
+
+    def __str__(self) -> str:
+        cpu = f"agent {self.agent_s * 1e3:.1f} ms, leader {self.leads_s:.3f} s, etcd {self.etcd_s:.2f} s"
+        return f"{self.s:.3f} s (CPU: {cpu})"
+
+
+def _measure(
+    kind: str, endpoint: str, total: int, timeout_s: float, words: int = 1, etcd: int | None = None
+) -> list[Took] | None:
+    """Measure what so many words in turn lead to; None after the timeout. The first word forms a world, and
+    the second lets the workers of an agent fail, so that the next world is formed. ``etcd``: its process."""
     with ExitStack() as cleanup:
-        return _measured(kind, endpoint, total, timeout_s, cleanup)
+        return _measured(kind, endpoint, total, timeout_s, words, etcd, cleanup)
 
 
-def _measured(kind: str, endpoint: str, total: int, timeout_s: float, cleanup: ExitStack) -> float | None:
+def _measured(
+    kind: str, endpoint: str, total: int, timeout_s: float, words: int, etcd: int | None, cleanup: ExitStack
+) -> list[Took] | None:
     processes = min(PROCESSES_MAX, total)
     job = f"form-{uuid.uuid4().hex[:8]}"
     shares = [total // processes + (i < total % processes) for i in range(processes)]
@@ -213,20 +293,13 @@ def _measured(kind: str, endpoint: str, total: int, timeout_s: float, cleanup: E
                 raise Broken("a process of the fleet did not start in time")
         limit = threading.Timer(timeout_s, lambda: [p.kill() for p in fleet])
         limit.start()
-        began = time.monotonic()
-        for p in fleet:
-            assert p.stdin
-            p.stdin.write("go\n")
-            p.stdin.flush()
-        ends = [p.stdout.readline() for p in fleet if p.stdout]
+        took = [_after_a_word(fleet, total, etcd) for _ in range(words)]
         limit.cancel()
-        if not all(ends):
-            for p, end in zip(fleet, ends, strict=True):
-                if not end:
-                    p.wait()
+        found = [one for one in took if one is not None]
+        if len(found) < words:
             _require_alive(fleet, said)
             return None
-        return max(float(json.loads(e)["formed_at"]) for e in ends) - began
+        return found
     finally:
         alarm.cancel()
         for p in fleet:
@@ -237,25 +310,62 @@ def _measured(kind: str, endpoint: str, total: int, timeout_s: float, cleanup: E
                     stream.close()
 
 
+def _after_a_word(fleet: Sequence[subprocess.Popen[str]], total: int, etcd: int | None) -> Took | None:
+    """Give the processes a word, and await that all of them have formed a world; None if one has ended."""
+    began, etcd_began_s = time.monotonic(), _cpu_s(etcd)
+    for p in fleet:
+        assert p.stdin
+        with suppress(BrokenPipeError):
+            p.stdin.write("go\n")
+            p.stdin.flush()
+    ends = [p.stdout.readline() for p in fleet if p.stdout]
+    if not all(ends):
+        for p, end in zip(fleet, ends, strict=True):
+            if not end:
+                p.wait()
+        return None
+    formed = [Formed(**json.loads(end)) for end in ends]
+    return Took(
+        max(one.at for one in formed) - began,
+        sum(one.cpu_s - one.leads_s for one in formed) / total,
+        sum(one.leads_s for one in formed),
+        _cpu_s(etcd) - etcd_began_s,
+    )
+
+
+def _cpu_s(pid: int | None) -> float:
+    """Return the CPU time that a process has used."""
+    if pid is None:
+        return 0.0
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def forming(sizes: list[int], tries: int, c10d_most: int, c10d_timeout_s: float) -> str:
     """Median of ``tries`` for each size; torch's back end once it takes long only once."""
     from torch.distributed import TCPStore
 
-    lines = ["time to form a world of so many agents (median)"]
+    lines = [f"time to form a world of agents with {WORKERS} workers, and the next after a failure (median)"]
     gave_up = False
     for total in sizes:
         with EtcdOnPorts() as server:
-            ours = sorted(
-                _measure("fleet_main", server.endpoint, total, 120.0) or float("inf") for _ in range(tries)
-            )
-        mine = ours[len(ours) // 2]
-        text = f"  {total:>5} agents: elasticd {mine:.3f} s"
+            tried = [
+                _measure("fleet_main", server.endpoint, total, 120.0, 2, server.pid) for _ in range(tries)
+            ]
+        if None in tried:
+            raise Broken(f"{total} agents form no world within 120 s")
+        first, again = (
+            sorted((took[n] for took in tried if took is not None), key=lambda one: one.s)[tries // 2]
+            for n in (0, 1)
+        )
+        mine = first.s
+        text = f"  {total:>5} agents: elasticd {first}; again {again}"
         if total <= c10d_most and not gave_up:
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             theirs: list[float] = []
             for _ in range(tries if total <= 64 else 1):
                 took = _measure("c10d_main", f"127.0.0.1:{store.port}", total, c10d_timeout_s)
-                theirs.append(float("inf") if took is None else took)
+                theirs.append(float("inf") if took is None else took[0].s)
             del store
             peer = sorted(theirs)[len(theirs) // 2]
             gave_up = peer == float("inf")

@@ -94,5 +94,5 @@ def lengths(killed_at: float, parts: Sequence[Part], step: StepMade) -> dict[str
 def line(name: str, kills: Sequence[Mapping[str, float]]) -> str:
     """The medians of each part, in milliseconds, in the order in which they come."""
     names = list(dict.fromkeys(part for kill in kills for part in kill))
-    cells = [f"{part} {median([kill[part] for kill in kills if part in kill]) * 1e3:.0f}" for part in names]
+    cells = [f"{part} {median([kill[part] for kill in kills if part in kill]) * 1e3:.1f}" for part in names]
     return f"  {name:<42} {', '.join(cells)}"

@@ -24,6 +24,8 @@ from tests.etcd.cluster import EtcdOnPorts
 START_TIMEOUT_S = 120.0
 WARM_UP_STEPS = 20
 SURVIVORS = "elasticd in place, survivors go on"
+SPARE = "elasticd in place with a spare, full size"
+BESIDE_MB = 300  # what a worker may have beside its megabytes
 SETTLE_S = 8.0  # between kills in place: the spare is replaced, and the process to fork it from is there
 
 
@@ -162,17 +164,26 @@ FLOOR = "floor: abort a group, build the next"
 def recovery(worlds: Sequence[int], kills: int, megabytes: Sequence[int]) -> Iterator[str]:
     """Yield the tables of a worker killed on one node: for each number of workers and each size of a worker,
     and how the times grow from one to the next."""
-    medians: dict[str, list[float | None]] = {}
+    measured: dict[str, Mapping[str, list[Kill]]] = {}
     for workers in worlds:
         for size in megabytes:
             os.environ["BENCH_MEGABYTES"] = str(size)
-            rows = _recovery(workers, kills)
-            yield _tables(rows, f"{workers} workers of {size} MB")
-            for name, row in rows.items():
-                medians.setdefault(name, []).append(_median([kill.took for kill in row]))
-    columns = [f"{workers} x {size} MB" for workers in worlds for size in megabytes]
-    if len(columns) > 1:
-        yield report.growth("how the medians grow, times the first", columns, medians)
+            spare = _fit(workers + 1, size)
+            rows = measured[f"{workers} x {size} MB"] = _recovery(workers, kills, spare=spare)
+            left_out = "" if spare else f"\n  ({SPARE} is left out: the memory is too small for one more)"
+            yield _tables(rows, f"{workers} workers of {size} MB") + left_out
+    if len(measured) > 1:
+        names = dict.fromkeys(name for rows in measured.values() for name in rows)
+        medians = {
+            name: [_median([kill.took for kill in rows.get(name, [])]) for rows in measured.values()]
+            for name in names
+        }
+        yield report.growth("how the medians grow, times the first", [*measured], medians)
+
+
+def _fit(workers: int, megabytes: int) -> bool:
+    """Whether so many workers of this size fit into the machine's memory."""
+    return workers * (megabytes + BESIDE_MB) << 20 < psutil.virtual_memory().available
 
 
 def _median(times: Sequence[float | None]) -> float | None:
@@ -180,7 +191,7 @@ def _median(times: Sequence[float | None]) -> float | None:
     return median(have) if have else None
 
 
-def _recovery(workers: int, kills: int) -> Mapping[str, list[Kill]]:
+def _recovery(workers: int, kills: int, *, spare: bool) -> Mapping[str, list[Kill]]:
     """Halves of the kills in the order A B A B, as machines are noisy."""
     half = (kills + 1) // 2
     rows: dict[str, list[Kill]] = {}
@@ -198,7 +209,8 @@ def _recovery(workers: int, kills: int) -> Mapping[str, list[Kill]]:
         survivors, full = kills_in_place(workers, half, spares=0)
         add(SURVIVORS, survivors)
         add("elasticd in place, full size again", full)
-        add("elasticd in place with a spare, full size", kills_in_place(workers, half, spares=1)[0])
+        if spare:
+            add(SPARE, kills_in_place(workers, half, spares=1)[0])
         add(FLOOR, [Kill(took) for took in floor(workers, half)])
     return rows
 

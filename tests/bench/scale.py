@@ -20,6 +20,10 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
+import msgspec
+
+from elasticd.checkpoint.client.save_plan import RankContent, TensorPart, lay_out
+from elasticd.checkpoint.format.manifest import encode_index
 from elasticd.checkpoint.replication.wire import HEAD
 from elasticd.core import agent, gathered
 from elasticd.core.agent.hearing import with_exit
@@ -78,6 +82,7 @@ from tests.bench.telling import hearing_s
 WORKERS = 8  # of a node
 RENEWAL_BYTES = 40  # of a lease: the request, or its answer
 HEARD_AGENTS, HEARD_ROUNDS = 200, 8  # played over sockets: a message costs the same in a job of any size
+SHARDS = (1, 8)
 ONE_BY_ONE = 20  # events of a kind; the rest comes to the leader at once
 POLICY = Policy(straggler_drain=False)
 FRAMES = "Traceback (most recent call last):\n" + '  File "train.py", line 88, in step\n' * 40  # 1.5 kB
@@ -94,8 +99,9 @@ RELEASE = "a release"
 FORMING = "a forming"
 FAILURE = "a release with failures"
 REFORMING = "a re-forming, all failed"
-OF_ONE_NODE = (QUIET, REPORT, TOLD, PACES, STANDSTILL, STILL, RELEASE, FAILURE)
-OF_ALL_NODES = (PERIOD, LOST, FORMING, REFORMING)
+OF_ONE_NODE = (QUIET, REPORT, TOLD, PACES, STANDSTILL, STILL, LOST, RELEASE, FAILURE)
+OF_ALL_NODES = (PERIOD, FORMING, REFORMING)
+ONCE = (LOST, *OF_ALL_NODES)  # happen once or twice, in several events
 
 
 class Missing(Exception):
@@ -532,8 +538,8 @@ def counted() -> Iterator[Callable[[], int]]:
 
 @dataclass(slots=True)
 class Figures:
-    """The figures of one size. ``cpu_s`` and ``ops``: of one event of each kind; of the events that concern
-    one node the median, else the worst."""
+    """The figures of one size. ``cpu_s`` and ``ops``: of one event of each kind; of kinds with many events
+    the median, else the worst. ``plans``: of ``plan_of_a_checkpoint``, for each of ``SHARDS``."""
 
     nodes: int
     cpu_s: dict[str, float]
@@ -543,6 +549,7 @@ class Figures:
     told: tuple[float, float]  # messages and bytes between an agent and the leader in a quiet minute
     hearing_s: float  # the leader's CPU time for the messages of all agents in a quiet minute
     memory: int
+    plans: Sequence[tuple[float, int, int]]
 
     @classmethod
     def of(cls, nodes: int, limit_s: float) -> Figures:
@@ -554,7 +561,8 @@ class Figures:
         reforming = etcd.messages[LOST] / nodes, etcd.bytes[LOST] / nodes
         minute, told, memory = _quiet_minute(timed), _told(timed, nodes), _memory(nodes, until)
         hearing = _hearing_s(timed, nodes, cpu_s[PACES])
-        return cls(nodes, cpu_s, ops, reforming, minute, told, hearing, memory)
+        plans = [plan_of_a_checkpoint(nodes * WORKERS, shards) for shards in SHARDS]
+        return cls(nodes, cpu_s, ops, reforming, minute, told, hearing, memory, plans)
 
 
 def play(nodes: int, *, counting: bool = False, until: float = math.inf) -> Leader:
@@ -576,7 +584,7 @@ def play(nodes: int, *, counting: bool = False, until: float = math.inf) -> Lead
 def _event(kind: str, costs: Sequence[float]) -> float:
     if not costs or not max(costs) > 0:
         raise Missing(f"the cost of {kind} is missing")
-    return median(costs) if kind in OF_ONE_NODE else max(costs)
+    return max(costs) if kind in ONCE else median(costs)
 
 
 def _quiet_minute(leader: Leader) -> tuple[float, float]:
@@ -642,6 +650,38 @@ def _memory(nodes: int, until: float) -> int:
         tracemalloc.stop()
 
 
+def plan_of_a_checkpoint(ranks: int, shards: int) -> tuple[float, int, int]:
+    """Return the CPU seconds of a rank's first save of a GPT with 1.3 billion parameters, without the copy,
+    and the bytes that the rank gets from other ranks and gives its saver. ``shards``: the ranks that hold one
+    copy of the model together."""
+    kinds = [_content_of_a_gpt(shard, shards) for shard in range(shards)]
+    encoded = [msgspec.json.encode(kind) for kind in kinds]
+    # gather_alike: four numbers, and unless all ranks are alike, a digest and a size of each, and the kinds
+    received = 4 * 8 + (0 if shards == 1 else ranks * (14 + 8 + 8) + sum(map(len, encoded)))
+    began = time.thread_time()
+    kinds = [msgspec.json.decode(raw, type=RankContent) for raw in encoded]
+    _, index = lay_out([kinds[rank % shards] for rank in range(ranks)])
+    given = len(encode_index(index))
+    return time.thread_time() - began, received, given
+
+
+def _content_of_a_gpt(shard: int, shards: int, layers: int = 24, width: int = 2048) -> RankContent:
+    """Return the parts of the model and of its optimizer that a rank has."""
+    layer = {"ln_1.weight": (width,), "ln_1.bias": (width,), "ln_2.weight": (width,), "ln_2.bias": (width,)}
+    for name, *shape in (("qkv", 3 * width, width), ("proj", width, width), ("fc", 4 * width, width)):
+        layer |= {f"{name}.weight": tuple(shape), f"{name}.bias": tuple(shape[:1])}
+    layer |= {"out.weight": (width, 4 * width), "out.bias": (width,)}
+    shapes = {"wte": (50304, width), "wpe": (2048, width)}
+    shapes |= {f"h.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
+    parts = tuple(
+        TensorPart(f"{kind}.{name}", "float32", 4, shape, (shard * rows, *(0 for _ in rest)), (rows, *rest))
+        for kind in ("model", "exp_avg", "exp_avg_sq")
+        for name, shape in shapes.items()
+        for rows, *rest in ((shape[0] // shards, *shape[1:]),)
+    )
+    return RankContent(parts, {"random": 6000, "step": 200}, {part.key: (part.key,) for part in parts})
+
+
 def scale(sizes: Sequence[int], limit_s: float) -> str:
     """Return the table. Raises Missing if a figure is missing."""
     found = [Figures.of(nodes, limit_s) for nodes in sizes]
@@ -659,6 +699,11 @@ def scale(sizes: Sequence[int], limit_s: float) -> str:
     hearing = (f"{each.hearing_s:,.1f} s of CPU time" for each in found)
     lines.append(f"{'and hearing all agents':<26}" + "".join(f"{one:>28}" for one in hearing))
     lines.append(f"{'memory of the leader':<26}" + "".join(f"{_size(each.memory):>28}" for each in found))
+    for number, shards in enumerate(SHARDS):
+        told = [each.plans[number] for each in found]
+        row = (f"{cpu_s:,.2f} s, {_size(got)} in, {_size(given)} out" for cpu_s, got, given in told)
+        name = "a checkpoint's plan, a rank" if shards == 1 else f"and of a model in {shards} shards"
+        lines.append(f"{name:<28}" + "".join(f"{one:>34}" for one in row))
     return "\n".join(lines)
 
 

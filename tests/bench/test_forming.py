@@ -10,28 +10,29 @@ from elasticd.core import round_parts
 from elasticd.core.facts import Phase, Round
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.blocking_client import Client
-from tests.bench.forming import Broken, _measure, forming
+from tests.bench.forming import WORKERS, Broken, _measure, forming
 from tests.etcd.cluster import EtcdOnPorts
 
 
 def test_it_prints_figures() -> None:
     said = forming([2], tries=1, c10d_most=0, c10d_timeout_s=1.0)
-    assert re.search(r"2 agents: elasticd \d+\.\d{3} s", said), said
+    figures = r"\d+\.\d{3} s \(CPU: agent [\d.]+ ms, leader [\d.]+ s, etcd [\d.]+ s\)"
+    assert re.search(rf"2 agents: elasticd {figures}; again {figures}", said), said
 
 
 def test_more_agents_than_one_part_has_form_a_world_and_each_reads_its_own_part() -> None:
     """Real agents on a real etcd, in which no value has all members."""
     with EtcdOnPorts() as server, Client(EtcdAccess((server.endpoint,))) as client:
-        took_s = _measure("fleet_main", server.endpoint, 100, 120.0)
+        took_s = _measure("fleet_main", server.endpoint, 100, 120.0, words=2)
         (job,) = client.jobs()
         found, bad = client.list(job)
     assert took_s is not None and not bad
     facts = {entry.key: entry.fact for entry in found.entries if entry.fact is not None}
     record = facts["round"]
-    assert isinstance(record, Round) and record.phase is Phase.LIVE
+    assert isinstance(record, Round) and (record.number, record.phase) == (2, Phase.LIVE)
     assert record.members == () and record.extent is not None and record.extent.parts == 2
     round = round_parts.whole(record, facts)
-    assert round_parts.fits(round) and round.world_size == 100
+    assert round_parts.fits(round) and round.world_size == 100 * WORKERS
 
 
 def test_a_fleet_that_cannot_run_is_a_reason_and_no_figure() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from dataclasses import replace
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.checkpoint.client import save_plan
-from elasticd.checkpoint.client.save_plan import PART_MAX, WHOLE_BELOW, TensorPart, deal
+from elasticd.checkpoint.client.save_plan import PART_MAX, WHOLE_BELOW, RankContent, TensorPart, deal, lay_out
 
 
 def whole(key: str, *shape: int) -> TensorPart:
@@ -77,3 +79,48 @@ def test_what_may_differ_is_written_by_the_first_rank_and_the_rest_evenly_by_all
     grain = max((p.size // p.sizes[0] if p.size >= WHOLE_BELOW else p.size for p in parts), default=0)
     for its in dealt:
         assert sum(p.size for p in its) <= max(begun, total / world) + 2 * max(grain, WHOLE_BELOW)
+
+
+def part(key: str, first: int, count: int) -> TensorPart:
+    return TensorPart(key, "float32", 4, (9, 7000), (first, 0), (count, 7000))
+
+
+PARTS = st.lists(st.builds(part, st.sampled_from("abc"), st.integers(0, 4), st.integers(0, 4)), unique=True)
+CONTENTS = st.builds(
+    lambda parts, rooms, buffers: RankContent(
+        tuple(parts), rooms, {key: (key,) for key in rooms}, tuple(buffers)
+    ),
+    PARTS,
+    st.dictionaries(st.sampled_from("xyz"), st.integers(1, 99)),
+    st.sets(st.sampled_from("abc"), max_size=1),
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(CONTENTS, min_size=1, max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=9))
+def test_the_plan_is_the_same_if_each_rank_is_looked_at_by_itself(kinds, ranks):
+    held = [kinds[n % len(kinds)] for n in ranks]
+    apart = [replace(content, parts=(*content.parts,)) for content in held]
+    assert lay_out(held) == lay_out(apart)
+
+
+@given(SHAPES, st.integers(1, 30), st.integers(0, 3_000_000))
+def test_each_rank_gets_the_rows_up_to_its_share_of_all_bytes(shapes, world, begun):
+    parts = [whole(f"t{n}", *shape) for n, shape in enumerate(shapes)]
+    assert list(save_plan._sliced(parts, world, begun)) == list(rank_by_rank(parts, world, begun))
+
+
+def rank_by_rank(parts, world, begun):
+    total, at = begun + sum(part.size for part in parts), begun
+    for its in parts:
+        if its.size < WHOLE_BELOW or not its.sizes or its.sizes[0] == 1:
+            yield min(world - 1, (2 * at + its.size) * world // (2 * total) if total else 0), its
+        else:
+            first = 0
+            for rank in range(world):
+                share = round((total * (rank + 1) // world - at) / (its.size // its.sizes[0]))
+                until = its.sizes[0] if rank == world - 1 else min(its.sizes[0], max(first, share))
+                if until > first:
+                    yield rank, its.rows(first, until - first)
+                    first = until
+        at += its.size

@@ -125,14 +125,16 @@ def test_workers_wait_for_no_member_that_has_declined_the_round() -> None:
     assert next_round(plan) == replace(ending, planned=False)
 
 
-@pytest.mark.parametrize(("declined", "closes"), [(5, True), (4, False)])
-def test_workers_that_pass_the_state_on_wait_for_no_member_that_has_declined_the_round(
-    declined: int, closes: bool
+@pytest.mark.parametrize(
+    ("declined", "fenced", "closes"), [(5, 0, True), (4, 0, False), (0, 5, True), (0, 4, False)]
+)
+def test_workers_that_pass_the_state_on_wait_for_no_member_that_has_declined_or_was_fenced(
+    declined: int, fenced: int, closes: bool
 ) -> None:
     """A member that took part leaves as soon as all have what they need, so the others follow by
     themselves."""
     passing = replace(round(5, {"b": 2, "a": 2}), handover=True)
-    first = replace(node("b", released=5), declined=declined)
+    first = replace(node("b", released=5), declined=declined, fenced=fenced)
     plan = decide(view(replace(spec(), inplace=True), passing, [first, node("a", released=4)]), NOW)
     if not closes:
         assert not plan.writes

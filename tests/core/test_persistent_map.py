@@ -38,3 +38,12 @@ def test_many_changes_at_once_are_the_same_as_one_after_the_other(
     for key, value in changes:
         singly = singly.updated({key: value})
     assert PersistentMap({"n0": 1}).updated(dict(changes)) == singly
+
+
+@given(st.dictionaries(st.integers(0, 300).map(str), st.integers()), st.sets(st.integers(0, 300).map(str)))
+def test_a_map_of_some_of_its_keys_has_the_other_values(plain: dict[str, int], some: set[str]) -> None:
+    keys = plain.keys() & some
+    others = {str(n): -n for n in range(301)}
+    made = PersistentMap(plain).with_values(others, keys)
+    assert made == {key: others[key] for key in keys} and len(made) == len(keys)
+    assert made.updated({"301": 1})["301"] == 1

@@ -96,12 +96,15 @@ stalls = st.builds(
     st.integers(4, 6),
     st.sampled_from([Doing.STOPPED, Doing.WAITING]),
 )
-changes = st.lists(registered | reports | stalls | rounds | specs | st.sampled_from(NAMES), max_size=12)
+phases = st.sampled_from([Phase.WAITING, Phase.LIVE, Phase.CLOSING])
+changes = st.lists(
+    registered | reports | stalls | rounds | phases | specs | st.sampled_from(NAMES), max_size=12
+)
 
 
 @given(specs, rounds, changes)
 def test_what_follows_event_by_event_is_what_a_new_roll_shows(
-    wanted: Spec, live: Round, changes: list[Registered | Report | ReceivedStall | Round | Spec | str]
+    wanted: Spec, live: Round, changes: list[Registered | Report | ReceivedStall | Round | Phase | Spec | str]
 ) -> None:
     nodes: PersistentMap[Registered] = PersistentMap()
     told: PersistentMap[Report] = PersistentMap()
@@ -117,6 +120,8 @@ def test_what_follows_event_by_event_is_what_a_new_roll_shows(
                 still = still.updated({stall.node: change})
             case Round():
                 live = change
+            case Phase():
+                live = replace(live, phase=change)  # with the same members
             case Spec():
                 wanted = change
             case str():

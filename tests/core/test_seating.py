@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.core import seating, shortage
@@ -222,6 +222,46 @@ def test_whatever_the_history_a_world_is_dense_within_max_and_keeps_its_survivor
             assert [s for s in now_at if s in seats] == [s for s in seats if s in now_at]
             assert now_at[: len([s for s in now_at if s in seats])] == [s for s in seats if s in now_at]
         last = replace(round(number, {}, Phase.CLOSING), members=formed)
+
+
+spared_ = st.lists(
+    st.builds(
+        lambda node, most: replace(node, slots=tuple(reversed(node.slots)), most=most),
+        st.builds(node, names, st.integers(0, 4), life_number=st.integers(1, 2)),
+        st.sampled_from((0, 0, 0, 2)),
+    ),
+    max_size=6,
+    unique_by=lambda n: n.name,
+)
+
+
+@settings(max_examples=1000)
+@given(spared_, spared_, limits_, limits_, quarantines_)
+def test_where_there_is_a_place_for_all_the_world_is_the_one_that_merits_would_choose(
+    before: list[Node], nodes: list[Node], then: Limits, limits: Limits, quarantines: list[Quarantine]
+) -> None:
+    last = replace(round(4, {}, Phase.CLOSING), members=seating.form(before, None, then, (), NOW))
+    formed = seating.form(nodes, last, limits, quarantines, NOW)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seating, "_are_all_in", lambda *anything: False)
+        assert formed == seating.form(nodes, last, limits, quarantines, NOW)
+
+
+@given(nodes_, nodes_)
+def test_survivors_are_in_the_order_of_their_seats_and_newcomers_in_that_of_their_arrival(
+    before: list[Node], nodes: list[Node]
+) -> None:
+    last = replace(round(4, {}, Phase.CLOSING), members=seating.form(before, None, ANY, (), NOW))
+    seats = [(m.node, m.incarnation) for m in last.members]
+    places = {place: number for number, place in enumerate(seats)}
+    expected = sorted(nodes, key=lambda n: places.get((n.name, n.incarnation), len(seats)))
+    assert seating.order(nodes, last) == expected and seating.order(nodes, None) == nodes
+
+
+@given(nodes_, limits_)
+def test_the_rooms_of_many_nodes_are_the_sum_of_the_rooms_of_each(nodes: list[Node], limits: Limits) -> None:
+    nodes = [replace(n, most=number % 3) for number, n in enumerate(nodes)]
+    assert seating.rooms(nodes, limits) == sum(seating.room(n, limits, (), NOW) for n in nodes)
 
 
 @pytest.mark.parametrize(

@@ -482,7 +482,8 @@ class SimWorker:
         if planned and world is not None and world.running and world.workers.get(self.rank) is self:
             world.leaving = True
         else:
-            clock.after(max(random.uniform(0.005, 0.05), self._busy_until - clock.now()), self._abort)
+            abort_s = max(random.uniform(0.005, 0.05), self._busy_until - clock.now())
+            clock.after(abort_s, partial(self._abort, self.round))
         return True
 
     def _hear(self, number: int, planned: bool) -> None:
@@ -490,10 +491,11 @@ class SimWorker:
         if self.alive and self.acts and self.round == number and not (self.leaving and planned):
             self.leave(planned)
 
-    def _abort(self) -> None:
+    def _abort(self, number: int) -> None:
+        """Leave the round of this number. A worker told twice has perhaps left, and is in the next one."""
         if self.deaf:
-            self._unheard.append(self._abort)
-        elif self.alive and self.acts and self.leaving:
+            self._unheard.append(partial(self._abort, number))
+        elif self.alive and self.acts and self.leaving and self.round == number:
             self.come_out()
 
     def has_entered(self) -> None:
@@ -526,7 +528,7 @@ class SimWorker:
         def say() -> None:
             if self.alive and self.acts and self.round == number and not self.stuck and not self.ill:
                 self.procs.tell(WorkerBroke(self.slot, number, fails=False))
-                self._abort()
+                self._abort(number)
 
         clock.after(max(0.0, self._busy_until - clock.now()) + (0.0 if self.leaving else NEWS_S), say)
 

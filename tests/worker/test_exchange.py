@@ -1,7 +1,13 @@
 """Who sends the state to whom, and that it arrives as it was."""
 
+import math
+import queue
+import threading
 import weakref
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +18,7 @@ from elasticd.worker.commit.plaindata import copied, with_tensors
 from elasticd.worker.world import exchange
 from elasticd.worker.world.exchange import (
     PARCEL_BYTES,
+    RUN,
     UNDER_WAY_MAX,
     HeldState,
     Transfer,
@@ -20,6 +27,8 @@ from elasticd.worker.world.exchange import (
     _parcels,
     _unpacked,
     choose,
+    neighbours,
+    receive_snapshot,
     send_snapshot,
 )
 
@@ -114,6 +123,60 @@ def test_of_a_state_of_small_tensors_only_a_few_parcels_are_in_memory_a_second_t
     send_snapshot({"parameters": tensors}, Transfer(0, (1,), fresh=False))
     assert len(taken) == len(made) > 3 * UNDER_WAY_MAX and most <= UNDER_WAY_MAX + 2
     assert torch.equal(torch.cat(taken[-50:]), torch.cat(tensors).view(torch.uint8)), "all of it, in order"
+
+
+@pytest.mark.parametrize("places", [1, 2, 3, 512, 513, 520, 1000, 80_000])
+def test_each_place_gets_the_state_once_after_few_hops(places: int) -> None:
+    hops = {0: 0}
+    waiting = [0]
+    while waiting:
+        place = waiting.pop()
+        for after in neighbours(place, places)[1]:
+            assert after not in hops and neighbours(after, places)[0] == place
+            hops[after] = hops[place] + 1
+            waiting.append(after)
+    assert hops.keys() == set(range(places)) and neighbours(0, places)[0] is None
+    assert max(hops.values()) <= (places - 1 if places <= 512 else 7 + math.log2(places / RUN) + 1)
+    assert all(len(neighbours(place, places)[1]) <= 3 for place in range(places))
+
+
+@pytest.mark.parametrize("takers", [1, 7, 30])
+def test_a_state_that_is_passed_on_by_a_tree_arrives_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, takers: int
+) -> None:
+    """Each worker is a thread."""
+    monkeypatch.setattr(exchange, "CHAIN_MAX", 0)
+    monkeypatch.setattr(exchange, "PARCEL_BYTES", 1000)
+    lines: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
+    own = threading.local()
+
+    class Sent:
+        def wait(self) -> None: ...
+
+    def isend(piece: torch.Tensor, taker: int) -> Sent:
+        lines[own.rank, taker].put(piece.clone())
+        return Sent()
+
+    def recv(piece: torch.Tensor, source: int) -> None:
+        piece.copy_(lines[source, own.rank].get(timeout=60))
+
+    monkeypatch.setattr(exchange.dist, "isend", isend)
+    monkeypatch.setattr(exchange.dist, "recv", recv)
+    snapshot = {"parameters": [torch.randn(37, 41), torch.arange(5)], "rest": {"a": torch.ones(3), "b": 7}}
+    choice = Transfer(3, tuple(rank for rank in range(takers + 1) if rank != 3), fresh=False)
+
+    def take(rank: int) -> dict[str, Any]:
+        own.rank = rank
+        return receive_snapshot(choice, rank)
+
+    with ThreadPoolExecutor(takers) as pool:
+        got = [pool.submit(take, rank) for rank in choice.takers]
+        own.rank = 3
+        send_snapshot(snapshot, choice)
+        for one in got:
+            arrived = one.result(timeout=60)
+            assert torch.equal(arrived["parameters"][0], snapshot["parameters"][0])
+            assert torch.equal(arrived["rest"]["a"], torch.ones(3)) and arrived["rest"]["b"] == 7
 
 
 def test_small_tensors_travel_together_and_large_ones_alone():

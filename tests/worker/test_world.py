@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.channel.worker_messages import Enter
 from elasticd.worker.world import destroying, waits
@@ -257,6 +259,32 @@ def test_a_wait_that_others_answer_returns_and_one_that_fails_says_why(
     with pytest.raises(RuntimeError, match="gloo"):
         in_a_group_of_two(wait)
     assert not waits._Ends.open
+
+
+def test_a_backward_pass_ends_with_the_next_gradients_once_the_world_is_over(
+    waits_end: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes no gradients that nobody adds up."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
+        monkeypatch.setenv(name, "0")  # which a world replaces for good
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = a_world(server.port, size=1)
+    world.form(0, timedelta(seconds=60))
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    reached: list[nn.Module] = []
+    for layer in layers:
+        layer.register_full_backward_pre_hook(lambda layer, _: reached.append(layer))
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1e-4)
+    waits.add_up_until_end(model, 2)
+    model(torch.ones(8, requires_grad=True)).sum().backward()
+    assert reached == layers[::-1]
+    loss = model(torch.ones(8, requires_grad=True)).sum()
+    world.close()
+    with pytest.raises(RuntimeError, match="the world ended before"):
+        loss.backward()
+    assert reached == [*layers[::-1], layers[-1]]
+    del model, loss
+    world.forget()
 
 
 def test_a_thread_that_waited_as_the_world_ended_waits_for_nobody_else(waits_end: None) -> None:

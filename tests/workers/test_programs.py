@@ -18,6 +18,7 @@ from tests.workers.programs import (
     FAULTS,
     KEPT,
     PROGRAMS,
+    TEXT,
     WORKERS,
     Program,
     applies,
@@ -147,9 +148,21 @@ def test_a_program_runs_under_plain_torchrun(
         ("local_sgd", ["--fragments=4"], "1", "4 fragments: the model has fewer layers with weights"),
         ("local_sgd", ["--fragments=3"], "1", "--inner-steps 100 is no multiple of --fragments 3"),
         ("pipeline", ["--unit=7"], "7", "the model has only 6 layers"),
+        ("pipeline", ["--unit=2"], "3", "give `elasticd run --unit 2`, or torchrun a multiple of 2 workers"),
+        ("pipeline", ["--unit=2", "--global-batch=7"], "4", "too small for 4 pieces for 2 units"),
+        ("tensor_parallel", ["--unit=2"], "3", "the workers may make no whole units of 2"),
+        ("tensor_parallel", ["--unit=3"], "3", "no equal parts for a unit of 3 workers"),
+        ("tensor_parallel", ["--global-batch=1"], "2", "too small for 2 units"),
+        ("imbalanced", ["--global-batch=1"], "1", "global_batch is 1, too few for 8 virtual ranks"),
+        ("layers_on_devices", ["--global-batch=1"], "2", "global_batch is 1, too few for 2 virtual ranks"),
+        ("train_gpt_in_place", [f"--data={TEXT}", "--virtual-ranks=25"], "1", "too few for 25 virtual ranks"),
+        ("train_gpt_in_place", ["--data=/nowhere"], "1", "cannot read /nowhere"),
+        ("train_gpt_fsdp_in_place", ["--data=/nowhere"], "1", "cannot read /nowhere"),
+        ("train_gpt_fsdp", [], "1", "no folder for checkpoints"),
+        ("ddp", ["--lr=much"], "1", "invalid float value: 'much'"),
     ],
 )
-def test_bad_input_gets_a_sentence(
+def test_each_worker_answers_bad_input_with_one_sentence(
     program: str,
     arguments: list[str],
     workers: str,
@@ -158,9 +171,11 @@ def test_bad_input_gets_a_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", workers)
+    monkeypatch.setenv("LOCAL_RANK", str(int(workers) - 1))  # each says it, as the others may be stopped
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
     monkeypatch.syspath_prepend(str(WORKERS))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(WORKERS / f"{program}.py"), run_name="__main__")
     assert ended.value.code == 2
-    assert sentence in capsys.readouterr().err.splitlines()[-1]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{program}") and sentence in said

@@ -3,12 +3,14 @@ shard. Every rank computes the same plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from heapq import heapify, heapreplace
+from itertools import chain
 from math import prod
-from typing import Final
+from typing import Final, TypeVar
 
 from elasticd.checkpoint.format.frames import ALIGNMENT, tensor_frame
 from elasticd.checkpoint.format.manifest import Blob, Chunk, Index, Tensor, shard_name
@@ -66,20 +68,24 @@ class Shard:
 
 def lay_out(held: Sequence[RankContent]) -> tuple[list[Shard], Index]:
     """Return the shards by rank, and their common index. Raises ValueError, with the entry and the ranks, if
-    an entry differs between ranks."""
-    _require_alike(held)
+    an entry differs between ranks.
+
+    ``held``: by rank. What ranks have alike is looked at once if it is one object (``gather_alike``).
+    """
+    kinds = _alike(held)
+    _require_alike(kinds)
     index = Index([shard_name(rank) for rank in range(len(held))], {}, {}, {})
     shards = [Shard() for _ in held]
-    for rank, its in enumerate(held):
+    for its, ranks in kinds:
         for key, path in its.paths.items():
             index.paths.setdefault(key, path)
         for key, room in its.rooms.items():
             if key not in index.blobs:  # objects of one name are the same, and the first rank writes them
-                shard = shards[rank]
-                index.blobs[key] = Blob(rank, shard.size, room)
+                shard = shards[ranks[0]]
+                index.blobs[key] = Blob(ranks[0], shard.size, room)
                 shard.blobs.append((key, shard.size, room))
                 shard.size += _aligned(room)
-    buffers = {key for its in held for key in its.buffers}
+    buffers = {key for its, _ in kinds for key in its.buffers}
     for rank, parts in enumerate(deal([h.parts for h in held], buffers)):
         shard = shards[rank]
         for part in parts:
@@ -95,15 +101,27 @@ def lay_out(held: Sequence[RankContent]) -> tuple[list[Shard], Index]:
     return shards, index
 
 
-def _require_alike(held: Sequence[RankContent]) -> None:
-    kinds: dict[str, dict[str, list[int]]] = {}
+_Kind = TypeVar("_Kind")
+
+
+def _alike(held: Sequence[_Kind]) -> list[tuple[_Kind, list[int]]]:
+    """Return each object once, with its ranks, in the order of the first ranks."""
+    found: dict[int, tuple[_Kind, list[int]]] = {}
     for rank, its in enumerate(held):
-        said = {part.key: f"{part.dtype} {list(part.shape)}" for part in its.parts}
-        for key, kind in (*said.items(), *((key, "no tensor") for key in its.rooms)):
-            kinds.setdefault(key, {}).setdefault(kind, []).append(rank)
-    for key, by_kind in kinds.items():
+        found.setdefault(id(its), (its, []))[1].append(rank)
+    return list(found.values())
+
+
+def _require_alike(kinds: Iterable[tuple[RankContent, list[int]]]) -> None:
+    said: dict[str, dict[str, list[list[int]]]] = {}
+    for its, ranks in kinds:
+        entries = {part.key: f"{part.dtype} {list(part.shape)}" for part in its.parts}
+        for key, kind in (*entries.items(), *((key, "no tensor") for key in its.rooms)):
+            said.setdefault(key, {}).setdefault(kind, []).append(ranks)
+    for key, by_kind in said.items():
         if len(by_kind) > 1:
-            each = " and ".join(f"{kind} on {_ranks(ranks)}" for kind, ranks in by_kind.items())
+            where = {kind: sorted(chain.from_iterable(ranks)) for kind, ranks in by_kind.items()}
+            each = " and ".join(f"{kind} on {_ranks(ranks)}" for kind, ranks in where.items())
             raise ValueError(
                 f"{key} cannot be saved, as it is {each}: make it alike on all ranks, or put the rank into "
                 'its name, such as f"seen{rank}"'
@@ -128,26 +146,34 @@ def deal(
     that some ranks hold goes to the one of these ranks with the fewest bytes so far. ``together``: keys of
     tensors that may differ between ranks; the first rank that holds such a tensor writes all of it.
     """
-    holders: dict[TensorPart, list[int]] = {}
-    for rank, parts in enumerate(held):
+    holders: dict[TensorPart, list[list[int]]] = {}  # the ranks, by what they have alike
+    for parts, ranks in _alike(held):
         for part in parts:
-            holders.setdefault(part, []).append(rank)
+            holders.setdefault(part, []).append(ranks)
     world = len(held)
     dealt: list[list[TensorPart]] = [[] for _ in held]
     load = [0] * world
+    lightest: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # heaps of loads and ranks
     everywhere = []
-    for part, ranks in holders.items():
+    for part, groups in holders.items():
         if part.key in together:
-            load[ranks[0]] += part.size
-            dealt[ranks[0]] += _bounded(part)
+            first = groups[0][0]
+            load[first] += part.size
+            dealt[first] += _bounded(part)
     begun = load[0] if world > 1 else 0
-    for part, ranks in holders.items():
+    for part, groups in holders.items():
         if part.key in together:
             continue
-        if len(ranks) == world > 1:
+        if sum(map(len, groups)) == world > 1:
             everywhere.append(part)
             continue
-        rank = min(ranks, key=lambda r: (load[r], r))
+        heap = lightest.setdefault(tuple(ranks[0] for ranks in groups), [])
+        if not heap:
+            heap += [(load[rank], rank) for rank in chain.from_iterable(groups)]
+            heapify(heap)
+        while heap[0][0] < load[heap[0][1]]:  # the rank has got more by another heap
+            heapreplace(heap, (load[heap[0][1]], heap[0][1]))
+        rank = heap[0][1]
         load[rank] += part.size
         dealt[rank] += _bounded(part)
     for rank, part in _sliced(everywhere, world, begun):
@@ -166,13 +192,14 @@ def _sliced(parts: Sequence[TensorPart], world: int, begun: int) -> Iterator[tup
             yield min(world - 1, (2 * at + size) * world // (2 * total) if total else 0), part
         else:
             rows, row = part.sizes[0], size // part.sizes[0]
-            first = 0
-            for rank in range(world):
+            first, rank = 0, max(0, at * world // total - 1)  # the ranks before have their share
+            while first < rows:
                 end = total * (rank + 1) // world
                 until = rows if rank == world - 1 else min(rows, max(first, round((end - at) / row)))
                 if until > first:
                     yield rank, part.rows(first, until - first)
                     first = until
+                rank += 1
         at += size
 
 

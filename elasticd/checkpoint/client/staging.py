@@ -172,9 +172,10 @@ def lay_out_together(
     """Lay out the shards of all ranks, on all ranks together. If the ranks' states differ, all ranks raise
     the same Misfit."""
     mine = RankContent(tuple(_parts_of(flat)), _rooms(blobs), flat.paths, tuple(buffers_of(state)))
-    said = ranks.gather(msgspec.json.encode(mine))
+    said = ranks.gather_alike(msgspec.json.encode(mine))
+    kinds = {raw: msgspec.json.decode(raw, type=RankContent) for raw in set(said)}
     try:
-        return lay_out([msgspec.json.decode(raw, type=RankContent) for raw in said])
+        return lay_out([kinds[raw] for raw in said])
     except ValueError as error:
         raise Misfit(str(error)) from None
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.core.facts import Laggard, Paces, Phase, Policy, Round, Stragglers
+from elasticd.core.facts import BadSlot, Laggard, Paces, Phase, Policy, Round, Stragglers
 from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.straggler import PERIODS, Watch
 
@@ -59,7 +59,8 @@ def follow(known: PaceComparison, round: Round | None, policy: Policy) -> PaceCo
         return known
     watch = Watch(limit=policy.straggler_ratio)
     known = PaceComparison(known.paces, round.number, watch=watch)
-    fresh = sum(_is_fresh(known, paces) for paces in known.paces.to_dict().values())
+    told = known.paces.to_dict().values()
+    fresh = sum([_is_fresh(known, paces) for paces in told if paces.round == round.number])
     return _compare(replace(known, fresh=fresh), round)
 
 
@@ -71,24 +72,21 @@ def _is_fresh(known: PaceComparison, paces: Paces | None) -> bool:
 
 def _compare(known: PaceComparison, round: Round) -> PaceComparison:
     """Return the comparison with one more period, if every member has reported it, and with its findings."""
-    told = known.paces.to_dict()
-    heard = {
-        m.node: p
-        for m in round.members
-        if (p := told.get(m.node)) is not None and (p.round, p.incarnation) == (round.number, m.incarnation)
-    }
-    if len(heard) == len(round.members) and all(_is_fresh(known, p) for p in heard.values()):
-        taken = {node: p.number for node, p in heard.items()}
-        known = replace(known, taken=taken, fresh=0)
-        if all(len(heard[m.node].slots) == len(m.slots) for m in round.members):
-            own = [pace.own_s for m in round.members for pace in heard[m.node].slots]
+    told = {node: paces for node, paces in known.paces.to_dict().items() if paces.round == round.number}
+    both = [(member, told[member.node]) for member in round.members if member.node in told] if told else []
+    heard = [(member, paces) for member, paces in both if paces.incarnation == member.incarnation]
+    if len(heard) == len(round.members) and all(_is_fresh(known, paces) for _, paces in heard):
+        known = replace(known, taken={member.node: paces.number for member, paces in heard}, fresh=0)
+        if all(len(paces.slots) == len(member.slots) for member, paces in heard):
+            own = [pace.own_s for _, paces in heard for pace in paces.slots]
             known = replace(known, watch=known.watch.see(own))
-    return replace(known, found=_found(known.watch, round, heard))
+    bad = [(paces.node, one) for _, paces in heard for one in paces.bad]
+    return replace(known, found=_found(known.watch, round, bad))
 
 
-def _found(watch: Watch, round: Round, heard: Mapping[str, Paces]) -> Stragglers | None:
+def _found(watch: Watch, round: Round, bad: Iterable[tuple[str, BadSlot]]) -> Stragglers | None:
     slow = [_laggard(round, rank, watch.ratio(rank)) for rank in watch.named]
-    slow += [Laggard(n, b.slot, b.rank, 0.0, b.why, b.strained) for n, p in heard.items() for b in p.bad]
+    slow += [Laggard(node, one.slot, one.rank, 0.0, one.why, one.strained) for node, one in bad]
     if not slow and not watch.usual_s:
         return None
     slow.sort(key=lambda one: (not one.why, one.strained, one.rank))

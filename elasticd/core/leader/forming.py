@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from elasticd.core import handover, seating, shortage
-from elasticd.core.facts import Budget, Member, Outcome, Phase, Round, Spec
+from elasticd.core.facts import Budget, Member, Outcome, Phase, RankRange, Round, Spec
 from elasticd.core.leader.plan import Plan, end, write
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Put
@@ -101,11 +101,14 @@ def _wait(
 def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], now: float) -> Round:
     """Return the round of these members, or first a handover round that passes the state to them."""
     assert view.nodes is not None
-    nodes = {name: registered.node for name, registered in view.nodes.to_dict().items()}
-    passing = handover.members(round, nodes, members, spec.limits.unit) if spec.inplace else ()
-    giving = seating.ranks_without(passing, members)
-    members = passing or members
-    host = nodes[members[0].node]
+    passing: tuple[Member, ...] = ()
+    giving: tuple[RankRange, ...] = ()
+    if spec.inplace:
+        nodes = {name: registered.node for name, registered in view.nodes.to_dict().items()}
+        passing = handover.members(round, nodes, members, spec.limits.unit)
+    if passing:
+        giving, members = seating.ranks_without(passing, members), passing
+    host = view.nodes[members[0].node].node
     cause = round.next_cause
     return Round(
         number=round.number + 1,

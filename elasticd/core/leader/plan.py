@@ -34,8 +34,8 @@ class Plan:
 def write(view: View, round: Round, budget: Budget, reasons: tuple[Reason, ...] = ()) -> Plan:
     """Return a transaction that writes the round, and the budget if it changed."""
     guards: list[Guard] = [view.unchanged("round")]
-    record, parts = round_parts.split(round, view.part_sizes)
-    *ahead, last = _in_batches(_unwritten(view, record, parts), view.part_sizes.at_once)
+    record = round_parts.record_of(round, view.part_sizes)
+    *ahead, last = _in_batches(_unwritten_parts(view, round, record), view.part_sizes.at_once)
     writes: list[Write] = [*last, Put("round", record)]
     if budget != view.budget:
         guards.append(view.unchanged("budget"))
@@ -46,13 +46,14 @@ def write(view: View, round: Round, budget: Budget, reasons: tuple[Reason, ...] 
     return Plan(tuple(guards), tuple(writes), tuple(ahead), reasons=reasons)
 
 
-def _unwritten(view: View, record: Round, parts: tuple[Put, ...]) -> tuple[Put, ...]:
+def _unwritten_parts(view: View, round: Round, record: Round) -> tuple[Put, ...]:
     """Return the parts, unless etcd has them: a round is written at each change of its phase."""
-    before = view.round
-    if before is None or before.extent is None or record.extent is None or before.extent.parts != len(parts):
-        return parts
-    same = (before.number, before.extent.digest) == (record.number, record.extent.digest)
-    return () if same else parts
+    before, extent = view.round, record.extent
+    if before is not None and before.extent is not None and extent is not None:
+        there = before.number, before.extent.digest, before.extent.parts
+        if there == (record.number, extent.digest, extent.parts):
+            return ()
+    return round_parts.parts_of(round, record)
 
 
 def _in_batches(parts: tuple[Put, ...], most: int) -> list[tuple[Put, ...]]:

@@ -80,10 +80,10 @@ NOBODY: Final[PersistentMap[Member]] = PersistentMap()
 @dataclass(frozen=True, slots=True)
 class Roll:
     """The roll of the first five fields. ``marked``: the members with each mark. ``standing``: how many
-    registered nodes are members, wait or drain. ``places``: how many workers
-    there are for the next world, whatever its limits and quarantines; while the round is live, the places of
-    its members count. ``came_at``: when the last node came that may be in the next world, if there was one
-    since the round changed."""
+    registered nodes are members, wait or drain. ``free``: how many workers there are for the next world,
+    whatever its limits and quarantines; ``held``: how many more once the members have released the round.
+    ``came_at``: when the last node came that may be in the next world, if there was one since the round
+    began."""
 
     spec: Spec | None = None
     round: Round | None = None
@@ -92,7 +92,8 @@ class Roll:
     stalls: PersistentMap[ReceivedStall] = field(default_factory=PersistentMap)
     marked: Mapping[Mark, PersistentMap[Member]] = field(default_factory=dict)
     standing: Mapping[Standing, int] = field(default_factory=dict)
-    places: int = 0
+    free: int = 0
+    held: int = 0
     came_at: float = 0.0
 
     # ------------------------------------------------------------ questions
@@ -100,6 +101,14 @@ class Roll:
     def __getitem__(self, mark: Mark) -> PersistentMap[Member]:
         """Return the members with the mark, by the name of their node."""
         return self.marked.get(mark, NOBODY)
+
+    @property
+    def places(self) -> int:
+        """How many workers there are for the next world, whatever its limits and quarantines. While the round
+        is live, the places of its members count."""
+        return (
+            self.free + self.held if self.round is not None and self.round.phase is Phase.LIVE else self.free
+        )
 
     def names(self, mark: Mark, *, but: Mark | None = None) -> tuple[str, ...]:
         """Return the nodes of the members with the mark, and without the mark ``but``, in the order of
@@ -157,31 +166,83 @@ class Roll:
         reports: PersistentMap[Report],
         stalls: PersistentMap[ReceivedStall],
     ) -> Roll:
-        """Return the roll of these facts. Of the same spec and round, only what differs is looked at."""
+        """Return the roll of these facts. Of the same round, whatever its phase, only what differs is looked
+        at."""
         same = spec is self.spec and round is self.round
         if same and nodes is self.nodes and reports is self.reports and stalls is self.stalls:
             return self
-        before = self if same else Roll()
-        after = replace(before, spec=spec, round=round, nodes=nodes, reports=reports, stalls=stalls)
+        after = replace(self, spec=spec, round=round, nodes=nodes, reports=reports, stalls=stalls)
+        if same or self._goes_on(spec, round):
+            return after._with_changes(self, _differences(self, after))
+        after = Roll(spec, round, nodes, reports, stalls)
+        ordinary = after._ordinary()
+        return after._with(ordinary)._with_changes(Roll(), _others(after, ordinary))
+
+    def _goes_on(self, spec: Spec, round: Round) -> bool:
+        """Whether all that the roll has found out still holds, but for nodes that are asked to leave."""
+        if self.spec is None or self.round is None:
+            return False
+        return self.round.members is round.members and _basis(self.spec, self.round) == _basis(spec, round)
+
+    def _ordinary(self) -> Mapping[str, Registered]:
+        """Return the members that have the round's workers and tell of nothing: nearly all, when a round
+        begins. Each has the mark HOLDING, and no other."""
+        assert self.spec is not None
+        assert self.round is not None
+        if self.round.phase not in _RUNS:
+            return {}
+        number, inplace = self.round.number, self.spec.inplace
+        nodes, told = self.nodes.to_dict(), self.reports.to_dict().items()
+        others = {*self.stalls, *(d.node for d in self.spec.drain)}
+        others.update([name for name, report in told if report.round == number])
+        there = [(nodes[m.node], m) for m in self.round.members if m.node in nodes and m.node not in others]
+        return {
+            member.node: known
+            for known, member in there
+            if (node := known.node).incarnation == member.incarnation and not node.draining
+            if node.released < number
+            and node.fenced < number
+            and not (inplace and node.slots != member.slots)
+        }
+
+    def _with(self, ordinary: Mapping[str, Registered]) -> Roll:
+        """Return the roll with these members in an empty one."""
+        assert self.spec is not None
+        assert self.round is not None
+        if not ordinary:
+            return self
+        came_at = max([known.seen_at for known in ordinary.values()]) if self._is_live else 0.0
+        return replace(
+            self,
+            marked={Mark.HOLDING: self.nodes.with_values(self.round.by_node, ordinary)},
+            standing={Standing.MEMBER: len(ordinary)},
+            held=seating.rooms([known.node for known in ordinary.values()], self.spec.limits),
+            came_at=came_at,
+        )
+
+    def _with_changes(self, before: Roll, changed: Iterable[tuple[str, _Known, _Known]]) -> Roll:
+        """Return the roll after what has changed since ``before``."""
+        assert self.round is not None
         changes: dict[Mark, dict[str, Member | None]] = {}
-        places, came_at, standing = before.places, before.came_at, Counter(before.standing)
-        for name, was, now in _differences(before, after):
-            member = round.by_node.get(name)
+        free, held, came_at, standing = self.free, self.held, self.came_at, Counter(self.standing)
+        for name, was, now in changed:
+            member = self.round.by_node.get(name)
             if member is not None:
-                had, has = before._marks(member, *was), after._marks(member, *now)
+                had, has = before._marks(member, *was), self._marks(member, *now)
                 if has != had:
                     for mark in {*had, *has}:
                         changes.setdefault(mark, {})[name] = member if mark in has else None
-            if was[0] is not now[0]:
-                standing.subtract(before._standing(was[0]))
-                standing.update(after._standing(now[0]))
-                node = after._candidate(now[0])
-                places += _room(node, spec) - _room(before._candidate(was[0]), spec)
-                if node is not None and now[0] is not None:
-                    came_at = max(came_at, now[0].seen_at)
-        marked = {mark: before[mark].updated(changed) for mark, changed in changes.items()}
-        marked = {**before.marked, **marked}
-        return replace(after, marked=marked, standing=standing, places=places, came_at=came_at)
+            if was[0] is now[0] and before.spec is self.spec:
+                continue
+            standing.subtract(before._standing(was[0]))
+            standing.update(self._standing(now[0]))
+            was_free, was_held = before._rooms(was[0])
+            is_free, is_held = self._rooms(now[0])
+            free, held = free + is_free - was_free, held + is_held - was_held
+            if now[0] is not None and self._candidate(now[0]) is not None:
+                came_at = max(came_at, now[0].seen_at)
+        marked = {**self.marked, **{mark: self[mark].updated(changed) for mark, changed in changes.items()}}
+        return replace(self, marked=marked, standing=standing, free=free, held=held, came_at=came_at)
 
     def _marks(
         self,
@@ -229,8 +290,8 @@ class Roll:
             return ()
         if known.node.draining:
             return (Standing.DRAINING,)
-        runs = self.round.phase in (Phase.LIVE, Phase.CLOSING)
         member = self.round.member(known.node.name, known.node.incarnation)
+        runs = self.round.phase in _RUNS
         return (Standing.MEMBER if runs and member is not None else Standing.WAITING,)
 
     def _is_of_member(self, report: Report) -> bool:
@@ -239,33 +300,54 @@ class Roll:
             return False
         return self.round.member(report.node, report.incarnation) is not None
 
+    @property
+    def _is_live(self) -> bool:
+        return self.round is not None and self.round.phase is Phase.LIVE
+
     def _candidate(self, known: Registered | None) -> Node | None:
         if known is None or self.spec is None or self.round is None:
             return None
-        live = self.round.phase is Phase.LIVE
-        return seating.candidate(known.node, self.spec, self.round, live=live)
+        return seating.candidate(known.node, self.spec, self.round, live=self._is_live)
+
+    def _rooms(self, known: Registered | None) -> tuple[int, int]:
+        """Return how many workers of the node can be in the next world, and how many more once the node has
+        released the round."""
+        if known is None or self.spec is None or self.round is None:
+            return 0, 0
+        free = _room(seating.candidate(known.node, self.spec, self.round), self.spec)
+        return free, _room(seating.candidate(known.node, self.spec, self.round, live=True), self.spec) - free
 
 
+_RUNS: Final = (Phase.LIVE, Phase.CLOSING)
 _Known = tuple[Registered | None, Report | None, ReceivedStall | None]
 
 
+def _basis(spec: Spec, round: Round) -> tuple[object, ...]:
+    """Return what the marks, standings and places of all nodes depend on, besides the members."""
+    limits, runs = spec.limits, round.phase in _RUNS
+    return spec.inplace, limits.unit, limits.within, round.number, round.anew, runs
+
+
 def _differences(before: Roll, after: Roll) -> Iterator[tuple[str, _Known, _Known]]:
-    """Yield the nodes that are not the same in the two rolls, as each of them has it. An empty roll differs
-    in all nodes and members."""
-    if before.round is None:
-        assert after.round is not None
-        nodes, reports, stalls = after.nodes.to_dict(), after.reports.to_dict(), after.stalls.to_dict()
-        for name in {**after.round.by_node, **nodes}:
-            yield name, (None, None, None), (nodes.get(name), reports.get(name), stalls.get(name))
-        return
+    """Yield the nodes that are not the same in the two rolls, as each of them has it."""
+    assert before.spec is not None
+    assert after.spec is not None
     names = chain(
         after.nodes.differing(before.nodes),
         after.reports.differing(before.reports),
         after.stalls.differing(before.stalls),
+        [d.node for d in after.spec.drained ^ before.spec.drained],
     )
     for name in dict.fromkeys(names):
         was = before.nodes.get(name), before.reports.get(name), before.stalls.get(name)
         yield name, was, (after.nodes.get(name), after.reports.get(name), after.stalls.get(name))
+
+
+def _others(roll: Roll, ordinary: Mapping[str, Registered]) -> Iterator[tuple[str, _Known, _Known]]:
+    """Yield the nodes and members but the ordinary ones, as the roll has them, and as an empty one has it."""
+    assert roll.round is not None
+    for name in [name for name in {**roll.round.by_node, **roll.nodes.to_dict()} if name not in ordinary]:
+        yield name, (None, None, None), (roll.nodes.get(name), roll.reports.get(name), roll.stalls.get(name))
 
 
 def _room(
@@ -281,17 +363,19 @@ def in_rank_order(members: Iterable[Member]) -> tuple[str, ...]:
 
 
 def _told(report: Report) -> list[Mark]:
-    failed = [exit for exit in report.exits if exit.failed]
     told = {
         Mark.FINISHED: report.finished,
         Mark.RETURNED: report.returned,
         Mark.CHECKPOINTED: report.checkpointed,
         Mark.BROKEN: report.broken,
-        Mark.FAILED: bool(failed),
-        Mark.FATAL: any(exit.fatal is not None for exit in failed),
-        Mark.RAISED: any(exit.raised for exit in failed),
-        Mark.ASTRAY: any(exit.astray is not None for exit in report.exits),
     }
+    if report.exits:  # the report then knows its first failures, and need not look when all have reported
+        told |= {
+            Mark.FAILED: report.failure is not None,
+            Mark.FATAL: report.fatal is not None,
+            Mark.RAISED: report.raised is not None,
+            Mark.ASTRAY: report.astray is not None,
+        }
     return [mark for mark, holds in told.items() if holds]
 
 

@@ -40,8 +40,8 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     lost = roll.names(view.mark_of_lost(now), but=Mark.FINISHED)
     idle = roll.names(Mark.LEFT, but=Mark.FINISHED)
     if round.handover:
-        declined = roll.names(Mark.DECLINED)
-        return _see_handed_over(view, round, idle, (*lost, *declined), now)
+        absent = dict.fromkeys((*lost, *roll.names(Mark.DECLINED), *roll.names(Mark.FENCED)))
+        return _see_handed_over(view, round, idle, tuple(absent), now)
     if idle or lost:
         wait = None if lost else await_reports(view, now)
         return wait or close(view, round, Cause.NODE_LOST, False, now, nodes=(*idle, *lost))
@@ -146,7 +146,7 @@ def _see_handed_over(
     view: View, round: Round, idle: Collection[str], lost: tuple[str, ...], now: float
 ) -> Plan:
     """Wait until the workers of a handover round have left by themselves. They wait for all members, so the
-    round closes at once without those that are lost or take no part."""
+    round closes at once without those that are lost, take no part, or were killed by their fence."""
     if lost:
         return close(view, round, Cause.NODE_LOST, False, now, nodes=lost)
     if len(idle) < len(round.members):

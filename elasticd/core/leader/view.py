@@ -158,12 +158,6 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
         revision = e.revision if e.fact is not None else 0
         kind, _, name = e.key.partition("/")
         match kind, e.fact:
-            case "spec", (Spec() | None) as fact:
-                view = view.at_revision("spec", revision, spec=fact)
-            case "round", (Round() | None) as fact:
-                view = view.at_revision("round", revision, round=fact)
-            case "budget", (Budget() | None) as fact:
-                view = view.at_revision("budget", revision, budget=fact or Budget())
             case "nodes", (Node() | None) as node:
                 there = view.nodes if view.nodes is not None else NOT_LISTED
                 before = nodes[name] if name in nodes else there.get(name)
@@ -174,6 +168,12 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
                 known = stalls[name] if name in stalls else view.stalls.get(name)
                 same = known is not None and known.stall == stall
                 stalls[name] = known if same else ReceivedStall(stall, now) if stall is not None else None
+            case "spec", (Spec() | None) as fact:
+                view = view.at_revision("spec", revision, spec=fact)
+            case "round", (Round() | None) as fact:
+                view = view.at_revision("round", revision, round=fact)
+            case "budget", (Budget() | None) as fact:
+                view = view.at_revision("budget", revision, budget=fact or Budget())
             case _:
                 view = _apply_finding(view, e, now)
     if nodes and (view.nodes is not None or any(nodes.values())):

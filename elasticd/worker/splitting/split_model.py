@@ -94,8 +94,10 @@ class SplitModel:
 
     # ------------------------------------------------------------ values
 
+    @torch.no_grad()
     def copied(self) -> dict[str, Any]:
-        """Return a copy of the part's parameters and of its optimizers' state, in the host's memory."""
+        """Return a copy of the part's parameters and of its optimizers' state, in the host's memory. It is
+        made at each commit, so it uses few functions of DTensor, which are slow."""
         names: dict[torch.Tensor, str] = {
             p: name for name, p in self._contents.modules[_NAME].named_parameters()
         }
@@ -131,13 +133,19 @@ class SplitModel:
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor.detach())[0].to("cpu", copy=True)
+    local: torch.Tensor = tensor.to_local() if _is_divided(tensor) else tensor  # type: ignore[attr-defined]
+    return local.to("cpu", copy=True)
+
+
+def _is_divided(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a DTensor, of which this worker has a part."""
+    return hasattr(tensor, "to_local")
 
 
 def _slot(value: Any, parameter: torch.Tensor, optimizer: str) -> SlotCopy:
     if not isinstance(value, torch.Tensor):
         return SlotCopy(False, False, copied(value, f"State's {optimizer}.state"))
-    like = value.shape == parameter.shape and type(value) is type(parameter.detach())
+    like = value.shape == parameter.shape and _is_divided(value) == _is_divided(parameter)
     return SlotCopy(like, value.is_cuda, _host(value))
 
 

@@ -20,6 +20,8 @@ from elasticd.worker.world.group import World, gathered
 
 PARCEL_BYTES = 8 << 20  # small tensors are sent together, larger tensors in pieces of this size
 UNDER_WAY_MAX = 8  # the most pieces in flight: enough to keep a link busy, with little memory
+CHAIN_MAX = 512  # places; a state of 4 GB has as many pieces
+RUN = 8  # places of a chain in a tree: nodes mostly have 8 workers, with ranks in a row
 _ALIGNED = 16
 _HOLDS = tuple(Holds)
 _NO_DIGESTS = Digests()
@@ -141,15 +143,35 @@ def _standings(state: CommittedState, world: World) -> list[HeldState]:
 # ---------------------------------------------------------------- sending
 
 
+def neighbours(place: int, places: int) -> tuple[int | None, tuple[int, ...]]:
+    """Return from which place one gets the bytes, and to which places one passes them on. Place 0 is the
+    source.
+
+    A chain takes hardly longer with more takers, as long as these are not many more than the pieces. In a
+    longer line, runs of ``RUN`` places are chains, mostly of one node, and their first places are a tree.
+    """
+    if places <= CHAIN_MAX:
+        return (place - 1 if place else None), ((place + 1,) if place + 1 < places else ())
+    run, within = divmod(place, RUN)
+    if within:
+        before: int | None = place - 1
+    else:
+        before = (run - 1) // 2 * RUN if run else None
+    heads = [n * RUN for n in (2 * run + 1, 2 * run + 2)] if not within else []
+    beside = [place + 1] if within + 1 < RUN else []
+    return before, tuple(one for one in (*heads, *beside) if one < places)
+
+
 class _Chain:
     """A chain of workers: the source sends bytes to the first taker, which passes them on to the next taker
-    while it still receives, and so on. Many takers need little more time than one."""
+    while it still receives, and so on. Many takers need little more time than one. Of very many takers, some
+    pass the bytes on to several others (``neighbours``)."""
 
     def __init__(self, choice: Transfer, rank: int) -> None:
         order = (choice.source, *choice.takers)
-        place = order.index(rank)
-        self._before = order[place - 1] if place else None
-        self._after = order[place + 1] if place + 1 < len(order) else None
+        before, after = neighbours(order.index(rank), len(order))
+        self._before = order[before] if before is not None else None
+        self._after = [order[place] for place in after]
         self._under_way: deque[Any] = deque()
 
     def carry(self, parcel: torch.Tensor) -> torch.Tensor:
@@ -158,10 +180,10 @@ class _Chain:
         for piece in torch.split(parcel, PARCEL_BYTES):
             if self._before is not None:
                 dist.recv(piece, self._before)
-            if self._after is not None:
+            for taker in self._after:
                 if len(self._under_way) == UNDER_WAY_MAX:
                     self._under_way.popleft().wait()
-                self._under_way.append(dist.isend(piece, self._after))
+                self._under_way.append(dist.isend(piece, taker))
         return parcel
 
     def finish(self) -> None:

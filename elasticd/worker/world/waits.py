@@ -229,6 +229,8 @@ def add_up_until_end(model: DistributedDataParallel, size: int) -> None:
 
 def _add_up(how: tuple[float, dist.ProcessGroup | None], bucket: dist.GradBucket) -> Future[torch.Tensor]:
     share, group = how  # not the model: a hook with the model would outlive the world
+    if _Ends.so_far != _Ends.before:  # so the rest of the backward pass is of no use
+        raise dist.DistNetworkError(_OVER)
     work = dist.all_reduce(bucket.buffer().mul_(share), group=group, async_op=True)
     assert work is not None
     return until_end(work.get_future()).then(lambda done: done.value()[0])
