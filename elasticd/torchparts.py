@@ -169,6 +169,11 @@ USED: Final = (
         )
         for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
     ),
+    Private(
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "worker/sharding/sharded_model.py: has FSDP let go of its process groups.",
+        ("self",),
+    ),
     Private("torch._foreach_add_", "worker/gradients/buckets.py: adds many tensors in one call."),
     Private("torch._foreach_copy_", "worker, checkpoint/client: copies many tensors in one call."),
     Private(

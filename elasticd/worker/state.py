@@ -43,6 +43,8 @@ class State:
       what is refused.
     * redundancy: with ``shard``, how many other workers, on other nodes if there are any, also have each
       shard: replicas, or else copies. So many workers can be lost at once without a checkpoint.
+    * overlap: with ``redundancy``, send a commit's copies while the next steps run, and wait for them at the
+      next commit. After a loss the workers may then repeat the steps since the commit before.
     * split: in place of ``wrap``, a function ``split(module, mesh)`` that returns this worker's part of the
       module, such as a stage of a pipeline; None: the module, which the function has changed. The mesh has
       the workers of this worker's unit. The function is called for each world, on a copy of the model, and
@@ -89,6 +91,7 @@ class State:
         wrap: Wrap | None = data_parallel,
         shard: Shard | None = None,
         redundancy: int = 1,
+        overlap: bool = False,
         split: Split | None = None,
         unit: int | None = None,
         restore: Callable[[State], int | None] | None = None,
@@ -128,7 +131,9 @@ class State:
                 arithmetic = consistent_arithmetic(contents.modules, wraps=False, device=device())
                 refuse_layouts(contents.modules, contents.optimizers, device())
                 contents.stateful["_arithmetic"] = arithmetic
-            shards = ShardedState(ShardedModel(contents, shard, asked_unit(unit)), redundancy)
+            shards = ShardedState(
+                ShardedModel(contents, shard, asked_unit(unit)), redundancy, overlap=overlap
+            )
             wrap = None
         names = to_wrap(contents.modules, contents.trained) if wrap is not None else []
         if consistent and shard is None:

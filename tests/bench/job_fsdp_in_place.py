@@ -1,5 +1,5 @@
 """The job of job_fsdp.py, which keeps its process. BENCH_REDUNDANCY: the copies of each shard; BENCH_EVERY:
-the steps from one commit to the next."""
+the steps from one commit to the next; BENCH_OVERLAP: whether copies are sent while the next steps run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.bench.job import BATCH, STEPS, WIDTH, note
 from tests.bench.job_fsdp import build, shard
 
 REDUNDANCY = int(os.environ.get("BENCH_REDUNDANCY", "1"))
+OVERLAP = os.environ.get("BENCH_OVERLAP") == "1"
 EVERY = int(os.environ.get("BENCH_EVERY", "1"))
 
 
@@ -35,7 +36,8 @@ def train(state: worker.State, batch: torch.Tensor) -> None:
 def main() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    state = worker.State(model=model, optimizer=optimizer, shard=shard, redundancy=REDUNDANCY)
+    copies = {"redundancy": REDUNDANCY, "overlap": OVERLAP}
+    state = worker.State(model=model, optimizer=optimizer, shard=shard, **copies)
     train(state, torch.randn(BATCH, WIDTH))
 
 

@@ -96,7 +96,20 @@ def _laid_out(workers: int) -> list[Spans]:
 # ---------------------------------------------------------------- in steady state
 
 
-class Cost(NamedTuple):
+class Way(NamedTuple):
+    """How copies are made: ``copies`` of each shard, at a commit ``every`` so many steps. ``overlap``: they
+    are sent while the next steps run."""
+
+    copies: int
+    every: int
+    overlap: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"redundancy={self.copies}, commit every {self.every}" + ", overlap" * self.overlap
+
+
+class StepCost(NamedTuple):
     """What a step costs: the time on rank 0, and the processor time of all workers. Seconds."""
 
     step_s: float
@@ -109,39 +122,36 @@ def redundancy(workers: int, turns: int, count: int) -> Iterator[str]:
     The machine drifts. So plain FSDP2 is measured before and after each two others, which are compared with
     the mean of the two, and every second turn is in the opposite order.
     """
-    ways = [(copies, every) for copies in (0, 1, 2) for every in EVERY]
-    ratios: dict[tuple[int, int], list[Cost]] = {way: [] for way in ways}
+    ways = [Way(copies, every) for copies in (0, 1, 2) for every in EVERY]
+    ways += [Way(copies, 1, overlap=True) for copies in (1, 2)]
+    ratios: dict[Way, list[StepCost]] = {way: [] for way in ways}
     yield f"a step of {workers} workers (one node, gloo, FSDP2; {count} steps each time)"
     for turn in range(turns):
         order = ways if turn % 2 == 0 else ways[::-1]
         before = cost(_plain, workers, count)
         for pair in zip(order[::2], order[1::2], strict=True):
-            costs = [cost(partial(_in_place, copies=c, every=e), workers, count) for c, e in pair]
+            costs = [cost(partial(_in_place, way=way), workers, count) for way in pair]
             after = cost(_plain, workers, count)
-            plain = Cost(*(fmean(of) for of in zip(before, after, strict=True)))
+            plain = StepCost(*(fmean(of) for of in zip(before, after, strict=True)))
             yield f"  turn {turn + 1}: {_said(plain, 'plain FSDP2 under torchrun')}"
             for way, took in zip(pair, costs, strict=True):
-                ratio = Cost(took.step_s / plain.step_s, took.cpu_s / plain.cpu_s)
+                ratio = StepCost(took.step_s / plain.step_s, took.cpu_s / plain.cpu_s)
                 ratios[way].append(ratio)
                 compared = f"{ratio.step_s:7.3f}x {ratio.cpu_s:7.3f}x"
-                yield f"  turn {turn + 1}: {_said(took, _name(*way))} {compared}"
+                yield f"  turn {turn + 1}: {_said(took, way.name)} {compared}"
             before = after
     yield "  medians of the ratios (with the least and the most), and what a commit copies and sends"
     for way, of in ratios.items():
         times, cpus = ([*each] for each in zip(*of, strict=True))
-        sent = sent_bytes(workers, way[0]) / 1e6
+        sent = sent_bytes(workers, way.copies) / 1e6
         yield (
-            f"  {_name(*way):<30} time {_spread(times)}, CPU {_spread(cpus)}; "
+            f"  {way.name:<39} time {_spread(times)}, CPU {_spread(cpus)}; "
             f"{copied_bytes() / 1e6:.1f} MB copied, {sent:.1f} MB sent"
         )
 
 
-def _name(copies: int, every: int) -> str:
-    return f"redundancy={copies}, commit every {every}"
-
-
-def _said(of: Cost, name: str) -> str:
-    return f"{name:<30} {of.step_s * 1e3:8.2f} ms {of.cpu_s * 1e3:8.2f} ms of CPU"
+def _said(of: StepCost, name: str) -> str:
+    return f"{name:<39} {of.step_s * 1e3:8.2f} ms {of.cpu_s * 1e3:8.2f} ms of CPU"
 
 
 def _spread(ratios: Sequence[float]) -> str:
@@ -164,14 +174,15 @@ def _plain(workers: int, steps: Path, log: Path) -> Launched:
     return launch.torchrun_alone(workers, steps, log, job=(JOB,), env={"PYTHONPATH": launch.ROOT})
 
 
-def _in_place(workers: int, steps: Path, log: Path, *, copies: int, every: int) -> Launched:
-    env = {"BENCH_REDUNDANCY": str(copies), "BENCH_EVERY": str(every)}
+def _in_place(workers: int, steps: Path, log: Path, *, way: Way) -> Launched:
+    env = {"BENCH_REDUNDANCY": str(way.copies), "BENCH_EVERY": str(way.every)}
+    env["BENCH_OVERLAP"] = str(int(way.overlap))
     return launch.elasticd_in_place(workers, steps, log, spares=0, job=JOB_IN_PLACE, env=env)
 
 
 def cost(
     launcher: Callable[[int, Path, Path], Launched], workers: int, count: int, within_s: float = 300.0
-) -> Cost:
+) -> StepCost:
     """Return what a step costs. The time is the median of blocks, each with as many commits. Raises
     NoFigure."""
     last = WARM_UP_STEPS + count
@@ -195,4 +206,4 @@ def cost(
             launched.stop()
             steps.close()
     block_s = median((b - a) / BLOCK for a, b in itertools.pairwise(times[::BLOCK]))
-    return Cost(block_s, (at_last - at_first) / (ended - begun))
+    return StepCost(block_s, (at_last - at_first) / (ended - begun))

@@ -59,7 +59,8 @@ class Event:
 @dataclass(frozen=True)
 class Plan:
     """``saves``: a saver has the commits. ``virtual_ranks``: 0, or the samples come from worker.Data.
-    ``consistent``: in consistent mode. ``whole``: in DDP."""
+    ``consistent``: in consistent mode. ``whole``: in DDP. ``overlap``: copies are sent while the next step
+    runs."""
 
     workers: int
     redundancy: int
@@ -69,12 +70,17 @@ class Plan:
     virtual_ranks: int = 0
     consistent: bool = False
     whole: bool = False
+    overlap: bool = False
 
     def __str__(self) -> str:
         mode = f"HSDP of {self.unit}" if self.unit > 1 else "FSDP2"
         events = ", ".join(map(str, self.events))
         mode = "consistent " * self.consistent + mode
-        more = ", saves" * self.saves + f", Data in {self.virtual_ranks}" * (self.virtual_ranks > 0)
+        more = (
+            ", overlap" * self.overlap
+            + ", saves" * self.saves
+            + f", Data in {self.virtual_ranks}" * (self.virtual_ranks > 0)
+        )
         return f"{mode}, {self.workers} workers, redundancy {self.redundancy}{more}; {events}"
 
 
@@ -83,6 +89,7 @@ def draw(seed: int) -> Plan:
     fourth have a saver, and lose more workers than there are copies. In most worlds of eight a worker is
     lost."""
     plan, chance = _simple(seed), random.Random(f"more shards {seed}")
+    plan = replace(plan, overlap=random.Random(f"overlap {seed}").random() < 0.3)
     if chance.random() < 0.5:
         consistent = random.Random(f"mode {seed}").random() < 0.7
         plan = replace(plan, virtual_ranks=chance.randint(1, 8), consistent=consistent)
@@ -146,7 +153,8 @@ class Agent(Crew):
         news = self.address + "-news"
         asked = str(self.folder), name, news, STEPS, plan.redundancy, plan.unit
         data = {"virtual_ranks": plan.virtual_ranks, "consistent": plan.consistent}
-        return self.start(shardgpt.work, *asked, saver=self._saver, **data, whole=plan.whole)
+        more = {"whole": plan.whole, "overlap": plan.overlap}
+        return self.start(shardgpt.work, *asked, saver=self._saver, **data, **more)
 
     def see_through(self) -> None:
         """Run the training. Raises AssertionError if it does not end."""

@@ -71,6 +71,7 @@ def work(
     virtual_ranks: int = 0,
     consistent: bool = False,
     whole: bool = False,
+    overlap: bool = False,
 ) -> None:
     """A whole script. ``news``: the socket that is told of each committed step, of the outcome, and of each
     read from disk. ``saver``: commits are saved, in its memory and on disk. ``virtual_ranks``: 0, or the
@@ -93,7 +94,7 @@ def work(
     model = gpt.GPT(SHAPE).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if not whole:
-        options |= {"shard": shard, "redundancy": redundancy, "unit": unit}
+        options |= {"shard": shard, "redundancy": redundancy, "overlap": overlap, "unit": unit}
     state = worker.State(model=model, optimizer=optimizer, **options)
 
     @worker.run

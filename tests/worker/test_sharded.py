@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,15 @@ def assert_like(
     survivors: Iterable[int],
     undisturbed: dict[str, Any],
     rounding: float = 1e-9,
+    again: Sequence[int] = (),
 ) -> None:
     """The survivors have made each step's commit once, with the losses and to the end of the undisturbed
-    training."""
+    training. ``again``: the commits that they have made twice."""
     for name in map(str, survivors):
         hand = crew.hands[int(name)]
         assert hand.status == 0, (folder / f"{name}.err").read_text()
         committed = reads(folder, name, "committed")
-        assert committed == sorted(set(committed)), "a step was made twice"
+        assert sorted(committed) == sorted([*set(committed), *again]), "a step was made twice"
         assert committed[-1:] in ([], [STEPS])
         for step, *numbers in reads(folder, name, "losses"):
             assert [step, *numbers] == close(undisturbed["losses"][step], rounding)
@@ -272,6 +273,30 @@ def test_a_shard_whose_replicas_are_all_lost_comes_from_the_newest_checkpoint(
         assert crew.hands[int(name)].status == 0, (tmp_path / f"{name}.err").read_text()
         assert reads(tmp_path, name, "outcome")[-1] == close(undisturbed["outcome"])
     assert crew.hands[0].entered[-1].source == Source.MEMORY
+
+
+def test_with_overlap_a_loss_undoes_the_commit_of_which_copies_are_on_their_way(crew, tmp_path, undisturbed):
+    """Four commits are made when the worker dies, and the workers go on from the third."""
+    accidents = NOTHING, Accident("summed", 4), NOTHING
+    crew.begin(tmp_path, *accidents, job=shardjob.train, overlap=True, virtual_ranks=3)
+    crew.all_ended()
+    assert_like(crew, tmp_path, (0, 2), undisturbed, again=[4])
+    assert crew.settled == [(1, 3), (2, 2)]
+    for survivor in (0, 2):
+        last = crew.hands[survivor].entered[-1]
+        assert (last.source, last.step) == (Source.COPY, 3)
+    assert_each_sample_is_used_once(tmp_path, STEPS * shardjob.BATCH)
+
+
+def test_with_overlap_a_planned_change_undoes_nothing(crew, tmp_path, undisturbed):
+    gate = Gate(tmp_path / "gate")
+    crew.begin(tmp_path, Accident("start", 5, gate.wait_and_leave), NOTHING, job=shardjob.train, overlap=True)
+    gate.until_somebody_waits()
+    crew.grow(crew.start(shardjob.train, str(tmp_path), "2", overlap=True))
+    gate.open()
+    crew.all_ended()
+    assert_like(crew, tmp_path, (0, 1, 2), undisturbed)
+    assert crew.settled == [(1, 2), (2, 3)]
 
 
 @pytest.mark.slow

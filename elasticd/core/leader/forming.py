@@ -45,31 +45,37 @@ def form_or_wait(
     return _forget_drained(view, spec, plan)
 
 
-class _Wait(NamedTuple):
+class _Shortfall(NamedTuple):
     """Why a job between two rounds waits, and why it ends if nothing changes."""
 
     reason: BelowMinimum | BelowMemory
     ends: str
 
 
-def _too_few(spec: Spec, round: Round, have: int) -> _Wait:
+def _too_few(spec: Spec, round: Round, have: int) -> _Shortfall:
     least, unit, patience_s = spec.limits.least, spec.limits.unit, spec.policy.join_timeout_s
     why = f"only {have} of the {least} workers needed came within {patience_s:g} s"
     if have >= least:
         why = f"{have} workers came within {patience_s:g} s, but they make too few units of {unit}"
-    return _Wait(BelowMinimum(have, least, round.since + patience_s, unit), why)
+    return _Shortfall(BelowMinimum(have, least, round.since + patience_s, unit), why)
 
 
-def _too_small(spec: Spec, round: Round, lacking: Shortage) -> _Wait:
+def _too_small(spec: Spec, round: Round, lacking: Shortage) -> _Shortfall:
     patience_s = spec.policy.join_timeout_s
     why = f"the workers that came within {patience_s:g} s have too little memory for the sharded state"
     if lacking.need:
         why += f": {lacking.need} such workers are needed, and {lacking.have} came"
-    return _Wait(BelowMemory(*lacking, spec.limits.max, round.since + patience_s), why)
+    return _Shortfall(BelowMemory(*lacking, spec.limits.max, round.since + patience_s), why)
 
 
 def _wait(
-    view: View, spec: Spec, round: Round, budget: Budget, reasons: tuple[Reason, ...], wait: _Wait, now: float
+    view: View,
+    spec: Spec,
+    round: Round,
+    budget: Budget,
+    reasons: tuple[Reason, ...],
+    wait: _Shortfall,
+    now: float,
 ) -> Plan:
     """Wait for more workers, until the join timeout."""
     if round.phase is not Phase.WAITING:

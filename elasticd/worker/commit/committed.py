@@ -191,6 +191,8 @@ class CommittedState:
             vars(scaler)["_per_optimizer_states"].clear()
         undone = self.uncommitted.go_back()
         if self.shards is not None:  # the next world's agreement restores a commit
+            if isinstance(self.shards, ShardedState):
+                self.shards.leave()
             self.shards.model.leave()
             self.last.follow(self.contents)
         elif undone:

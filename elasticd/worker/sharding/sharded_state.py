@@ -14,7 +14,7 @@ from elasticd.worker.sharding.host_shards import Generation, HostShard, Kinds, S
 from elasticd.worker.sharding.moves import guardians, heirs, replicas
 from elasticd.worker.sharding.sharded_model import ShardedModel
 from elasticd.worker.sharding.spans import INITIAL, CommitPoint, Spans, whole
-from elasticd.worker.sharding.transport import copy_to_guardians
+from elasticd.worker.sharding.transport import Copies, copy_to_guardians
 from elasticd.worker.world.group import World, gathered
 
 _log = logging.getLogger(__name__)
@@ -40,18 +40,22 @@ class ShardedState:
     ``redundancy``: how many other workers have each shard too, as replicas or as copies. ``generations``: the
     last commits, the newest last. At the beginning there is one, with the script's initial state, whole.
     ``sizes``: how much memory the state takes in the present world, with what the optimizers will keep.
+    ``overlap``: a commit does not wait for its copies. The next commit does, so that after a loss the workers
+    may go back to the commit before.
     """
 
-    def __init__(self, model: ShardedModel, redundancy: int) -> None:
+    def __init__(self, model: ShardedModel, redundancy: int, *, overlap: bool = False) -> None:
         if redundancy < 0:
             raise ValueError(f"redundancy is {redundancy}: give the number of copies of a shard, 0 or more")
-        self.model, self.redundancy = model, redundancy
+        self.model, self.redundancy, self.overlap = model, redundancy, overlap
         small = SmallState({}, model.initial_slots, model.trainable)
         self.generations = [Generation(INITIAL, small, model.initial)]
         self._guards: Sequence[Sequence[int]] = ()
         self._spans: Sequence[Spans] = ()
         self._groups: Sequence[tuple[int, ...]] = ()
         self._kinds: Kinds = ()
+        self._copies: Copies | None = None  # of the newest commit, on their way
+        self._complete = True  # no worker lacks the newest commit, or a copy of it
         self.sizes = ShardSizes(0, 0, 0)
         self._whole = size_of(model.expected_kinds(), whole(model.sizes))
 
@@ -74,22 +78,36 @@ class ShardedState:
         self._spans, self._groups = spans, replicas(spans)
         self._guards = guardians(nodes, self.redundancy, self._groups)
         self._kinds = ()
+        self._complete = True
+
+    def leave(self) -> None:
+        """Leave a world. Copies that have not arrived are lost."""
+        self._copies = None
 
     def keep(self, point: CommitPoint, kept: dict[str, Any], world: World) -> None:
         """Copy the present state as of a commit, and send this rank's shard to its guardians.
 
-        Returns once all ranks have done so: no loss of up to ``redundancy`` workers undoes the commit.
-        ``kept``: see ``LastCommit``. Raises WorldChanged: the commit then counts only if all its parts are
-        held.
+        Returns once all ranks have done so: no loss of up to ``redundancy`` workers undoes the commit. With
+        ``overlap`` this holds for the commit before. ``kept``: see ``LastCommit``. Raises WorldChanged: the
+        commit then counts only if all its parts are held.
         """
+        self.complete(world)
         old = self.generations.pop(0) if len(self.generations) == GENERATIONS else None
         model, spans = self.model, self._spans[world.rank]
         kinds = model.kinds()
         own = old.own if old is not None and old.own.suits(kinds, spans) else HostShard(kinds, spans)
         model.copy_to(own)
-        self.add(point, SmallState(kept, model.slots(), model.trainable), own, world, old)
+        self._begin(point, SmallState(kept, model.slots(), model.trainable), own, world, old)
+        if not self.overlap:
+            self.complete(world)
 
-    def add(
+    def add(self, point: CommitPoint, small: SmallState, own: HostShard, world: World) -> None:
+        """Keep the commit with which a world begins, and send this rank's shard to its guardians. All ranks
+        call it together. Raises WorldChanged."""
+        self._begin(point, small, own, world)
+        self.complete(world)
+
+    def _begin(
         self,
         point: CommitPoint,
         small: SmallState,
@@ -97,32 +115,46 @@ class ShardedState:
         world: World,
         old: Generation | None = None,
     ) -> None:
-        """Keep a commit with this rank's shard, and send the shard to its guardians. All ranks call it
-        together. ``old``: a commit whose memory may be used again. Raises WorldChanged."""
+        """Keep a commit with this rank's shard, and begin to send the shard to its guardians. ``old``: a
+        commit whose memory may be used again."""
         if own.kinds != self._kinds:
             self._kinds = own.kinds
             self._measure(self.model.expected_kinds(), world)
         latest = Generation(point, small, own, ranks=world.size)
         self.generations.append(latest)
+        self._complete = False
         if any(self._guards):
             with world.or_over():
                 rooms = old.guarded if old is not None else {}
-                latest.guarded = copy_to_guardians(own, self._guards, self._spans, rooms)
+                self._copies = copy_to_guardians(own, self._guards, self._spans, rooms)
+
+    def complete(self, world: World) -> None:
+        """Wait until all ranks have the newest commit, and the copies of it. All ranks call it together.
+        Raises WorldChanged."""
+        if self._complete:
+            return
+        latest = self.generations[-1]
+        if self._copies is not None:
+            with world.or_over():
+                latest.guarded = self._copies.await_arrival()
+            self._copies = None
         copied = any(self._guards) or any(len(group) > 1 for group in self._groups)
-        # No worker goes on before all workers have the commit.
-        if copied and len({step for [step] in gathered([point.step], world)}) > 1:
+        if copied and len({step for [step] in gathered([latest.point.step], world)}) > 1:
             raise RuntimeError("the workers commit different steps: call state.commit() on all workers")
+        self._complete = True
 
     def hand_over(self, world: World) -> None:
         """Give the shards of the workers that the next world is without to workers that stay. All ranks call
         it together, after the last commit of a world. Raises WorldChanged."""
+        self.complete(world)
         going = [bool(goes) for [goes] in gathered([world.is_going], world)]
         found = heirs(going, self._guards, self._groups)
         if found:
             latest = self.generations[-1]
             to = [(found[rank],) if rank in found else () for rank in range(world.size)]
             with world.or_over():
-                latest.take_over(copy_to_guardians(latest.own, to, self._spans, {}).values())
+                copies = copy_to_guardians(latest.own, to, self._spans, {})
+                latest.take_over(copies.await_arrival().values())
 
     def _measure(self, kinds: Kinds, world: World) -> None:
         """Note how much memory the sharded state takes in this world, and say it if it has changed.

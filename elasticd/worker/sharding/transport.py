@@ -14,6 +14,7 @@ from elasticd.worker.sharding.moves import Move, Passing
 from elasticd.worker.sharding.spans import HeldShard, Spans
 
 PIECE_BYTES = 8 << 20  # larger tensors are sent in pieces of this size
+_COPIES = 0x0C09135  # the tag of copies, which the script's own messages may overtake
 UNDER_WAY_MAX = 16  # the most pieces of this worker in flight
 
 
@@ -45,11 +46,25 @@ def carry_out(moves: Iterable[Move], kinds: Kinds, held: Sequence[HostShard], in
     _exchange(rank, messages())
 
 
+class Copies:
+    """Copies of shards on their way. ``sent``: the shard that this rank sends, which must not change
+    meanwhile."""
+
+    def __init__(self, sent: HostShard, arriving: dict[int, HostShard], works: Sequence[Any]) -> None:
+        self._sent, self._arriving, self._works = sent, arriving, works
+
+    def await_arrival(self) -> dict[int, HostShard]:
+        """Wait until this rank's copies are sent and the others' are here. Return the shards that this rank
+        guards, by rank."""
+        for work in self._works:
+            work.wait()
+        return self._arriving
+
+
 def copy_to_guardians(
     own: HostShard, guards: Sequence[Sequence[int]], spans: Sequence[Spans], rooms: dict[int, HostShard]
-) -> dict[int, HostShard]:
-    """Send this rank's shard to its guardians, and return the shards that this rank guards, by rank. All
-    ranks call it together.
+) -> Copies:
+    """Begin to send this rank's shard to its guardians. All ranks call it together.
 
     ``guards``: the guardians of each rank. ``spans``: of each rank. ``rooms``: memory to use again.
     """
@@ -68,8 +83,8 @@ def copy_to_guardians(
                     arriving[owner] = room
                     yield _Message(owner, guardian, room.memory)
 
-    _exchange(rank, messages())
-    return arriving
+    works = [_begin(rank, *message, tag=_COPIES) for message in _pieces(messages())]
+    return Copies(own, arriving, works)
 
 
 def carry_shards(
@@ -96,16 +111,24 @@ def _exchange(rank: int, messages: Iterable[_Message]) -> None:
     """Send and receive the messages. All ranks have the same order of messages, and wait for the oldest of
     their own only: so no two ranks wait for each other."""
     under_way: deque[Any] = deque()
-    for message in messages:
-        assert message.memory is not None
-        for piece in torch.split(message.memory.view(torch.uint8), PIECE_BYTES):
-            if not len(piece):
-                continue
-            if len(under_way) == UNDER_WAY_MAX:
-                under_way.popleft().wait()
-            if rank == message.sender:
-                under_way.append(dist.isend(piece, message.receiver))
-            else:
-                under_way.append(dist.irecv(piece, message.sender))
+    for message in _pieces(messages):
+        if len(under_way) == UNDER_WAY_MAX:
+            under_way.popleft().wait()
+        under_way.append(_begin(rank, *message))
     for work in under_way:
         work.wait()
+
+
+def _pieces(messages: Iterable[_Message]) -> Iterator[_Message]:
+    for sender, receiver, memory in messages:
+        assert memory is not None
+        for piece in torch.split(memory.view(torch.uint8), PIECE_BYTES):
+            if len(piece):
+                yield _Message(sender, receiver, piece)
+
+
+def _begin(rank: int, sender: int, receiver: int, piece: torch.Tensor | None, tag: int = 0) -> Any:
+    assert piece is not None
+    if rank == sender:
+        return dist.isend(piece, receiver, tag=tag)
+    return dist.irecv(piece, sender, tag=tag)
