@@ -40,7 +40,7 @@ from tests.bench.scale import (
 )
 
 FEW, MANY = 100, 500  # rounds of both have their members in parts
-LINES_A_NODE = {PERIOD: 22, JUDGED: 80, FORMING: 42, REFORMING: 56}  # of a node with 8 workers
+LINES_A_NODE = {PERIOD: 22, JUDGED: 45, FORMING: 42, REFORMING: 56}  # of a node with 8 workers
 
 
 @cache

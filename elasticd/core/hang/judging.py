@@ -249,7 +249,7 @@ def judge(looks: Sequence[Look], allowed: Allowance, since: Mapping[str, float] 
     ordered = tuple(sorted(looks, key=attrgetter("rank")))
 
     def found(why: Why, guilty: Sequence[Look], limit_s: float) -> Verdict | None:
-        late = bool(guilty) and all(_still_s(look, since) >= limit_s for look in guilty)
+        late = bool(guilty) and min([look.still_s + since.get(look.node, 0.0) for look in guilty]) >= limit_s
         return _verdict(why, tuple(guilty), ordered, since) if late else None
 
     runs = [(doing, tuple(run)) for doing, run in groupby(ordered, attrgetter("doing"))]
@@ -273,8 +273,8 @@ def judge(looks: Sequence[Look], allowed: Allowance, since: Mapping[str, float] 
         return found(Why.ASLEEP, asleep, allowed.asleep_s)
     if silent:
         return found(Why.SILENT, silent, allowed.waiting_s)
-    settled = all(look.there_s >= allowed.settled_s for look in waiting)
-    if settled or all(look.waits_s >= allowed.settled_s for look in waiting):
+    settled = min(map(attrgetter("there_s"), waiting)) >= allowed.settled_s
+    if settled or min(map(attrgetter("waits_s"), waiting)) >= allowed.settled_s:
         limit_s = allowed.waiting_s if settled else allowed.busy_s
         apart = _apart(waiting, allowed.settled_s)
         return found(Why.APART, apart, limit_s) or found(Why.DEADLOCK, waiting, limit_s)
@@ -301,7 +301,7 @@ def judge_round(
 
     ``looks``: of every worker of the world, as for ``judge``, like ``since``.
     """
-    if all(look.step for look in looks):
+    if all(map(attrgetter("step"), looks)):
         return judge(looks, allowed, since)
     stopped = [look for look in looks if look.doing is Doing.STOPPED]
     return judge(stopped, allowed, since) or judge_first(looks, allowed, since)

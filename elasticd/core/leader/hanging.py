@@ -49,7 +49,8 @@ def name_the_hung(view: View, now: float) -> Plan:
     if silent and found is not None and now < again_at:  # the silent agents were asked for reports
         return Plan(wake_at=again_at)
     # Without all reports, only stopped workers are certain.
-    received = [view.stalls[name] for name in roll[Mark.STOPPED if silent else Mark.STILL]]
+    stalls = view.stalls.to_dict()
+    received = [stalls[name] for name in roll[Mark.STOPPED if silent else Mark.STILL]]
     if not received:
         return _undecided(facts, (view.absence_counts_from,), now)
     received.sort(key=lambda one: one.stall.looks[0].rank if one.stall.looks else 0)
@@ -72,6 +73,8 @@ def _undecided(facts: tuple[object, ...], wakes: Iterable[float], now: float) ->
 
 def _any_silent(round: Round, still: PersistentMap[Member], quiet: Sequence[PersistentMap[Member]]) -> bool:
     """Whether workers of some member make steps, or its report has not come yet."""
+    if len(still) == round.nodes:
+        return False
     if len(still) + sum(map(len, quiet)) < round.nodes:
         return True
     return any(name not in still and not any(name in those for those in quiet) for name in round.by_node)
