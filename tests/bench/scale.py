@@ -96,11 +96,12 @@ LOST = "a lost node"
 STANDSTILL = "a node stands still"
 STILL = "a quiet event, all still"
 RELEASE = "a release"
+JUDGED = "a judgement of a hang"
 FORMING = "a forming"
 FAILURE = "a release with failures"
 REFORMING = "a re-forming, all failed"
 OF_ONE_NODE = (QUIET, REPORT, TOLD, PACES, STANDSTILL, STILL, LOST, RELEASE, FAILURE)
-OF_ALL_NODES = (PERIOD, FORMING, REFORMING)
+OF_ALL_NODES = (PERIOD, JUDGED, FORMING, REFORMING)
 ONCE = (LOST, *OF_ALL_NODES)  # happen once or twice, in several events
 
 
@@ -442,11 +443,14 @@ class Leader:
             self.see("", {key: stalls[key]})
             self.tick(STANDSTILL, JUDGE_S)
         self.see("", {keys[-1]: stalls[keys[-1]]})
-        self.tick("", JUDGE_S)
+        self.tick(JUDGED, JUDGE_S)
         for _ in range(ONE_BY_ONE):
             self.tick(STILL, JUDGE_S)
         if self.driver.view is None or not self.driver.view.judged.of:
             raise Missing("the leader has judged nobody")
+        self.tick(JUDGED, allowed.waiting_s)
+        if self.driver.view.hang is None:
+            raise Missing("the leader has found nobody who hangs")
         self.see("", dict.fromkeys(stalls))
 
     def lose_a_node(self) -> None:
@@ -500,7 +504,9 @@ def _record(n: int, name: str) -> Node:
 
 def _waiting(member: Member) -> tuple[Look, ...]:
     return tuple(
-        Look(member.node, slot, member.rank_of(slot), 123, 1.0, Doing.WAITING, "train.py:88", "all_reduce")
+        Look(
+            member.node, slot, member.rank_of(slot), 9, 1.0, Doing.WAITING, "train.py:88", "all_reduce", 10.0
+        )
         for slot in member.slots
     )
 

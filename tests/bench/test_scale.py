@@ -19,6 +19,7 @@ from elasticd.daemon.publish import Publisher
 from elasticd.daemon.timekeeper import Timekeeper
 from tests.bench.scale import (
     FORMING,
+    JUDGED,
     LOST,
     OF_ALL_NODES,
     OF_ONE_NODE,
@@ -39,7 +40,7 @@ from tests.bench.scale import (
 )
 
 FEW, MANY = 100, 500  # rounds of both have their members in parts
-LINES_A_NODE = {PERIOD: 22, FORMING: 42, REFORMING: 56}  # of a node with 8 workers
+LINES_A_NODE = {PERIOD: 22, JUDGED: 45, FORMING: 42, REFORMING: 56}  # of a node with 8 workers
 
 
 @cache

@@ -141,8 +141,8 @@ def _victims_condemned(patch: pytest.MonkeyPatch) -> None:
     """Whoever waits is taken for the one to blame."""
     judged = judging.judge
 
-    def blind(looks: Any, allowed: Any) -> Any:
-        verdict = judged(looks, allowed)
+    def blind(looks: Any, allowed: Any, *since: Any) -> Any:
+        verdict = judged(looks, allowed, *since)
         waiting = tuple(look for look in looks if look.doing is judging.Doing.WAITING)
         return replace(verdict, guilty=waiting) if verdict is not None and waiting else verdict
 
@@ -157,7 +157,7 @@ def _never_grows(patch: pytest.MonkeyPatch) -> None:
 
 def _hangs_forgiven(patch: pytest.MonkeyPatch) -> None:
     for module in (judging, watching):
-        patch.setattr(module, "judge", lambda looks, allowed: None)
+        patch.setattr(module, "judge", lambda looks, allowed, *since: None)
 
 
 def _nobody_is_slow(patch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,13 @@ Times are arguments, in seconds; there is no clock here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain, groupby
+from operator import attrgetter
 from statistics import median
+from typing import Final
 
 from elasticd.core.thread_activity import ActivityKind, ThreadActivity
 
@@ -233,22 +236,28 @@ class Verdict:
     more: int = 0
 
 
-def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
+NOW: Final[Mapping[str, float]] = {}
+
+
+def judge(looks: Sequence[Look], allowed: Allowance, since: Mapping[str, float] = NOW) -> Verdict | None:
     """Return the verdict on the workers that hang by now; None if no worker hangs.
 
     ``looks``: of every worker of the world, except those that have ended well. To judge stopped workers
-    alone, fewer looks are enough.
+    alone, fewer looks are enough. ``since``: how long ago the workers of a node were seen, if not just now;
+    their standstills are longer by that time.
     """
-    ordered = tuple(sorted(looks, key=lambda look: look.rank))
+    ordered = tuple(sorted(looks, key=attrgetter("rank")))
 
     def found(why: Why, guilty: Sequence[Look], limit_s: float) -> Verdict | None:
-        late = bool(guilty) and all(look.still_s >= limit_s for look in guilty)
-        return _verdict(why, tuple(guilty), ordered) if late else None
+        late = bool(guilty) and min([look.still_s + since.get(look.node, 0.0) for look in guilty]) >= limit_s
+        return _verdict(why, tuple(guilty), ordered, since) if late else None
+
+    runs = [(doing, tuple(run)) for doing, run in groupby(ordered, attrgetter("doing"))]
 
     def those(*kinds: Doing) -> list[Look]:
-        return [look for look in ordered if look.doing in kinds]
+        return list(chain.from_iterable([run for doing, run in runs if doing in kinds]))
 
-    stopped = [look for look in those(Doing.STOPPED) if look.still_s >= allowed.stopped_s]
+    stopped = [look for look in those(Doing.STOPPED) if _still_s(look, since) >= allowed.stopped_s]
     if stopped:
         return found(Why.STOPPED, stopped, allowed.stopped_s)
     if those(Doing.GONE):
@@ -264,34 +273,38 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
         return found(Why.ASLEEP, asleep, allowed.asleep_s)
     if silent:
         return found(Why.SILENT, silent, allowed.waiting_s)
-    settled = all(look.there_s >= allowed.settled_s for look in waiting)
-    if settled or all(look.waits_s >= allowed.settled_s for look in waiting):
+    settled = min(map(attrgetter("there_s"), waiting)) >= allowed.settled_s
+    if settled or min(map(attrgetter("waits_s"), waiting)) >= allowed.settled_s:
         limit_s = allowed.waiting_s if settled else allowed.busy_s
         apart = _apart(waiting, allowed.settled_s)
         return found(Why.APART, apart, limit_s) or found(Why.DEADLOCK, waiting, limit_s)
     return None  # the last worker may just have come, so that the step goes on
 
 
-def judge_first(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
+def judge_first(
+    looks: Sequence[Look], allowed: Allowance, since: Mapping[str, float] = NOW
+) -> Verdict | None:
     """Return who hangs before the first step of a round: workers that stay asleep while no worker is busy.
 
-    ``looks``: of all workers of the world. A worker that is new is not judged.
+    ``looks``: of all workers of the world. A worker that is new is not judged. ``since``: as for ``judge``.
     """
     asleep = tuple(look for look in looks if look.doing is Doing.ASLEEP)
     calm = all(look.doing in (Doing.ASLEEP, Doing.WAITING) for look in looks)
-    late = all(not look.new and look.still_s >= allowed.first_s for look in asleep)
-    return _verdict(Why.ASLEEP, asleep, looks) if asleep and calm and late else None
+    late = all(not look.new and _still_s(look, since) >= allowed.first_s for look in asleep)
+    return _verdict(Why.ASLEEP, asleep, looks, since) if asleep and calm and late else None
 
 
-def judge_round(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
+def judge_round(
+    looks: Sequence[Look], allowed: Allowance, since: Mapping[str, float] = NOW
+) -> Verdict | None:
     """Return who hangs in a round, before its first step or after.
 
-    ``looks``: of every worker of the world, as for ``judge``.
+    ``looks``: of every worker of the world, as for ``judge``, like ``since``.
     """
-    if all(look.step for look in looks):
-        return judge(looks, allowed)
+    if all(map(attrgetter("step"), looks)):
+        return judge(looks, allowed, since)
     stopped = [look for look in looks if look.doing is Doing.STOPPED]
-    return judge(stopped, allowed) or judge_first(looks, allowed)
+    return judge(stopped, allowed, since) or judge_first(looks, allowed, since)
 
 
 def judge_leaving(looks: Sequence[Look]) -> Verdict | None:
@@ -304,10 +317,18 @@ def judge_leaving(looks: Sequence[Look]) -> Verdict | None:
     return _verdict(Why.ASLEEP, asleep, looks) if asleep and len(asleep) == len(looks) else None
 
 
-def _verdict(why: Why, guilty: tuple[Look, ...], looks: Sequence[Look]) -> Verdict:
+def _still_s(look: Look, since: Mapping[str, float]) -> float:
+    return look.still_s + since.get(look.node, 0.0)
+
+
+def _verdict(
+    why: Why, guilty: tuple[Look, ...], looks: Sequence[Look], since: Mapping[str, float] = NOW
+) -> Verdict:
     ranks = {look.rank for look in guilty}
     others = [look for look in looks if look.rank not in ranks]
     named, more = guilty[:GUILTY_MAX], len(guilty[GUILTY_MAX:])
+    if since:
+        named = tuple(replace(look, still_s=_still_s(look, since)) for look in named)
     waits = Counter((look.what, look.place) for look in others if look.doing is Doing.WAITING)
     what, place = waits.most_common(1)[0][0] if waits else ("", "")
     return Verdict(why, named, len(others), what, place, more)
@@ -318,9 +339,9 @@ def _apart(waiting: Sequence[Look], settled_s: float) -> list[Look]:
     worker whose place changes, only its step and its collective are compared: the worker may wait for the
     same collective from several places."""
     stayed = [look for look in waiting if look.there_s >= settled_s]
-    places = Counter((look.step, look.what, look.place) for look in stayed)
+    places = Counter(map(attrgetter("step", "what", "place"), stayed))
     most, count = places.most_common(1)[0] if places else ((0, "", ""), 0)
-    if 2 * count <= len(waiting):
+    if 2 * count <= len(waiting) or count == len(waiting):
         return []
     elsewhere = {look.rank for look in stayed if (look.step, look.what, look.place) != most}
     return [look for look in waiting if look.rank in elsewhere or (look.step, look.what) != most[:2]]

@@ -6,13 +6,16 @@ each agent reports, and the leader judges all reports together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, fields, replace
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, fields
+from itertools import chain
+from operator import attrgetter
 
 from elasticd.core.facts import Hang, Member, Phase, Round
 from elasticd.core.hang.judging import REPEAT_S, Allowance, Doing, Look, judge_round
 from elasticd.core.leader.plan import Plan
-from elasticd.core.leader.roll import Mark, ReceivedStall
+from elasticd.core.leader.roll import Mark
 from elasticd.core.leader.view import Judged, View
 from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import Put
@@ -46,15 +49,19 @@ def name_the_hung(view: View, now: float) -> Plan:
     if silent and found is not None and now < again_at:  # the silent agents were asked for reports
         return Plan(wake_at=again_at)
     # Without all reports, only stopped workers are certain.
-    received = [view.stalls[name] for name in roll[Mark.STOPPED if silent else Mark.STILL]]
+    stalls = view.stalls.to_dict()
+    received = [stalls[name] for name in roll[Mark.STOPPED if silent else Mark.STILL]]
     if not received:
         return _undecided(facts, (view.absence_counts_from,), now)
-    looks = [look for look in _looks(received, now) if look.doing is Doing.STOPPED or not silent]
-    looks.sort(key=lambda look: look.rank)
+    received.sort(key=lambda one: one.stall.looks[0].rank if one.stall.looks else 0)
+    looks = list(chain.from_iterable([one.stall.looks for one in received]))
+    if silent:
+        looks = [look for look in looks if look.doing is Doing.STOPPED]
+    since = {one.stall.node: now - one.at for one in received}
     allowed = _most_patient([one.stall.allowed for one in received])
-    verdict = judge_round(looks, allowed)
+    verdict = judge_round(looks, allowed, since)
     if verdict is None:
-        return _undecided(facts, (*_limits(looks, allowed, now), view.absence_counts_from), now)
+        return _undecided(facts, (*_limits(looks, allowed, since, now), view.absence_counts_from), now)
     return Plan(writes=(Put("hang", Hang(round.number, verdict, asks=silent), leased=True),))
 
 
@@ -66,24 +73,23 @@ def _undecided(facts: tuple[object, ...], wakes: Iterable[float], now: float) ->
 
 def _any_silent(round: Round, still: PersistentMap[Member], quiet: Sequence[PersistentMap[Member]]) -> bool:
     """Whether workers of some member make steps, or its report has not come yet."""
+    if len(still) == round.nodes:
+        return False
     if len(still) + sum(map(len, quiet)) < round.nodes:
         return True
     return any(name not in still and not any(name in those for those in quiet) for name in round.by_node)
 
 
-def _looks(received: Sequence[ReceivedStall], now: float) -> list[Look]:
-    """Return the looks of all reports. Each standstill is extended by the time since its report came."""
-    return [
-        replace(look, still_s=look.still_s + (now - one.at)) for one in received for look in one.stall.looks
-    ]
-
-
 def _most_patient(allowances: Sequence[Allowance]) -> Allowance:
     """Return the greatest of each limit."""
-    return Allowance(*(max(getattr(a, limit.name) for a in allowances) for limit in fields(Allowance)))
+    return Allowance(*(max(map(attrgetter(limit.name), allowances)) for limit in fields(Allowance)))
 
 
-def _limits(looks: Sequence[Look], allowed: Allowance, now: float) -> Iterator[float]:
-    """Yield the times at which the workers' standstills reach their limits."""
-    left = (limit - look.still_s for look in looks for limit in astuple(allowed))
-    return (now + max(s, LATER_S) for s in left if s > 0)
+def _limits(
+    looks: Sequence[Look], allowed: Allowance, since: Mapping[str, float], now: float
+) -> Iterator[float]:
+    """Yield for each limit the time at which the first standstill below the limit reaches it."""
+    still = sorted({look.still_s + since[look.node] for look in looks})
+    for limit_s in astuple(allowed):
+        if below := bisect_left(still, limit_s):
+            yield now + max(limit_s - still[below - 1], LATER_S)
