@@ -281,21 +281,18 @@ class Invariants:
         }
         if slow != self.slow(world):
             raise Broken(f"the slow workers are {slow}, not {self.slow(world)}")
-        seats = {(m.node, m.incarnation, slot) for m in round.members for slot in m.slots}
+        seats = {(m.node, m.incarnation, slot): m.rank_of(slot) for m in round.members for slot in m.slots}
         known = self._incarnations
-        if seats != {(w.procs.host.name, known[w.procs.host], w.slot) for w in workers if w.alive}:
+        there = {(w.procs.host.name, known[w.procs.host], w.slot): w.rank for w in workers if w.alive}
+        if seats != there:
             raise Broken(f"round {round.number} steps with other workers than those of its members")
+        for member in round.members:
+            crew = self.cluster.agents[member.node].driver.state.crew
+            if crew is None or crew.round.number != round.number or crew.alive != {*member.slots}:
+                raise Broken(f"{member.node} does not know of its workers in round {round.number}: {crew}")
         made = {worker.steps - worker.steps_before for worker in workers}
         if made != {world.made}:
             raise Broken(f"the workers have made {made} steps, but their world {world.made}")
-        beside = [
-            worker
-            for agent in self.cluster.all
-            for worker in agent.procs.workers.values()
-            if worker.world is not None and worker.world is not world and worker.world.running
-        ]
-        if beside:
-            raise Broken(f"{len(beside)} workers are in another world than that of round {world.round}")
 
     # ---- units: no healthy worker is idle while a unit could be made of those who wait
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,30 @@ def _step_noted_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(World, "_measure", twice)
 
 
+def _seat_taken(patch: pytest.MonkeyPatch) -> None:
+    """Of two workers of a node, one answers for the other's slot, once all are there."""
+    stepped = Invariants._stepped
+
+    def swapped(self: Invariants, world: World) -> None:
+        for worker in list(world.workers.values())[:1]:
+            worker.slot += 1
+        stepped(self, world)
+
+    patch.setattr(Invariants, "_stepped", swapped)
+
+
+def _workers_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """An agent forgets that workers of its node train."""
+    stepped = Invariants._stepped
+
+    def forgetful(self: Invariants, world: World) -> None:
+        driver = self.cluster.agents[world.workers[0].procs.host.name].driver
+        driver.state = replace(driver.state, crew=None)
+        stepped(self, world)
+
+    patch.setattr(Invariants, "_stepped", forgetful)
+
+
 @pytest.mark.usefixtures("looks_at_all")
 @pytest.mark.parametrize(
     ("break_it", "kinds", "rule"),
@@ -87,6 +112,8 @@ def _step_noted_twice(patch: pytest.MonkeyPatch) -> None:
         (_death_unnoticed, {"crash"}, "workers outlive their agents, not 0"),
         (_slowness_unnoticed, {"slow_slot"}, "the slow workers are"),
         (_step_noted_twice, {"crash"}, "the workers have made"),
+        (_seat_taken, {"crash"}, "steps with other workers"),
+        (_workers_forgotten, {"crash"}, "does not know of its workers"),
     ],
 )
 def test_what_escapes_a_look_at_what_changed_turns_a_look_at_all_red(
