@@ -10,8 +10,8 @@ class StateMemory:
     """What a sharded state takes of the host's memory, in bytes.
 
     ``own``: one whole state, with the copies that each worker keeps of its own shard. ``copy``: the copies
-    that workers keep of others' shards, for each degree of ``redundancy``; no more than ``own``. ``unit``: the
-    workers that hold one state together; 1: all workers of the world.
+    that workers keep of others' shards, for each degree of ``redundancy``; no more than ``own``. ``unit``:
+    the workers that hold one state together; 1: all workers of the world.
     """
 
     own: int

@@ -65,7 +65,8 @@ def keep_time(
     """
     number = state.crew.round.number if state.crew is not None else 0
     held = {beat.slot: _hold(known.held.get(beat.slot), beat, number) for beat in beats}
-    known = replace(known, held={**known.held, **held})
+    if any(known.held.get(slot) is not one for slot, one in held.items()):
+        known = replace(known, held={**known.held, **held})
     at_work = {b.slot: _at_work(known, number, b, first_at.get(b.slot, 0.0)) for b in beats}
     ledger = known.ledger.see(_last_steps(known.ledger, at_work), now)
     slots = _slots(state, ledger)

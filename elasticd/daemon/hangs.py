@@ -34,10 +34,12 @@ News = Looked | EvidenceKept | HangChanged | StallWithdrawn
 
 
 class Hangs:
-    """Call ``begin``, then ``handle`` with each posted event, and ``attend`` at ``wake_at``."""
+    """Call ``begin``, then ``handle`` with each posted event, and ``attend`` at ``wake_at``. ``look_s``: the
+    least time between two looks."""
 
-    def __init__(self, patience: Patience, inspector: Inspector, store: Store) -> None:
+    def __init__(self, patience: Patience, inspector: Inspector, store: Store, look_s: float = 0.0) -> None:
         self.wake_at: float | None = None
+        self._look_s = look_s
         self.hung = (0, 0.0)  # the last round that was found to hang, and the time of the verdict
         self._inspector = inspector
         self._store = store
@@ -77,6 +79,8 @@ class Hangs:
             self._watching = result.watching
             if result.wake_at is not None:
                 self.wake_at = now + result.wake_at - at
+                if self._look_s:
+                    self.wake_at = max(self.wake_at, now + self._look_s)
             for reason in result.reasons:
                 if isinstance(reason, WorkersHung):
                     self.hung = reason.round, now

@@ -23,7 +23,8 @@ class Observer:
 
     ``page_contents`` returns the contents of a round's workers' pages, by slot. ``throttled_s`` returns how
     long a CPU quota has delayed this node's processes so far. ``asked``: see ``Advice``. ``gpus``: the slots
-    with a bad or a strained GPU, and why. ``found``: the leader's last record of stragglers.
+    with a bad or a strained GPU, and why. ``found``: the leader's last record of stragglers. ``look_s``: the
+    least time between two looks.
     """
 
     def __init__(
@@ -31,9 +32,11 @@ class Observer:
         page_contents: Callable[[int], Mapping[int, PageContents]],
         throttled_s: Callable[[], float],
         asked: tuple[tuple[str, Use], ...] = (),
+        look_s: float = 0.0,
     ) -> None:
         self.wake_at = 0.0
         self.gpus = GpuHealth()
+        self._look_s = look_s
         self._page_contents = page_contents
         self._throttled_s = throttled_s
         self._advice = Advice(asked)
@@ -70,7 +73,7 @@ class Observer:
         if now >= self._measuring.due:
             throttled_s = self._throttled_s()
             self._measuring, paces = measure(self._measuring, state, pages, throttled_s, self.gpus, now)
-        self.wake_at = min(now + LOOK_S, self._measuring.due)
+        self.wake_at = max(min(now + LOOK_S, self._measuring.due), now + self._look_s)
         return paces
 
     def _verdict_seen(self, seen: Seen) -> None:

@@ -16,7 +16,8 @@ class Timekeeper:
     """Call ``attend`` after each event and at ``wake_at``, ``find`` once, and ``close`` at the end.
 
     ``progress`` returns the heartbeats of a round's workers. ``step_times`` returns the times of a slot's
-    steps in the round after a given step, oldest first; some may be missing.
+    steps in the round after a given step, oldest first; some may be missing. ``look_s``: the least time
+    between two looks at the same state.
     """
 
     def __init__(
@@ -25,8 +26,10 @@ class Timekeeper:
         began_at: float,
         progress: Callable[[int], Sequence[SlotProgress]],
         step_times: Callable[[int, int], tuple[float, ...]],
+        look_s: float = 0.0,
     ) -> None:
         self.wake_at = began_at
+        self._look_s = max(LOOK_S, look_s)
         self._progress = progress
         self._step_times = step_times
         self._seen: tuple[object, ...] = ()
@@ -55,7 +58,7 @@ class Timekeeper:
         seen = (timekeeping.concerned(state), hung, self._known.listed)
         if now < self.wake_at and seen == self._seen:
             return None
-        self._seen, self.wake_at = seen, now + LOOK_S
+        self._seen, self.wake_at = seen, now + self._look_s
         number = state.crew.round.number if state.crew is not None else 0
         beats = self._progress(number) if number else ()
         first_at = {beat.slot: self._first_step_at(beat, number) for beat in beats if beat.step}

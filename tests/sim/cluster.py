@@ -25,7 +25,7 @@ from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
 from tests.sim.inspector import SimInspector
 from tests.sim.procs import Job, SimProcs, Training
-from tests.sim.store import Health, Network, SimEtcd, SimStore
+from tests.sim.store import RENEWAL, Health, Network, Renewal, SimEtcd, SimStore
 
 POLICY = Policy(
     settle_s=1.0,
@@ -49,7 +49,8 @@ class Broken(AssertionError):
 @dataclass(slots=True)
 class Setup:
     """One cluster to build: ``slots`` of each of its first nodes, and what they are told. ``alone``: there is
-    one, and the etcd is its own. ``memory``: of each slot; some nodes have three times as much."""
+    one, and the etcd is its own. ``memory``: of each slot; some nodes have three times as much. ``look_s``: the
+    least time between two looks of an agent at its workers."""
 
     slots: tuple[int, ...]
     limits: Limits
@@ -62,6 +63,8 @@ class Setup:
     job: Job = field(default_factory=Job)
     memory: int = 0
     part_sizes: PartSizes = PART_SIZES
+    look_s: float = 0.0
+    renewal: Renewal = RENEWAL
 
 
 class SimRoundStores:
@@ -161,13 +164,15 @@ class SimAgent:
         self.incarnation = f"{name}.{self.pid}"
         self.host = SimHost(cluster.clock, name, skew_s)
         setup = cluster.setup
-        self.store = SimStore(cluster.etcd, self.host, cluster.network, ttl_s=setup.policy.node_ttl_s)
+        ttl_s, renewal = setup.policy.node_ttl_s, setup.renewal
+        self.store = SimStore(cluster.etcd, self.host, cluster.network, ttl_s=ttl_s, renewal=renewal)
         bad, slow = cluster.bad_slots.setdefault(name, {}), cluster.slow_slots.setdefault(name, {})
         self.procs = SimProcs(self.host, cluster.training, bad, slow)
         self.stores = SimRoundStores(cluster, name)
         self.inspector = SimInspector(self.procs)
-        self.hangs = Hangs(PATIENCE, self.inspector, self.store)
-        self.observer = Observer(self.procs.page_contents, lambda: 0.0)
+        look_s = setup.look_s
+        self.hangs = Hangs(PATIENCE, self.inspector, self.store, look_s)
+        self.observer = Observer(self.procs.page_contents, lambda: 0.0, (), look_s)
         self.left: LeaveJob | None = None
         self.signalled = False
         self.memory = slots * setup.memory * cluster.clock.random(f"memory of {name}").choice((1, 1, 3))
@@ -185,7 +190,7 @@ class SimAgent:
         )
         state = agent.AgentState(me, wanted, config, self.stores.port)
         began_at, procs = self.host.now(), self.procs
-        self.timekeeper = Timekeeper(state, began_at, procs.progress, procs.step_times)
+        self.timekeeper = Timekeeper(state, began_at, procs.progress, procs.step_times, look_s)
         self.gathering = Gathering(state, self.store, SimLink(self))
         self.driver = Driver(
             state,
@@ -284,6 +289,7 @@ class SimAgent:
 
     def _vanish(self) -> None:
         self.host.die()
+        self.cluster.dying.append(self)
         self.procs.kill()
         self.stores.shut()
         self.cluster.pids.discard(self.pid)
@@ -306,6 +312,7 @@ class Cluster:
         self.agents: dict[str, SimAgent] = {}  # the newest of each name
         self.all: list[SimAgent] = []
         self.joined: list[Callable[[SimAgent], None]] = []  # told of each agent that starts
+        self.dying: list[SimAgent] = []  # those that are gone, and had workers when that was last looked at
         self.mended_at: float | None = None
         self.troubled = True  # until then: by more than slow workers
         self.only_planned = False  # nothing is to happen but planned changes
@@ -362,8 +369,8 @@ class Cluster:
 
     @property
     def ended(self) -> bool:
-        round = self.round
-        return round is not None and round.phase is Phase.ENDED
+        round = self.etcd.fact("round")
+        return isinstance(round, Round) and round.phase is Phase.ENDED
 
     def edit_spec(self, change: Callable[[Spec], Spec]) -> None:
         """As an operator does, from a machine with a good network."""

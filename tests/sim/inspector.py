@@ -64,8 +64,8 @@ class SimInspector:
                 worker.rank,
                 worker.pid,
                 worker.steps_before,
-                len(worker.times),
-                tuple(at + self._host.skew_s for at in worker.times[known.get(worker.pid, 0) :][-250:]),
+                worker.steps,
+                tuple(at + self._host.skew_s for at in worker.times(known.get(worker.pid, 0))),
             )
             for _, worker in sorted(self._procs.workers.items())
             if worker.alive and worker.acts

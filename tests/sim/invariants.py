@@ -1,7 +1,9 @@
 """What must hold whatever happens: section 10 of the design, checked when it could first be broken.
 
 Nothing is polled: every write to etcd, every world that forms and every step it makes is looked at
-as it happens.
+as it happens. A step of a world of 80,000 workers is looked at by what has changed since the last:
+``outliving`` and ``slow`` know the workers concerned without a look at all of them. ``look_at_all``
+looks at all of them, and has to find the same.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from elasticd.core.hang.watching import LATE_S, LOOK_PATIENCE_S, WRITE_PATIENCE_
 from elasticd.core.ports import Entry
 from elasticd.core.straggler import PERIODS
 from tests.sim.cluster import PATIENCE, Broken, Cluster, SimAgent
+from tests.sim.host import SimHost
 from tests.sim.inspector import Illness
 from tests.sim.procs import SimWorker, World
 from tests.sim.shards import newest_whole
@@ -72,7 +75,8 @@ class Invariants:
         cluster.training.stepped.append(self._stepped)
         cluster.training.failed.append(self._failed)
         cluster.training.fell_ill.append(self._fell_ill)
-        cluster.joined.append(lambda agent: agent.inspector.condemned.append(self._condemned))
+        cluster.joined.append(self._joined)
+        self._incarnations: dict[SimHost, str] = {}
         self.condemned: list[tuple[SimWorker, Verdict]] = []
         self.apart: set[SimWorker] = set()  # those that were in another collective than the rest
 
@@ -186,7 +190,8 @@ class Invariants:
         if round is None:
             raise Broken(f"a world trains for round {world.round}, which was never live")
         mine = {(m.node, m.incarnation, s): m.rank_of(s) for m in round.members for s in m.slots}
-        real = {(w.procs.host.name, self._incarnation(w), w.slot): rank for rank, w in world.workers.items()}
+        known = self._incarnations
+        real = {(w.procs.host.name, known[w.procs.host], w.slot): rank for rank, w in world.workers.items()}
         if mine != real:
             raise Broken(f"round {round.number} is {mine}, but these train: {real}")
         if self.cluster.training.job.inplace:
@@ -239,11 +244,9 @@ class Invariants:
         if older - {world.point}:
             raise Broken(f"round {world.round} goes on from {world.point}, with parts of {older}")
 
-    def _incarnation(self, worker: SimWorker) -> str:
-        for agent in reversed(self.cluster.all):
-            if agent.host is worker.procs.host:
-                return agent.incarnation
-        raise Broken("a worker without an agent")
+    def _joined(self, agent: SimAgent) -> None:
+        self._incarnations[agent.host] = agent.incarnation
+        agent.inspector.condemned.append(self._condemned)
 
     def _stepped(self, world: World) -> None:
         self.steps += 1
@@ -260,9 +263,55 @@ class Invariants:
             raise Broken(f"round {world.round} makes a step, though round {newest} is live")
         if len(world.workers) != world.size:
             raise Broken(f"{len(world.workers)} of {world.size} workers make a step")
-        for worker in world.workers.values():
-            if not worker.procs.host.alive:
-                raise Broken(f"a worker of {worker.procs.host.name} outlives its agent")
+        for worker in self.outliving(world):
+            raise Broken(f"a worker of {worker.procs.host.name} outlives its agent")
+
+    def outliving(self, world: World) -> list[SimWorker]:
+        """The world's workers whose agent is gone. Who has no worker left gets no other."""
+        dying = self.cluster.dying = [agent for agent in self.cluster.dying if agent.procs.workers]
+        left = [worker for agent in dying for worker in agent.procs.workers.values()]
+        return [worker for worker in left if world.workers.get(worker.rank) is worker]
+
+    def slow(self, world: World) -> set[Place]:
+        """The places of the world's workers that are slower than the others."""
+        return {
+            (name, slot)
+            for name, slots in self.cluster.slow_slots.items()
+            if slots
+            for slot, worker in self._workers(name)
+            if slot in slots and world.workers.get(worker.rank) is worker
+        }
+
+    def _workers(self, name: str) -> list[tuple[int, SimWorker]]:
+        agent = self.cluster.agents.get(name)
+        return list(agent.procs.workers.items()) if agent is not None else []
+
+    def look_at_all(self, world: World) -> None:
+        """Look at every worker of a world that makes a step, and compare that with what is looked at in each
+        step."""
+        workers, round = world.workers.values(), self.live[world.round]
+        outliving = {worker for worker in workers if not worker.procs.host.alive}
+        if outliving or self.outliving(world):
+            raise Broken(f"{len(outliving)} workers outlive their agents, not {len(self.outliving(world))}")
+        slow = {
+            (worker.procs.host.name, worker.slot)
+            for worker in workers
+            if worker.slot in worker.procs.slow_slots
+        }
+        if slow != self.slow(world):
+            raise Broken(f"the slow workers are {slow}, not {self.slow(world)}")
+        seats = {(m.node, m.incarnation, slot): m.rank_of(slot) for m in round.members for slot in m.slots}
+        known = self._incarnations
+        there = {(w.procs.host.name, known[w.procs.host], w.slot): w.rank for w in workers if w.alive}
+        if seats != there:
+            raise Broken(f"round {round.number} steps with other workers than those of its members")
+        for member in round.members:
+            crew = self.cluster.agents[member.node].driver.state.crew
+            if crew is None or crew.round.number != round.number or crew.alive != {*member.slots}:
+                raise Broken(f"{member.node} does not know of its workers in round {round.number}: {crew}")
+        made = {worker.steps - worker.steps_before for worker in workers}
+        if made != {world.made}:
+            raise Broken(f"the workers have made {made} steps, but their world {world.made}")
 
     # ---- units: no healthy worker is idle while a unit could be made of those who wait
 
@@ -395,11 +444,7 @@ class Invariants:
     # ---- stragglers: who is slower than the others is named in time, and nobody else is
 
     def _check_slow(self, world: World) -> None:
-        slow = {
-            (worker.procs.host.name, worker.slot)
-            for worker in world.workers.values()
-            if worker.slot in worker.procs.slow_slots
-        }
+        slow = self.slow(world)
         self.slow_at.update(dict.fromkeys(slow, self.trained_s))
         known_troubles = self.cluster.mended_at is not None or not self.cluster.troubled
         if len(slow) != 1 or world.size < 2 or not known_troubles:

@@ -37,6 +37,7 @@ from tests.sim.shards import Point, given, newest_whole, with_copies
 
 NEWS_S = 5.0  # as long a worker that has lost the others waits before it says so
 HANG_S = 12.0  # after which one that does nothing is taken for hung, and killed
+STEADY = 0.89  # of a step, a worker of a steady job computes; then it waits
 
 
 class OnSigterm(StrEnum):
@@ -61,6 +62,9 @@ class Job:
     moved when a world forms. ``state``: the memory that all parts take together, without those copies.
     ``taken_down_s``: how long the kernel takes a process down that has failed or was killed. Times in
     seconds.
+
+    ``steady``: all workers compute for the same time in every step, so what each has done follows from what
+    the world has done, and a step costs the same in a world of any size. Nobody may be slow, crowded or ill.
     """
 
     total_steps: int = 100
@@ -84,6 +88,7 @@ class Job:
     unit: int = 1
     dwell_s: tuple[float, float] = (4.0, 20.0)
     taken_down_s: tuple[float, float] = (0.0, 0.0)
+    steady: bool = False
     saved: int = 0
 
 
@@ -102,6 +107,8 @@ class World:
         self.store = store
         self.size = size
         self.workers: dict[int, SimWorker] = {}
+        self.times: list[float] = []  # of its steps, which are the steps of all of its workers
+        self.waited_s = 0.0  # each worker of a steady world
         self.step = 0  # of the job
         self.made = 0  # in this world
         self.running = False
@@ -188,6 +195,7 @@ class World:
 
     def leave(self, worker: SimWorker) -> None:
         self.workers.pop(worker.rank, None)
+        worker.keep_times(self)
         self.break_up(f"connection closed by peer {worker.rank}")
 
     def break_up(self, why: str) -> None:
@@ -210,6 +218,9 @@ class World:
     def _step_s(self) -> float:
         """How long the next step takes: as long as its slowest worker computes, and then its collective."""
         job, clock = self.training.job, self.training.clock
+        if job.steady:
+            self._began_at = clock.now()
+            return job.step_s
         pace = clock.random("pace")
         for worker in self.workers.values():
             procs = worker.procs
@@ -225,6 +236,10 @@ class World:
         """Whoever was not ill waited for the others."""
         assert self._began_at is not None
         took_s = self.training.clock.now() - self._began_at
+        if self.training.job.steady:
+            self.waited_s += took_s * (1 - STEADY)
+            self._began_at = None
+            return
         for worker in self.workers.values():
             if worker.well_since < self._began_at:
                 worker.wait_s += took_s - worker.own_s - worker.delayed_s
@@ -264,10 +279,11 @@ class World:
         saves = self.step % job.save_every == 0 or self.step == job.total_steps
         if saves:
             job.saved = max(job.saved, self.step)
-        for worker in self.workers.values():
-            worker.committed = self.step
-            worker.keep_parts(self)
-            worker.times.append(self.training.clock.now())
+        self.times.append(self.training.clock.now())
+        if job.inplace:
+            for worker in self.workers.values():
+                worker.committed = self.step
+                worker.keep_parts(self)
         self.point = self.round, self.step
         for stepped in self.training.stepped:
             stepped(self)
@@ -337,7 +353,7 @@ class SimWorker:
     """One process. ``round``: the one it acts in, or did last; 0 for a standby.
 
     ``committed`` and ``whole``: the state it holds; ``held``: its parts, if the model is sharded.
-    ``going``: it is not in the next round. ``made``: steps, in the round; ``times``: of all its steps, of
+    ``going``: it is not in the next round. ``made``: steps, in the round; ``steps``: all its steps, of
     which it had made ``steps_before`` before it came to its round. ``leaving``: it was told to leave, and
     is killed if it does not in time. ``ill``: what keeps it from its next step; what it is told meanwhile
     it hears once it is well. ``own_s``, ``delayed_s``: how long it computes, and has no processor, in its
@@ -349,7 +365,6 @@ class SimWorker:
     rank: int
     exited: Callable[[int, Exit], None]
     pid: int
-    times: list[float] = field(default_factory=list)
     steps_before: int = 0
     ill: Ill | None = None
     well_since: float = 0.0
@@ -359,6 +374,7 @@ class SimWorker:
     wait_s: float = 0.0
     delay_s: float = 0.0
     world: World | None = None
+    _times: list[float] = field(default_factory=list)  # of its steps in earlier worlds
     round: int = 0
     made: int = 0
     acts: bool = False
@@ -398,7 +414,7 @@ class SimWorker:
         """Take part in this world: now, if it waits for that."""
         self.world, self.round, self.rank, self.going = world, world.round, rank, going
         self.made, self.acts, self.leaving = 0, True, False
-        self.steps_before = len(self.times)
+        self.steps_before = self.steps
         if self._there:
             self._join()
 
@@ -422,6 +438,48 @@ class SimWorker:
             world.join(self)
         else:  # the port listens already, or nobody is there any more: try until killed
             self.procs.training.clock.after(0.2, self._join)
+
+    # ---- its steps
+
+    @property
+    def _shared(self) -> list[float]:
+        """The times of the steps that it has made with the world that it is in."""
+        world = self.world
+        return world.times if world is not None and world.workers.get(self.rank) is self else []
+
+    @property
+    def steps(self) -> int:
+        return len(self._times) + len(self._shared)
+
+    @property
+    def last_at(self) -> float:
+        """The time of its last step; 0 before the first."""
+        times = self._shared or self._times
+        return times[-1] if times else 0.0
+
+    def progress(self) -> SlotProgress:
+        made, world = self.steps - self.steps_before, self.world
+        at = self.last_at + self.procs.host.skew_s if made else 0.0
+        base = world.step - world.made if world is not None else None
+        return SlotProgress(self.slot, self.rank, self.pid, made, at, base)
+
+    @property
+    def waited_s(self) -> float:
+        """How long it has waited for others."""
+        world = self.world
+        there = world is not None and world.workers.get(self.rank) is self
+        return self.wait_s + (world.waited_s if there and world is not None else 0.0)
+
+    def times(self, after: int, most: int = 250) -> list[float]:
+        """The times of its last steps, of those after so many."""
+        shared, own = self._shared, self._times
+        first = max(after, len(own) + len(shared) - most)
+        return own[first:] + shared[max(0, first - len(own)) :]
+
+    def keep_times(self, world: World) -> None:
+        """It leaves the world."""
+        self._times += world.times
+        self.wait_s += world.waited_s
 
     # ---- ill
 
@@ -783,32 +841,25 @@ class SimProcs:
         return made
 
     def progress(self, round_number: int) -> tuple[SlotProgress, ...]:
+        if self._round != round_number:
+            return ()
         return tuple(
-            SlotProgress(
-                worker.slot,
-                worker.rank,
-                worker.pid,
-                made := len(worker.times) - worker.steps_before,
-                worker.times[-1] + self.host.skew_s if made else 0.0,
-                worker.world.step - worker.world.made if worker.world is not None else None,
-            )
-            for _, worker in sorted(self.workers.items())
-            if worker.round == self._round == round_number
+            worker.progress() for _, worker in sorted(self.workers.items()) if worker.round == round_number
         )
 
     def step_times(self, slot: int, after: int) -> tuple[float, ...]:
         worker = self.workers.get(slot)
-        times = worker.times[worker.steps_before + after :][-250:] if worker is not None else ()
+        times = worker.times(worker.steps_before + after) if worker is not None else ()
         return tuple(at + self.host.skew_s for at in times)
 
     def page_contents(self, round_number: int) -> Mapping[int, PageContents]:
         return {
             slot: PageContents(
                 worker.pid,
-                len(worker.times),
-                stepped_at=worker.times[-1] if worker.times else 0.0,
-                wait_s=worker.wait_s,
-                waits=len(worker.times),
+                worker.steps,
+                stepped_at=worker.last_at,
+                wait_s=worker.waited_s,
+                waits=worker.steps,
                 delay_s=worker.delay_s,
                 uses=Use.DATA,
             )
@@ -834,6 +885,7 @@ class SimProcs:
             and not (worker.ill or worker.stopping or worker.finishing or worker.leaving or worker.stuck)
         ]
         if training:
+            assert not self.training.job.steady
             worker = training[int(much * len(training))]
             worker.fall_ill(illness)
             if for_s:

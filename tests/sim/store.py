@@ -92,19 +92,33 @@ class _Lease:
 
 
 class _Topic:
-    """A key or prefix that is watched, and all that was ever written there."""
+    """A key or prefix that is watched, and all that was ever written there. ``number``: its place in the
+    order in which topics were first watched, which is that in which they are told."""
 
-    __slots__ = ("history", "key", "listing", "prefix", "watchers")
+    __slots__ = ("history", "key", "listing", "number", "prefix", "watchers")
 
-    def __init__(self, key: str, prefix: bool) -> None:
+    def __init__(self, key: str, prefix: bool, number: int) -> None:
         self.key = key
         self.prefix = prefix
+        self.number = number
         self.history: list[Entry] = []
         self.watchers: dict[_Watch, None] = {}
         self.listing: Listing | None = None  # the current one, while nothing was written since
 
     def covers(self, key: str) -> bool:
         return key.startswith(self.key) if self.prefix else key == self.key
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """When an agent asks for more time on its lease: after this ``share`` of its time, or ``retry_s`` after
+    etcd did not answer."""
+
+    share: float = 1 / 3
+    retry_s: float = 0.2
+
+
+RENEWAL = Renewal()
 
 
 class SimEtcd:
@@ -120,6 +134,7 @@ class SimEtcd:
         self._leases: dict[int, _Lease] = {}
         self._lease_ids = 0
         self._topics: dict[tuple[str, bool], _Topic] = {}
+        self._prefixes: list[_Topic] = []
         self._stuck: list[Callable[[], None]] = []
         self._stores: list[SimStore] = []
 
@@ -155,9 +170,7 @@ class SimEtcd:
                     self._put(write, revision, lease if write.leased else 0)
                     changed = True
                 case Delete():
-                    gone = [
-                        k for k in self.keys if k == write.key or (write.prefix and k.startswith(write.key))
-                    ]
+                    gone = self._gone_with(write)
                     for key in gone:
                         self._delete(key, revision)
                     changed = changed or bool(gone)
@@ -241,19 +254,39 @@ class SimEtcd:
         return at.fact if at else None
 
     def topic(self, key: str, prefix: bool) -> _Topic:
-        return self._topics.setdefault((key, prefix), _Topic(key, prefix))
+        topic = self._topics.get((key, prefix))
+        if topic is None:
+            topic = self._topics[key, prefix] = _Topic(key, prefix, len(self._topics))
+            if prefix:
+                self._prefixes.append(topic)
+        return topic
 
-    def list(self, topic: _Topic) -> Listing:
+    def listing(self, topic: _Topic) -> Listing:
         if topic.listing is None:
-            topic.listing = Listing(
-                tuple(
-                    Entry(name, at.fact, at.revision, at.created)
-                    for name, at in sorted(self.keys.items())
-                    if topic.covers(name)
-                ),
-                self.revision,
-            )
+            if topic.prefix:
+                there = sorted(name for name in self.keys if topic.covers(name))
+            else:
+                there = [topic.key] if topic.key in self.keys else []
+            topic.listing = Listing(tuple(self._entry(name) for name in there), self.revision)
         return topic.listing
+
+    def _entry(self, key: str) -> Entry:
+        at = self.keys[key]
+        return Entry(key, at.fact, at.revision, at.created)
+
+    def _gone_with(self, write: Delete) -> list[str]:
+        if write.prefix:
+            return [key for key in self.keys if key.startswith(write.key)]
+        return [write.key] if write.key in self.keys else []
+
+    def _covering(self, key: str) -> list[_Topic]:
+        """The topics of this key."""
+        found = [topic for topic in self._prefixes if topic.covers(key)]
+        if (one := self._topics.get((key, False))) is not None:
+            found.append(one)
+        if len(found) > 1:
+            found.sort(key=lambda topic: topic.number)
+        return found
 
     def _put(self, write: Put, revision: int, lease_id: int) -> None:
         assert not (wrong := problem(write.key, write.fact)), f"{write.key}: {wrong}"
@@ -278,12 +311,11 @@ class SimEtcd:
         self._tell(Entry(key, None, revision, 0))
 
     def _tell(self, entry: Entry) -> None:
-        for topic in self._topics.values():
-            if topic.covers(entry.key):
-                topic.history.append(entry)
-                topic.listing = None
-                for watch in topic.watchers:
-                    watch.wake()
+        for topic in self._covering(entry.key):
+            topic.history.append(entry)
+            topic.listing = None
+            for watch in topic.watchers:
+                watch.wake()
         for told in self.written:
             told(entry)
 
@@ -322,13 +354,21 @@ class SimStore:
     """One agent's client of etcd: ``elasticd.core.ports.Store``."""
 
     def __init__(
-        self, etcd: SimEtcd, host: SimHost, network: Network, *, ttl_s: float = 5.0, timeout_s: float = 2.0
+        self,
+        etcd: SimEtcd,
+        host: SimHost,
+        network: Network,
+        *,
+        ttl_s: float = 5.0,
+        timeout_s: float = 2.0,
+        renewal: Renewal = RENEWAL,
     ) -> None:
         self.etcd = etcd
         self.host = host
         self.network = network
         self.ttl_s = ttl_s
         self.timeout_s = timeout_s
+        self.renewal = renewal
         self.cut = False  # nothing passes between this agent and etcd
         self.random = host.clock.random(f"network {host.name}")
         self._clock = host.clock
@@ -438,8 +478,8 @@ class SimStore:
             match result:
                 case NoAnswer():
                     self._be_silent(asked_at)
-                    self._due = self.host.now() + 0.2
-                    self.host.after(0.2, self._keep)
+                    self._due = self.host.now() + self.renewal.retry_s
+                    self.host.after(self.renewal.retry_s, self._keep)
                 case False:
                     self._silence = None
                     self._lease = 0
@@ -450,7 +490,7 @@ class SimStore:
                     self._silence = None
                     self._lease = lease or int(result)
                     self._tell(LeaseHeld(asked_at + self.ttl_s))
-                    self._due, self._late_s = asked_at + self.ttl_s / 3, 0.0
+                    self._due, self._late_s = asked_at + self.ttl_s * self.renewal.share, 0.0
                     self.host.at(self._due, self._keep)
 
         timeout_s = min(self.timeout_s, max(0.5, self.ttl_s / 5))  # as elasticd.etcd.leases has it
@@ -531,7 +571,7 @@ class _Watch:
         if not self.listed or (store.network.relist and store.random.random() < store.network.relist):
             self.listed = True
             self.at = len(history)
-            what = etcd.list(self.topic)
+            what = etcd.listing(self.topic)
         elif self.at < len(history):
             end = len(history)
             if end - self.at > 1 and store.random.random() < store.network.watch_lag:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from elasticd.core.age import Age
 from elasticd.core.agent_messages import Action, LeaveJob, Tag, Transact
@@ -52,13 +53,14 @@ class Stopping:
     grace_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Crew:
     """The workers of one round on this node.
 
     ``workers``: the state of each slot's worker; a worker that has left the round is waiting. ``report``: the
     report of this round so far. ``order``: the last order to the workers. ``held``: slots whose script waits
-    after its checkpoint, at most until ``held_until``.
+    after its checkpoint, at most until ``held_until``. No ``__slots__``: they would leave no place for the
+    value of ``alive``.
     """
 
     round: Round
@@ -73,7 +75,7 @@ class Crew:
     def hosts_store(self) -> bool:
         return self.member.hosts_store
 
-    @property
+    @cached_property
     def alive(self) -> frozenset[int]:
         """The slots whose worker has neither ended nor left the round."""
         return frozenset(s for s, life in self.workers.items() if not life.ended and life is not Life.WAITING)

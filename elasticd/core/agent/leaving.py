@@ -16,7 +16,9 @@ DRAIN_PATIENCE_S = 5.0  # how long a leaving node waits for the leader to end th
 
 def begin_requested_drain(do: Decisions) -> None:
     spec, me = do.state.spec, do.state.me
-    if spec and do.state.departure is None and Drained(me.node, me.incarnation) in spec.drain:
+    if spec is None or not spec.drain or do.state.departure is not None:
+        return
+    if Drained(me.node, me.incarnation) in spec.drained:
         do.set(departure=Departure(0, do.now + DRAIN_PATIENCE_S))
         do.reasons.append(Draining(0))
 
