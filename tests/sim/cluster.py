@@ -49,8 +49,8 @@ class Broken(AssertionError):
 @dataclass(slots=True)
 class Setup:
     """One cluster to build: ``slots`` of each of its first nodes, and what they are told. ``alone``: there is
-    one, and the etcd is its own. ``memory``: of each slot; some nodes have three times as much. ``look_s``: the
-    least time between two looks of an agent at its workers."""
+    one, and the etcd is its own. ``memory``: of each slot; some nodes have three times as much. ``look_s``:
+    the least time between two looks of an agent at its workers."""
 
     slots: tuple[int, ...]
     limits: Limits
