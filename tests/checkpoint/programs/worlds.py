@@ -155,6 +155,8 @@ def all_save_at_the_same_steps() -> None:
                 saved.append((step, time.monotonic()))
         assert len(set(ranks.gather(str([step for step, _ in saved]).encode()))) == 1, saved
         assert saved[3][1] - saved[0][1] >= 0.03, saved  # not at each step
+    for each in ([b"same"] * 3, [b"", b"ab", b"c" * 5000], [b"ab", b"", b"ab"]):
+        assert ranks.gather_alike(each[RANK]) == each
     dist.destroy_process_group()
 
 
