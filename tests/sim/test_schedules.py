@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -111,10 +111,10 @@ def test_one_that_hangs_is_replaced_and_charged_once(kind: str, seed: str, inpla
 def test_the_reports_of_many_nodes_are_judged_together(monkeypatch: pytest.MonkeyPatch) -> None:
     judge, judged = hanging.judge_round, 0
 
-    def count(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
+    def count(looks: Sequence[Look], allowed: Allowance, *since: Mapping[str, float]) -> Verdict | None:
         nonlocal judged
         judged += 1
-        return judge(looks, allowed)
+        return judge(looks, allowed, *since)
 
     monkeypatch.setattr(hanging, "judge_round", count)
     setup = Setup((1,) * 20, Limits(20, 20), job=Job(total_steps=60, step_s=0.25))
