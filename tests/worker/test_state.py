@@ -493,7 +493,7 @@ def test_a_script_without_an_agent_imports_nothing_of_it_and_begins_where_restor
     parts = {
         "channel": ("", ".codec", ".framing", ".worker_messages"),
         "checkpoint": ("", ".client", ".client.collectives", ".client.objects", ".client.tensors"),
-        "core": ("", ".age", ".page_layout"),
+        "core": ("", ".age", ".page_layout", ".state_memory"),
         "data": ("", ".auditnotes", ".dealing", ".order", ".summing"),
     }
     assert imported == str([f"elasticd.{package}{m}" for package, modules in parts.items() for m in modules])
