@@ -41,10 +41,6 @@ REPLACED: Final = (
         ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
     ),
     Private(
-        f"{_C10D}.ProcessGroupGloo",
-        "worker/world/devices.py: while a group is made, a class whose groups use kept devices.",
-    ),
-    Private(
         f"{_C10D}._world.group_count",
         "worker/world/group.py: set to 0 between worlds, since torch names groups by this counter.",
     ),
@@ -134,10 +130,6 @@ USED: Final = (
     Private(
         f"{_BUILT}.ProcessGroupGloo._set_default_timeout",
         "worker/world/group.py: collectives' timeout.",
-    ),
-    *(
-        Private(f"{_BUILT}.ProcessGroupGloo._Options.{name}", "worker/world/devices.py: kept devices.")
-        for name in ("_devices", "_threads", "_timeout")
     ),
     Private(f"{_BUILT}.ProcessGroupNCCL._group_start", "worker/world/group.py: aborts communicators as one."),
     Private(f"{_BUILT}.ProcessGroupNCCL._group_end", "worker/world/group.py: the same."),
