@@ -13,8 +13,9 @@ from tests.worker.jobs import NOTHING, Accident, Gate, reads
 
 SURVIVED: list[type[Script]] = [
     guarding.TwoModules, guarding.Adversaries, guarding.Skipping, guarding.Closure, guarding.Lbfgs,
-    guarding.Momentum, guarding.MomentumUnfrozen, guarding.Swapped, guarding.Averages, guarding.Sharp, guarding.Scaled,
-    guarding.Unfrozen, guarding.UnfrozenParts, guarding.Embedded, guarding.Extra, guarding.Codebook,
+    guarding.Momentum, guarding.MomentumUnfrozen, guarding.Swapped, guarding.Averages, guarding.Sharp,
+    guarding.Scaled, guarding.Unfrozen, guarding.UnfrozenParts, guarding.Embedded, guarding.Extra,
+    guarding.Codebook,
 ]  # fmt: skip
 
 
