@@ -290,7 +290,7 @@ def _let_go_of_groups(model: Any) -> None:
         seen.add(id(thing))
         for name, value in [*vars(thing).items()]:
             if isinstance(value, dist.ProcessGroup):
-                vars(thing)[name] = None
+                setattr(thing, name, None)
             each = value if isinstance(value, list) else [value]
             left += [of for of in each if type(of).__module__.startswith(_FSDP) and hasattr(of, "__dict__")]
 
