@@ -3,6 +3,7 @@ changes itself."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable
@@ -104,6 +105,14 @@ class Adversaries(Script):
         state.optimizer.zero_grad()
         state.critic(state.model(batch)).square().mean().backward()
         state.optimizer.step()
+
+
+class Skipping(Adversaries):
+    """Skips what is left of a step if something fails in it, and commits."""
+
+    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
+        with contextlib.suppress(Exception):
+            super().step(state, batch, at)
 
 
 class Closure(Script):

@@ -12,9 +12,10 @@ from tests.worker.guarding import STEPS, Script, guarded
 from tests.worker.jobs import NOTHING, Accident, Gate, reads
 
 SURVIVED: list[type[Script]] = [
-    guarding.TwoModules, guarding.Adversaries, guarding.Closure, guarding.Lbfgs, guarding.Momentum,
-    guarding.MomentumUnfrozen, guarding.Swapped, guarding.Averages, guarding.Sharp, guarding.Scaled,
-    guarding.Unfrozen, guarding.UnfrozenParts, guarding.Embedded, guarding.Extra, guarding.Codebook,
+    guarding.TwoModules, guarding.Adversaries, guarding.Skipping, guarding.Closure, guarding.Lbfgs,
+    guarding.Momentum, guarding.MomentumUnfrozen, guarding.Swapped, guarding.Averages, guarding.Sharp,
+    guarding.Scaled, guarding.Unfrozen, guarding.UnfrozenParts, guarding.Embedded, guarding.Extra,
+    guarding.Codebook,
 ]  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def errors(folder: Path) -> list[str]:
 def test_a_death_within_a_step_leaves_the_survivors_with_what_was_committed(
     crew, tmp_path, undisturbed, kind
 ):
-    dies = Accident("between" if kind is guarding.Adversaries else "forward", 5)
+    dies = Accident("between" if issubclass(kind, guarding.Adversaries) else "forward", 5)
     assert train(crew, tmp_path, kind, NOTHING, NOTHING, dies) == [0, 0, -9], errors(tmp_path)
     for name in "01":
         assert reads(tmp_path, name, "committed") == list(range(1, STEPS + 1))

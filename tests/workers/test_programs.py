@@ -159,7 +159,10 @@ def test_a_program_runs_under_plain_torchrun(
         ("train_gpt_in_place", ["--data=/nowhere"], "1", "cannot read /nowhere"),
         ("train_gpt_fsdp_in_place", ["--data=/nowhere"], "1", "cannot read /nowhere"),
         ("train_gpt_fsdp", [], "1", "no folder for checkpoints"),
-        ("ddp", ["--lr=much"], "1", "invalid float value: 'much'"),
+        ("ddp", ["--lr=much"], "1", "invalid rate value: 'much'"),
+        ("pipeline", ["--lr=nan"], "1", "nan is no learning rate"),
+        ("train_gpt_in_place", ["--lr=-1"], "1", "-1 is no learning rate"),
+        ("imbalanced", [f"--seed={1 << 63}"], "1", "is no number from 0 to 2^63 - 1"),
     ],
 )
 def test_each_worker_answers_bad_input_with_one_sentence(
