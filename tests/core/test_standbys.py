@@ -116,6 +116,20 @@ def test_spares_wait_beside_a_full_world_and_no_more_than_were_asked_for() -> No
     assert one.one(StopWorkers).slots == (3,)
 
 
+def test_workers_that_have_just_left_a_round_stay_though_the_limits_are_smaller_now() -> None:
+    """The others leave the round as its closing says, and the agent does not know of the closing yet. The
+    workers may have the only copy of their parts of the state."""
+    one = working()
+    one.sees("spec", replace(IN_PLACE, limits=Limits(1, 1)))
+    one.told(WorkerWaiting(0, 1, age=Age(1, 5), sharded=True))
+    one.told(WorkerWaiting(1, 1, age=Age(1, 5), sharded=True))
+    assert not one.all_of(StopWorkers)
+    one.sees("round", closing(ROUND, Cause.SCALED, planned=True))
+    assert one.state.standbys == {0: Life.WAITING, 1: Life.WAITING} and not one.all_of(StopWorkers)
+    one.sees("round", round(2, {"b": 1}))
+    assert one.one(StopWorkers).slots == (0, 1), "the next world is full without them"
+
+
 def test_a_worker_that_finished_is_not_missed() -> None:
     one = working()
     one.exits(1, exit(1, 1, code=0))
