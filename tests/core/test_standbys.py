@@ -14,10 +14,10 @@ from elasticd.core.agent_messages import (
     StopWorkers,
     Tag,
 )
-from elasticd.core.facts import Cause, Limits, Node, Outcome, Phase, Report, Round
+from elasticd.core.facts import Cause, Limits, Node, Outcome, Phase, RankRange, Report, Round
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import WorkerLinked, WorkerWaiting
-from tests.core.build import NOW, exit, members, node, report, round, spec, view, written
+from tests.core.build import NOW, exit, members, next_round, node, report, round, spec, view, written
 from tests.core.by_hand import Agent, put
 
 IN_PLACE = replace(spec(1, 4), inplace=True)
@@ -116,6 +116,20 @@ def test_spares_wait_beside_a_full_world_and_no_more_than_were_asked_for() -> No
     assert one.one(StopWorkers).slots == (3,)
 
 
+def test_workers_that_have_just_left_a_round_stay_though_the_limits_are_smaller_now() -> None:
+    """The others leave the round as its closing says, and the agent does not know of the closing yet. The
+    workers may have the only copy of their parts of the state."""
+    one = working()
+    one.sees("spec", replace(IN_PLACE, limits=Limits(1, 1)))
+    one.told(WorkerWaiting(0, 1, age=Age(1, 5), sharded=True))
+    one.told(WorkerWaiting(1, 1, age=Age(1, 5), sharded=True))
+    assert not one.all_of(StopWorkers)
+    one.sees("round", closing(ROUND, Cause.SCALED, planned=True))
+    assert one.state.standbys == {0: Life.WAITING, 1: Life.WAITING} and not one.all_of(StopWorkers)
+    one.sees("round", round(2, {"b": 1}))
+    assert one.one(StopWorkers).slots == (0, 1), "the next world is full without them"
+
+
 def test_a_worker_that_finished_is_not_missed() -> None:
     one = working()
     one.exits(1, exit(1, 1, code=0))
@@ -175,6 +189,25 @@ def test_and_so_does_the_leader_for_all_other_nodes() -> None:
     nodes = [node("a", 2), node("b", 2)]
     there = view(IN_PLACE, closes, nodes, [report("b", 1, exit(0, 2, code=-9))])
     assert written(leader.decide(there, NOW), "round") == replace(closes, planned=False)
+
+
+def test_who_is_left_out_gives_its_part_after_a_round_in_which_another_died_while_all_left() -> None:
+    """All have left before the leader could say that the end is not as planned: no worker has passed on its
+    part at the last commit."""
+    closes = replace(closing(ROUND, Cause.SCALED, planned=True), left_out=(RankRange(2, 4),))
+    holding = {"released": 1, "age": Age(1, 5), "sharded": True}
+    nodes = [
+        replace(node("a", 2), ready=(0, 1), holders=(0, 1), **holding),
+        replace(node("b", 2), ready=(0,), holders=(0,), **holding),
+    ]
+    smaller = replace(IN_PLACE, limits=Limits(1, 2))
+    calm = leader.decide(view(smaller, closes, nodes), NOW)
+    assert not next_round(calm).handover
+    disturbed = next_round(leader.decide(view(smaller, closes, nodes, [report("b", 1, exit(1, 3))]), NOW))
+    assert disturbed.handover and [(m.node, m.slots) for m in disturbed.members] == [
+        ("a", (0, 1)),
+        ("b", (0,)),
+    ]
 
 
 def test_a_job_whose_workers_had_all_finished_when_its_round_was_closed_is_over() -> None:

@@ -73,18 +73,21 @@ def _wanted(state: AgentState) -> tuple[int, bool]:
     """
     round, limits = state.round, state.limits
     assert round is not None
-    acting = 0
+    acting, wait = 0, False  # ``wait``: workers of this node that are in the round wait
     if round.phase in (Phase.LIVE, Phase.CLOSING):
         acting = round.world_size - round.leaving_workers
         member, crew = round.member(state.me.node, state.me.incarnation), state.crew
         if member is not None and (crew is None or state.released.round >= round.number):
-            acting -= len(member.slots)  # the member's workers wait, for this round or the next
+            wait = True  # for this round or the next
+            acting -= len(member.slots)
         elif member is not None and crew is not None and crew.round.number == round.number:
+            wait = any(life is Life.WAITING for life in crew.workers.values())
             # A finished worker needs no replacement.
             acting -= (
                 len(member.slots) - len(crew.alive) if crew.order is not None else len(crew.report.exits)
             )
-    full = round.phase is Phase.LIVE and acting >= limits.max
+    # A worker that has just left the round may have the only copy of its part of the state.
+    full = round.phase is Phase.LIVE and acting >= limits.max and not wait
     return max(0, limits.max - acting) + state.config.spares, full
 
 

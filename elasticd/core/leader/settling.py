@@ -9,7 +9,7 @@ from elasticd.core import budget as budgets
 from elasticd.core.facts import Budget, Cause, Failure, Outcome, Round, Spec
 from elasticd.core.leader.forming import form_or_wait
 from elasticd.core.leader.plan import Plan, await_reports, end, write
-from elasticd.core.leader.roll import SHOWN_MAX, Mark, in_rank_order
+from elasticd.core.leader.roll import SHOWN_MAX, Mark, Roll, in_rank_order
 from elasticd.core.leader.view import View
 from elasticd.core.page_layout import Fatal
 from elasticd.core.reasons import AwaitingRelease, AwaitingReturn, FailureCharged, Reason, SlotQuarantined
@@ -36,6 +36,8 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if len(roll[Mark.FINISHED]) == len(round.members):
         # The run functions of all workers had returned when the round closed, so the job is done.
         return end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
+    if _is_disturbed(roll):  # not all workers have passed on what they were to pass on
+        round = replace(round, planned=False)
     lost = any(roll.needed(Mark.MISSING)) or bool(roll[Mark.FENCED])
     budget = view.budget
     reasons: tuple[Reason, ...] = ()
@@ -92,10 +94,9 @@ def _await_members(view: View, spec: Spec, round: Round, now: float) -> Plan | N
     there is nothing to wait for."""
     roll = view.roll
     if roll[Mark.HOLDING]:
-        disturbed = any(roll.needed(Mark.MISSING)) or roll[Mark.BROKEN] or roll[Mark.FAILED]
         trained = round.handover or roll[Mark.FINISHED] or roll[Mark.RETURNED]
         never_came = spec.inplace and not trained and roll.names(Mark.LEFT, but=Mark.OUTLIVING)
-        if round.planned and (disturbed or never_came):
+        if round.planned and (_is_disturbed(roll) or never_came):
             # Workers that still save, or have yet to join or to leave, may wait for lost workers, or for
             # workers that have declined the round.
             return write(view, replace(round, planned=False), view.budget)
@@ -114,6 +115,12 @@ def _await_members(view: View, spec: Spec, round: Round, now: float) -> Plan | N
         absent = AwaitingReturn(names[:SHOWN_MAX], until, len(names[SHOWN_MAX:]))
         return Plan(wake_at=until, reasons=(absent,))
     return None
+
+
+def _is_disturbed(roll: Roll) -> bool:
+    """Whether workers of the round were lost or failed, so that its end is not as it was planned."""
+    disturbances = Mark.BROKEN, Mark.FAILED, Mark.FENCED
+    return any(roll[mark] for mark in disturbances) or any(roll.needed(Mark.MISSING))
 
 
 def _last_line(message: str) -> str:
