@@ -19,7 +19,7 @@ LONG = timedelta(seconds=60)
 
 @pytest.fixture(autouse=True)
 def no_devices_are_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("send", "recv", "recv_anysource"):  # which a world replaces for good
+    for name in ("send", "recv", "recv_anysource"):  # a world replaces these for good
         monkeypatch.setattr(dist.ProcessGroup, name, getattr(dist.ProcessGroup, name))
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):  # likewise
         monkeypatch.setenv(name, "0")
@@ -34,7 +34,7 @@ def server() -> dist.TCPStore:
 
 
 def listening() -> set[str]:
-    """The sockets of this process that listen: each device of gloo has one."""
+    """Return the sockets of this process that listen: each device of gloo has one."""
     found = set()
     for number, its_id in destroying.sockets():
         with socket.socket(fileno=socket.dup(number)) as one:
@@ -44,7 +44,7 @@ def listening() -> set[str]:
 
 
 def formed(server: dist.TCPStore) -> World:
-    """A world of this process alone."""
+    """Form a world of this process alone."""
     server.set("here", "0")
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     world = World(Enter(1, env))
