@@ -50,6 +50,6 @@ while step < steps:
             # the process that the warden is a child of
             os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)
             signal.pause()
-        dist.barrier()  # from here on not all ranks are together again
+        dist.barrier()  # wait for all ranks a last time
 checkpoints.close()
 dist.destroy_process_group()
