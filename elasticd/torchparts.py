@@ -220,8 +220,7 @@ USED: Final = (
 )
 
 # Attributes that no class defines. torch.compile does not compile functions that have one of the first two.
-# Newer
-# releases keep the process groups of a DeviceMesh in the third.
+# Newer releases keep the process groups of a DeviceMesh in the third.
 MARKS: Final = ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_pg_registry")
 
 

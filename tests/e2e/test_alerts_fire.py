@@ -34,7 +34,7 @@ from tests.etcd import cluster as etcds
 Serve = Callable[[dict[str, Any]], Prometheus]
 
 PROGRAMS = Path(__file__).parent / "programs"
-HASTE = 60  # a minute of the rules is a second
+HASTE = 60  # a minute in the rules takes a second
 
 
 def scenario(test: Callable[..., None]) -> Callable[..., None]:

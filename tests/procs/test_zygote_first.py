@@ -140,7 +140,7 @@ def test_a_module_that_a_fork_does_not_suit_is_imported_by_each_worker_and_so_is
 def test_members_that_a_package_loads_on_demand_are_loaded_ahead(
     bench: Bench, expected: Expected, site: Path, tmp_path: Path
 ) -> None:
-    """transformers loads members so."""
+    """The package transformers loads its members so."""
     package = site / "package"
     package.mkdir()
     (package / "__init__.py").write_text(

@@ -165,7 +165,7 @@ def test_whoever_was_not_in_the_last_world_goes_on_from_its_own_where_that_came_
     ("kept", "beyond"),
     [
         (None, False),
-        (Kept(2, 30), False),  # an end that was abandoned
+        (Kept(2, 30), False),  # the same round, whose world was given up
         (Kept(3, 30), True),
         (Kept(3, 25), False),
         (Kept(9, 20), False),  # the folder has outlived another job, so rounds have large numbers
