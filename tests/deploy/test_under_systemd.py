@@ -100,7 +100,7 @@ def may() -> bool:
 
 
 pytestmark = [
-    pytest.mark.slow,  # not because of its time, but because it makes control groups on the machine
+    pytest.mark.slow,  # slow, so that it does not always make control groups on the machine
     pytest.mark.skipif(not may(), reason="a systemd of one's own needs systemd, root and namespaces"),
 ]
 
