@@ -211,8 +211,8 @@ USED: Final = (
     ),
 )
 
-# Attributes that no class defines. torch.compile does not compile functions that have the first two. In the
-# third a DeviceMesh keeps process groups, in the newer of these releases.
+# Attributes that no class defines. torch.compile does not compile functions that have one of the first two.
+# Newer releases keep the process groups of a DeviceMesh in the third.
 MARKS: Final = ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_pg_registry")
 
 

@@ -1,4 +1,4 @@
-"""Unusual steps: a death in the middle of one is survived, with no step lost or made twice, or the script is
+"""Unusual steps. A death in the middle of such a step loses no step and repeats none, or the script is
 refused in a sentence."""
 
 from pathlib import Path
@@ -21,7 +21,7 @@ SURVIVED: list[type[Script]] = [
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Script], Any]:
-    """The weights that a script of each kind comes to in one worker."""
+    """Return the final weights of a script of each kind in one worker."""
     folder = tmp_path_factory.mktemp("undisturbed")
     kinds = [*SURVIVED, guarding.SeveralModels]
     with Crew() as crew:
@@ -55,7 +55,7 @@ def test_a_death_within_a_step_leaves_the_survivors_with_what_was_committed(
         assert reads(tmp_path, name, "entered") == [0, 5]
     [found], [other] = (reads(tmp_path, name, "weights") for name in "01")
     assert found == other
-    if kind is not guarding.TwoModules:  # which has other data in each worker
+    if kind is not guarding.TwoModules:  # the workers of this script have different data
         assert found == [pytest.approx(weights, rel=1e-3, abs=1e-4) for weights in undisturbed[kind]]
 
 

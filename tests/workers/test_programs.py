@@ -174,7 +174,8 @@ def test_each_worker_answers_bad_input_with_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", workers)
-    monkeypatch.setenv("LOCAL_RANK", str(int(workers) - 1))  # each says it, as the others may be stopped
+    # each worker prints it, since the others may be stopped
+    monkeypatch.setenv("LOCAL_RANK", str(int(workers) - 1))
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
     monkeypatch.syspath_prepend(str(WORKERS))
     with pytest.raises(SystemExit) as ended:
