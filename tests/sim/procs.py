@@ -551,7 +551,7 @@ class SimWorker:
             world.leaving = True
         else:
             abort_s = max(random.uniform(0.005, 0.05), self._busy_until - clock.now())
-            clock.after(abort_s, partial(self._abort, self.round))
+            clock.after(abort_s, partial(self._abort, self.round, planned))
         return True
 
     def _hear(self, number: int, planned: bool) -> None:
@@ -559,12 +559,14 @@ class SimWorker:
         if self.alive and self.acts and self.round == number and not (self.leaving and planned):
             self.leave(planned)
 
-    def _abort(self, number: int) -> None:
+    def _abort(self, number: int, planned: bool = False) -> None:
         """Leave the round of this number. A worker that is told twice may have left already, and be in the
-        next round."""
+        next round. A worker that has lost the others cannot leave as planned, and says so."""
         if self.deaf:
-            self._unheard.append(partial(self._abort, number))
+            self._unheard.append(partial(self._abort, number, planned))
         elif self.alive and self.acts and self.leaving and self.round == number:
+            if planned and self.awaits_news:
+                self.procs.tell(WorkerBroke(self.slot, number, fails=False))
             self.come_out()
 
     def has_entered(self) -> None:
