@@ -297,7 +297,7 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
         if kind in ("crash", "sigterm", "drain") and random.random() < 0.3:
             for_s = 0.0
         faults.append(Fault(at_s, kind, node, for_s, int(random.random() * 100) / 100))
-    if job.sharded and job.unit == 1 and not any(fault.kind == "scale" for fault in faults):
+    if job.sharded:
         _draw_memory(seed, setup)
     faults += _draw_hangs(seed, count, kinds)
     slowness = _draw_slowness(seed, count, kinds)
@@ -333,10 +333,13 @@ def _draw_memory(seed: int | str, setup: Setup) -> None:
     """A state for which worlds above ``min`` may be too small, but never two thirds of all workers."""
     random = Random(f"{seed}/memory")
     if random.random() < 0.5:
-        workers = min(setup.limits.max, max(setup.limits.min, sum(setup.slots) * 2 // 3))
+        workers, unit = max(setup.limits.min, sum(setup.slots) * 2 // 3), setup.limits.unit
+        workers = min(setup.limits.max, _whole(workers, unit))
         setup.memory = 1000
-        of_own = 2 / (2 + min(setup.job.redundancy, workers - 1))
-        setup.job.state = int(workers * setup.memory * of_own * random.uniform(0.5, 1.0))
+        replicas = workers // unit if unit > 1 else 1
+        copies = max(0, min(setup.job.redundancy + 1, workers) - replicas)
+        of_own = replicas + copies / 2
+        setup.job.state = int(workers * setup.memory / of_own * random.uniform(0.5, 1.0))
 
 
 def _draw_hangs(seed: int | str, count: int, kinds: frozenset[str] | None) -> list[Fault]:
@@ -406,6 +409,8 @@ def _play(cluster: Cluster, invariants: Invariants, schedule: Schedule) -> None:
     quiet = START + FAULTS_S if schedule.faults else START
     if not clock.run(until=quiet, done=lambda: bool(invariants.ends)):
         cluster.mend()
+        if schedule.setup.memory:  # the job may have been scaled below the memory that its state needs
+            cluster.scale(schedule.setup.limits)
         mended = clock.now()
         hangs = any(fault.kind in HANGS for fault in schedule.faults)
         step_s = HANG_BOUND_S if hangs else STEP_BOUND_S
