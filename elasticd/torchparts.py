@@ -41,10 +41,6 @@ REPLACED: Final = (
         ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
     ),
     Private(
-        f"{_C10D}.ProcessGroupGloo",
-        "worker/world/devices.py: while a group is made, a class whose groups use kept devices.",
-    ),
-    Private(
         f"{_C10D}._world.group_count",
         "worker/world/group.py: set to 0 between worlds, since torch names groups by this counter.",
     ),
@@ -135,10 +131,6 @@ USED: Final = (
         f"{_BUILT}.ProcessGroupGloo._set_default_timeout",
         "worker/world/group.py: collectives' timeout.",
     ),
-    *(
-        Private(f"{_BUILT}.ProcessGroupGloo._Options.{name}", "worker/world/devices.py: kept devices.")
-        for name in ("_devices", "_threads", "_timeout")
-    ),
     Private(f"{_BUILT}.ProcessGroupNCCL._group_start", "worker/world/group.py: aborts communicators as one."),
     Private(f"{_BUILT}.ProcessGroupNCCL._group_end", "worker/world/group.py: the same."),
     Private(f"{_BUILT}._dump_nccl_trace_json", "worker/boot/elasticd_recorder.py: NCCL's flight recorder."),
@@ -219,8 +211,8 @@ USED: Final = (
     ),
 )
 
-# Attributes that no class defines. torch.compile does not compile functions that have the first two. In the
-# third a DeviceMesh keeps process groups, in the newer of these releases.
+# Attributes that no class defines. torch.compile does not compile functions that have one of the first two.
+# Newer releases keep the process groups of a DeviceMesh in the third.
 MARKS: Final = ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_pg_registry")
 
 

@@ -1,5 +1,5 @@
-"""A headless Chromium, controlled over a pipe: what a person would see of a page, and what the page
-fetched."""
+"""A headless Chromium, controlled over a pipe. A test sees what a person would see of a page, and what the
+page fetched."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Browser:
         assert CHROMIUM is not None
         its_in, self._out = os.pipe()
         self._in, its_out = os.pipe()
-        hands = f'exec 3<&{its_in} 4>&{its_out}; exec "$@"'  # where it expects its pipe
+        # the file descriptors at which Chromium expects its pipe
+        hands = f'exec 3<&{its_in} 4>&{its_out}; exec "$@"'
         self._process = subprocess.Popen(
             [
                 "/bin/bash", "-c", hands, "browser", CHROMIUM,
@@ -83,7 +84,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._out)  # whereupon it ends
+        os.close(self._out)  # Chromium ends when its pipe is closed
         try:
             self._process.wait(PATIENCE_S)
         finally:

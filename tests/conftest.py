@@ -1,4 +1,5 @@
-"""Hypothesis times no test: on a busy machine, an example that waits for a processor is not a slow one."""
+"""Settings for all tests. Hypothesis sets no time limit, since an example may wait for a processor on a busy
+machine."""
 
 from __future__ import annotations
 

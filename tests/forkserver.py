@@ -58,7 +58,8 @@ class Forked:
         stdin: int | None = None,
         entry: str = ELASTICD,
     ) -> None:
-        """``stdin``, ``stdout`` and ``stderr`` are files that the caller keeps; stdin may be empty."""
+        """Start the command. The caller keeps the files ``stdin``, ``stdout`` and ``stderr``; stdin may be
+        empty."""
         self._line, theirs = socket.socketpair()
         request = {"entry": entry, "argv": list(argv), "env": dict(env), "cwd": str(cwd)}
         with theirs, open(os.devnull) as nothing:
@@ -111,12 +112,13 @@ def run(
 
 @functools.cache
 def _server() -> socket.socket:
-    """The way to the server, which ends once this process has ended."""
+    """Return the connection to the server, which ends once this process has ended."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "ELASTICD_"))}
     subprocess.Popen(
         [sys.executable, "-m", "tests.forkserver", str(theirs.fileno())],
-        env=env | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # no threads may be there to fork
+        # a process that forks must have no threads
+        env=env | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[1],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -129,7 +131,8 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> dict[str, Any] | None:
     """Fork for each request. Returns the request in the child; None in the server, once the client ends."""
-    running: dict[int, tuple[int, int]] = {}  # of each pidfd: the pid, and where to tell the exit code
+    # for each pidfd: the pid, and the connection that gets the exit code
+    running: dict[int, tuple[int, int]] = {}
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
     while True:
@@ -149,7 +152,7 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
                 os.setsid()
                 for number, fd in enumerate(fds[:3]):
                     os.dup2(fd, number)
-                selector.close()  # which otherwise would close the file of this number later
+                selector.close()  # otherwise the object would later close another file of this number
                 requests.detach()
                 os.closerange(3, 1 << 16)
                 request: dict[str, Any] = json.loads(message)
@@ -184,10 +187,10 @@ def main() -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    tempfile.tempdir = None  # imports may have asked for it
+    tempfile.tempdir = None  # an import may have chosen a folder already
     sys.argv = request["argv"]
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:1] = [str(Path(sys.executable).parent), *given]  # as in the script
+    sys.path[:1] = [str(Path(sys.executable).parent), *given]  # as the script ``elasticd`` does
     module, _, name = request["entry"].partition(":")
     sys.exit(getattr(importlib.import_module(module), name)())
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from elasticd import worker
-from gpt import Parser, positive
+from gpt import Parser, positive, rate, seed
 
 CLASSES = 10
 WIDTH = 128  # of the hidden layers
@@ -118,7 +118,7 @@ def largest_world(unit: int | None) -> tuple[int, int]:
 def options_parser(description: str) -> Parser:
     """Return a parser of the options that all programs on digits have."""
     parser = Parser(description)
-    parser.add_argument("--lr", type=float, default=2e-3, help="the learning rate")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=rate, default=2e-3, help="the learning rate")
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--log-every", type=positive, default=50, metavar="STEPS")
     return parser

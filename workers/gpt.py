@@ -244,6 +244,20 @@ def positive(text: str) -> int:
     return number
 
 
+def rate(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no learning rate")
+    return number
+
+
+def seed(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 0 to 2^63 - 1")
+    return number
+
+
 class Parser(argparse.ArgumentParser):
     """Answers bad input with one sentence and exit status 2. Each worker says the sentence: the launcher
     stops the others once one of them has ended."""
@@ -274,8 +288,8 @@ def options_parser(description: str) -> Parser:
     add("--layers", type=positive, default=4)
     add("--heads", type=positive, default=4)
     add("--width", type=positive, default=128)
-    add("--lr", type=float, default=3e-3, help="the peak learning rate")
-    add("--seed", type=int, default=0)
+    add("--lr", type=rate, default=3e-3, help="the peak learning rate")
+    add("--seed", type=seed, default=0)
     add("--log-every", type=positive, default=20, metavar="STEPS")
     return parser
 

@@ -128,7 +128,7 @@ def train(state: worker.State, mine: Copy, held_out: TensorDataset, options: arg
         if options.fragments == 1:
             mine.take_steps()
         end_meeting = mine.meet()
-        mine.take_steps()  # while fragments are under way
+        mine.take_steps()  # with fragments: while a fragment is on its way
         end_meeting()
         state.optimizer.step()
         state.optimizer.zero_grad()

@@ -77,7 +77,8 @@ class Server:
     def serve(self, group: dist.ProcessGroup, size: int) -> None:
         """Answer the other workers, until each knows that training is over."""
         training = dist.get_world_size() - 1
-        message = torch.empty(size + 1)  # a gradient, and the version of the weights that it is of
+        # a gradient, and the version of the weights for which it was computed
+        message = torch.empty(size + 1)
         while training:
             source = dist.recv(message, group=group)
             weights, version = self.exchange(message[:-1], int(message[-1]))

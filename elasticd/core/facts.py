@@ -791,10 +791,10 @@ class RoomProbe:
 @dataclass(frozen=True, slots=True)
 class ForgottenNodes:
     """Lost nodes that have no room in the summary. Key ``forgotten``, no lease; the leader writes it with the
-    summary, when it has changed. If such a node comes back under another leader, its agent tells its time
-    again, which the summary's ``gone`` has.
+    summary, when it has changed. If such a node comes back under another leader, its agent reports its time
+    again, though the time is part of the summary's ``gone`` already.
 
-    ``run``: see ``NodeLedger``. ``spent``: the seconds of a node by kind, by name.
+    ``run``: see ``NodeLedger``. ``spent``: the seconds of a node by kind, by the node's name.
     """
 
     run: int

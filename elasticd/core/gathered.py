@@ -30,9 +30,10 @@ FORGOTTEN_BYTES: Final = 200  # of a node that is forgotten, about
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """``run``: of ``NodeLedger``. ``spent``, ``gone``: see ``Summary``. ``restored``: the summary of earlier
-    leaders is part of this. ``forgotten``: the ledgers of nodes that are part of ``gone``: such a node may
-    come back. ``ended``: how many of ``nodes`` have told their last."""
+    """What the leader knows from the nodes' telemetry. ``run``: see ``NodeLedger``. ``spent``, ``gone``: see
+    ``Summary``. ``restored``: whether the summary of earlier leaders is included. ``forgotten``: the ledgers
+    of lost nodes whose time is part of ``gone``; such a node may come back. ``ended``: how many of ``nodes``
+    have sent their last message."""
 
     run: int
     nodes: PersistentMap[NodeTelemetry] = field(default_factory=PersistentMap)

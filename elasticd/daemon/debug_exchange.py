@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 FOLDER: Final = "debug/"
 EVERY_S: Final = 2.0  # the least time between two writes of a node
-BYTES_S: Final = (
-    8192  # that all nodes together add to etcd in a second: many an etcd compacts nothing for days
-)
+# What all nodes together add to etcd in a second. Some etcds are compacted only after days.
+BYTES_S: Final = 8192
 Tails = tuple[tuple[str, ...], ...]  # see ``DebugTails.ranks``
 
 

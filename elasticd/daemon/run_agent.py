@@ -253,7 +253,8 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
 
 
 def _first_worker(config: RunConfig, began_at: float) -> Assignment:
-    """Return an assignment that differs from those of the first round only as they differ from each other."""
+    """Return an assignment like those of the first round, which differ from it only as they differ by
+    rank."""
     setting = identity.setting_of(config, "", began_at, holds=False)
     return standbys((0,), tuple(range(config.slots)), setting, 0.0)[0]
 

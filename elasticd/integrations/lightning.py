@@ -271,7 +271,7 @@ class _Environment(TorchElasticEnvironment):  # type: ignore[misc]
 
 
 class _Memory(TorchCheckpointIO):  # type: ignore[misc]
-    """Lightning's way to files, and to what ``in_place`` keeps."""
+    """Loads Lightning's checkpoints from files, or from the state that ``in_place`` keeps in memory."""
 
     def __init__(self, kept: Callable[[], dict[str, Any]]) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ def main() -> None:
     """Run elasticd, torchrun and the floor in one go, and print how they compare."""
     import torch
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whereupon what was started is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # then everything that was started is stopped
     click.echo(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
 
 
@@ -27,7 +27,7 @@ def main() -> None:
 @click.option("--pairs", default=2, help="Of starts: torchrun and elasticd in turn.")
 @click.option("--only", multiple=True, help="Of the scripts, those whose names begin so.")
 def start(workers: str, pairs: int, only: tuple[str, ...]) -> None:
-    """A command to the first step, its CPU time, and a kill a second after the first step."""
+    """From the command to the first step, its CPU time, and a kill a second after the first step."""
     from tests.bench.start import start as measure
 
     table = ""
@@ -43,7 +43,7 @@ def start(workers: str, pairs: int, only: tuple[str, ...]) -> None:
 @click.option("--megabytes", default="350", help="What a worker holds in memory: sizes, with commas.")
 @click.option("--sharded", is_flag=True, help="A model that is sharded (FSDP2), beside DCP from disk.")
 def recovery(workers: str, kills: int, megabytes: str, sharded: bool) -> None:
-    """kill -9 of a worker, to the next step."""
+    """From ``kill -9`` of a worker to the next step."""
     from tests.bench.recovery import recovery as measure
     from tests.bench.sharded import recovery as measure_sharded
 
@@ -72,7 +72,7 @@ def redundancy(workers: int, turns: int, steps: int) -> None:
 @click.option("--workers", default=4)
 @click.option("--tries", default=5)
 def resize(workers: int, tries: int) -> None:
-    """A worker more and a worker less, the time without a step."""
+    """The time without a step when a worker joins, and when one leaves."""
     from tests.bench.resize import resize as measure
 
     click.echo(measure(workers, tries))
@@ -84,7 +84,8 @@ def resize(workers: int, tries: int) -> None:
 @click.option("--every", default=20.0, help="Seconds between kills.")
 @click.option("--torchrun/--no-torchrun", default=True)
 def goodput(workers: int, seconds: float, every: float, torchrun: bool) -> None:
-    """Steps made while a worker is killed every so often, of those made undisturbed."""
+    """The steps made while a worker is killed every so often, as a share of the steps of an
+    undisturbed run."""
     from tests.bench.goodput import goodput as measure
 
     for line in measure(workers, seconds, every, torchrun):
@@ -95,7 +96,7 @@ def goodput(workers: int, seconds: float, every: float, torchrun: bool) -> None:
 @click.option("--tries", default=3)
 @click.option("--defaults/--no-defaults", default=True, help="Also torchrun with its default 30 s last call.")
 def node_loss(tries: int, defaults: bool) -> None:
-    """Loss of a node, to the next step of the others."""
+    """From the loss of a node to the next step of the others."""
     from tests.bench.recovery import node_losses
 
     click.echo(node_losses(tries, defaults))
@@ -107,7 +108,7 @@ def node_loss(tries: int, defaults: bool) -> None:
 @click.option("--c10d-most", default=256, help="The largest world to form with c10d, too.")
 @click.option("--c10d-timeout", default=240.0, help="Give c10d up after so many seconds.")
 def forming(sizes: str, tries: int, c10d_most: int, c10d_timeout: float) -> None:
-    """Time to form a world with light fake agents."""
+    """The time to form a world of light, fake agents."""
     from tests.bench.forming import forming as measure
 
     click.echo(measure([int(s) for s in sizes.split(",")], tries, c10d_most, c10d_timeout))
@@ -117,11 +118,11 @@ def forming(sizes: str, tries: int, c10d_most: int, c10d_timeout: float) -> None
 @click.option("--sizes", default="100,1000,10000", help="Nodes of the job.")
 @click.option("--limit", default=600.0, help="Seconds of each size.")
 def scale(sizes: str, limit: float) -> None:
-    """The cost of a leader's event by the number of nodes."""
+    """The cost of the leader's events, by the number of nodes."""
     from elasticd.daemon import cycles
     from tests.bench.scale import scale as measure
 
-    cycles.look_rarely()  # as an agent does
+    cycles.look_rarely()  # as in an agent
     click.echo(measure([int(size) for size in sizes.split(",")], limit))
 
 
@@ -148,7 +149,7 @@ def etcd_size(nodes: int, days: int, failures: float) -> None:
 def overhead(
     workers: int, pairs: int, steps: int, watched_pairs: int, watched_steps: int, width: int, batch: int
 ) -> None:
-    """Steady state: what being watched costs, and step time against processes started by hand."""
+    """The cost of being watched, and the time of a step beside that of processes started by hand."""
     from tests.bench.overhead import overhead as measure
     from tests.bench.watching import ALL, watching
 
@@ -164,7 +165,7 @@ def overhead(
 @click.option("--sizes", default="8,1000", help="Members of the job.")
 @click.option("--scrapes", default=200)
 def scrape(sizes: str, scrapes: int) -> None:
-    """What a scrape takes."""
+    """The cost of a scrape."""
     from tests.bench.scrape import scrapes as measure
 
     click.echo(measure([int(s) for s in sizes.split(",")], scrapes))
@@ -175,7 +176,7 @@ def scrape(sizes: str, scrapes: int) -> None:
 @click.option("--stops", default=5, help="How often elasticd's workers are stopped.")
 @click.option("--bound", default=60.0, help="Seconds after which torchrun is given up.")
 def hang(workers: int, stops: int, bound: float) -> None:
-    """SIGSTOP of a worker, to when it is noticed and to the next step; nothing is set."""
+    """From SIGSTOP of a worker until this is noticed, and to the next step, with default settings."""
     from tests.bench.hang import hangs
 
     click.echo(hangs(workers, stops, bound))
@@ -188,7 +189,7 @@ def hang(workers: int, stops: int, bound: float) -> None:
 @click.option("--folder", type=click.Path(path_type=Path), help="On the disk to measure; default: TMPDIR.")
 @click.option("--only", multiple=True, help="Of the rows, those that begin so.")
 def checkpoint(workers: int, megabytes: int, saves: int, folder: Path | None, only: tuple[str, ...]) -> None:
-    """What a checkpoint costs the training loop, and how long until it is durable."""
+    """How long a checkpoint holds the training loop up, and how long until it is durable."""
     from tests.bench.checkpoint import checkpoint as measure
 
     click.echo(measure(workers, megabytes, saves, folder, only))

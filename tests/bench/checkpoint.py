@@ -1,10 +1,10 @@
-"""Checkpoints beside torch.save, dcp.save, dcp.async_save and a bare memcpy.
+"""Checkpoints of elasticd, beside torch.save, dcp.save, dcp.async_save and a bare memcpy.
 
-Four gloo workers with the same model and optimizer state make steps of a fixed length of work; each
-way of saving is used in turns, some saves each. Measured as the most of all ranks: how long the loop is
-blocked (the floor is a bare copy of the rank's part, just before it), by how much the steps until it is
-durable are slower than undisturbed ones, when it is durable, how long a load takes with a warm page cache, or
-from the memory that the saver has kept, and by how much a worker's memory grows.
+Four gloo workers with the same model and optimizer state make steps with a fixed amount of work. Each way of
+saving is used in turns, for some saves each. The figures are the largest of all ranks: how long the loop is
+blocked (the floor is a bare copy of the rank's part, made just before); how much slower steps are until the
+save is durable; when the save is durable; how long a load takes with a warm page cache, or from the saver's
+memory; and how much a worker's memory grows.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ FLOOR = "floor: memcpy of its own part"
 ALL = "memcpy of all of it"
 WRITTEN = "floor: and one process writes it all"
 DCP = "dcp.save"
-LAST = "dcp.async_save"  # how the names of its variants begin
+LAST = "dcp.async_save"  # the variants' names begin with this
 
 
 def checkpoint(
     workers: int, megabytes: int, saves: int, folder: Path | None, only: Sequence[str] = ()
 ) -> str:
-    """Run it all; the table as text. ``megabytes``: of model and optimizer together. ``only``: of the rows,
-    those whose name begins so, beside the floor."""
+    """Run all, and return the table. ``megabytes``: of model and optimizer together. ``only``: only the rows
+    whose name begins so, and the floor."""
     wanted, there = megabytes * (workers * 7 // 3 + 2), available_mb()
     if (
         wanted > there
-    ):  # each has the state, what DDP sends of it, and a copy; the saver has two shards of each
+    ):  # each worker has the state, what DDP sends of it, and a copy; the saver has two shards of each worker
         raise click.ClickException(f"this needs about {wanted} MB of memory, and {there} MB are available")
     listener, saver_name = protocol.listen()
     with tempfile.TemporaryDirectory(dir=folder) as place, socket.socket() as free, listener:
@@ -59,7 +59,7 @@ def checkpoint(
         free.close()
         env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         env |= {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
-        # As under an agent, it stays when the workers have left.
+        # As under an agent, the saver stays when the workers have left.
         stays = (
             "from elasticd.checkpoint.server.standalone import main; "
             f"main({listener.fileno()}, '{{\"linger_s\": null}}')"
@@ -112,7 +112,7 @@ def _table(numbers: Numbers, size: float, workers: int, saves: int) -> str:
 
 
 def _judged(numbers: Numbers) -> Iterator[str]:
-    """Yield how elasticd's figures compare with what is wanted of them, as far as they were measured."""
+    """Yield how elasticd's figures compare with the aims, for all figures that were measured."""
     variants = [name for name in numbers if name.startswith(LAST)]
     blocks = _of(numbers, OURS, "blocks")
     yield _line("blocks, times the floor", _over_floor(numbers[OURS]), "at most 1.3")
@@ -187,7 +187,7 @@ def available_mb() -> int:
 
 
 def memory_held() -> int:
-    """Bytes of this process: its own, and what it shares with the saver."""
+    """Return the bytes of this process: its own, and those that it shares with the saver."""
     lines = Path("/proc/self/status").read_text().splitlines()
     sizes = {line.split()[0]: int(line.split()[1]) << 10 for line in lines if line.startswith("Rss")}
     return sizes["RssAnon:"] + sizes["RssShmem:"]
@@ -225,7 +225,7 @@ class _Bench:
         self.bare_copy: Callable[[], None] = lambda: None
 
     def calibrate(self) -> None:
-        """Set the amount of work with which a step of all ranks together takes about ``STEP_S``."""
+        """Choose the amount of work with which a step of all ranks takes about ``STEP_S``."""
         import torch
         import torch.distributed as dist
 
@@ -240,7 +240,7 @@ class _Bench:
         self.usual_s = median(self.step() for _ in range(12))
 
     def step(self) -> float:
-        """What a training step does: compute, and wait for the others."""
+        """Make a step like that of a training: compute, and wait for the others."""
         import torch.distributed as dist
 
         began = time.perf_counter()
@@ -299,8 +299,8 @@ class _Bench:
                 print(f"{name}: {error!r}"[:300], file=sys.stderr)
 
     def measure(self, way: Iterator[dict[str, Callable[[], Any]]]) -> dict[str, list[float]]:
-        """``way`` gives what to do: ``save`` (blocks), ``durable`` (until it is), ``load``, ``leave``, and
-        ``recall`` (from memory)."""
+        """Measure a way of saving. ``way`` has functions: ``save`` (which blocks), ``durable`` (returns once
+        the save is durable), ``load``, ``leave``, and ``recall`` (load from memory)."""
         import torch.distributed as dist
 
         doing = next(way)
@@ -356,7 +356,7 @@ class _Bench:
             next(way)
         return row
 
-    # -------------------------------------------------------- the ways
+    # -------------------------------------------------------- the ways of saving
 
     def memcpy(self, share: float) -> Iterator[dict[str, Callable[[], Any]]]:
         import torch
@@ -378,8 +378,8 @@ class _Bench:
         yield {"save": copy, "load": back}
 
     def bare_write(self) -> Iterator[dict[str, Callable[[], Any]]]:
-        """Make the bare copy; a process with the saver's priority then writes that many bytes and does
-        nothing else. So this is what the disk itself costs the steps."""
+        """Make the bare copy. A process with the saver's priority then writes that many bytes, and does
+        nothing else. So this row shows what the disk alone costs the steps."""
         writer: subprocess.Popen[bytes] | None = None
         if self.rank == 0:
             program = f"from tests.bench.checkpoint import write_when_told; write_when_told({self.size})"
@@ -432,7 +432,7 @@ class _Bench:
             return checkpoints.wait(0.0)
 
         def when() -> float:
-            # The saver tells how long it took since it was handed the first shard.
+            # The saver reports the time since it was handed the first shard.
             newest = checkpoints.newest
             assert newest is not None and not checkpoints.failed, checkpoints.last_error
             return began[0] + newest.took_s

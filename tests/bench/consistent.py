@@ -1,5 +1,5 @@
-"""What it costs that a step is the same in any world: DistributedDataParallel as it comes, the same under
-elasticd's weighting, and consistent mode, in turns in the same processes."""
+"""The cost of consistent mode: plain DistributedDataParallel, DistributedDataParallel under elasticd's
+weighting, and consistent mode, in turns in the same processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES = {  # layers, heads, width
 }
 WARM_UP_STEPS = 5
 CONTEXT = 64
-SAMPLES = 8  # of a virtual rank
+SAMPLES = 8  # samples of a virtual rank
 PLAIN, AVERAGED, CONSISTENT = "plain DDP", "consistent=False", "consistent=True"
 
 
@@ -40,7 +40,7 @@ def _model(shape: str) -> nn.Module:
 
 
 class _Contestant:
-    """One model, and how its gradients are added up."""
+    """One model, and the way in which its gradients are added up."""
 
     def __init__(self, name: str, shape: str, virtual_ranks: int) -> None:
         self.name, self.virtual_ranks = name, virtual_ranks
@@ -100,7 +100,7 @@ def _worker(
             contestant.step(batch)
     for _ in range(rounds):
         for contestant in contestants:
-            contestant.step(batch)  # what the one before has left in caches is not its fault
+            contestant.step(batch)  # what the contestant before has left in caches must not count
             times = []
             for _ in range(steps):
                 dist.barrier()
@@ -115,7 +115,8 @@ def _worker(
 
 
 def _race(world: int, shape: str, each: int, rounds: int, steps: int) -> tuple[float, dict[str, list[float]]]:
-    """Megabytes of gradients; and the median step of each round, by contestant, as rank 0 saw it."""
+    """Return the megabytes of gradients, and the median step of each round by contestant, as rank 0
+    saw it."""
     context = mp.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
@@ -136,8 +137,8 @@ def _race(world: int, shape: str, each: int, rounds: int, steps: int) -> tuple[f
 def consistent(
     worlds: list[int], shapes: list[str], virtual_ranks: list[int], rounds: int, steps: int
 ) -> Iterator[str]:
-    """A B C A B C; the ratio is the median of the ratios within each turn, as the machine drifts. A line
-    as soon as it is measured: all of them take many minutes."""
+    """Measure in the order A B C A B C. The ratio is the median of the ratios within each turn, since the
+    machine's speed changes. Yield each line as soon as it is measured: all together take many minutes."""
     yield f"one training step of a GPT on gloo, 1 thread a worker ({rounds} turns of {steps} steps each)"
     for each in virtual_ranks:
         for world in worlds:

@@ -54,13 +54,13 @@ class Story:
     summary: Sequence[Any]
     summary_s: float
     probe: Sequence[Any]
-    failures: Sequence[Sequence[Any]]  # that come in turn
+    failures: Sequence[Sequence[Any]]  # the lists are used in turn
 
 
 class EtcdForReplay(EtcdOnPorts):
-    """An etcd with the shipped settings, but for what makes the replay slow and leaves the database as it
-    is: etcd sleeps 10 ms after each 1,000 revisions that it has looked at in a compaction, and keeps 10,000
-    transactions in memory, which are large here."""
+    """An etcd with the shipped settings, except for two that slow the replay down and do not change the
+    database: etcd sleeps for 10 ms after each 1,000 revisions that it has looked at in a compaction, and
+    keeps 10,000 transactions in memory, which are large here."""
 
     def _argv(self) -> list[str]:
         return [*super()._argv(), "--experimental-compaction-batch-limit=10000", "--snapshot-count=2000"]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "procs" / "programs" / "faketorch"))
-from torch.optim.optimizer import Optimizer  # the stand-in of tests/procs
+from torch.optim.optimizer import Optimizer  # the stand-in for torch of tests/procs
 
 step = Optimizer().step
 while True:

@@ -68,7 +68,7 @@ def floor(workers: int, kills: int, moved: Mapping[tuple[int, int], int] = {}) -
             processes.append(process)
         for line in lines:
             line.recv()
-        time.sleep(0.2)  # for the collective that is to fail to have begun
+        time.sleep(0.2)  # the collective that is to fail must have begun
         killed_at = time.monotonic()
         os.kill(processes[-1].pid or 0, signal.SIGKILL)
         took.append(max(line.recv() for line in lines[:-1]) - killed_at)

@@ -1,11 +1,11 @@
-"""Time to form a world, and to form the next after a failure: light fake agents against one real etcd, beside
-torch's c10d rendezvous.
+"""The time to form a world, and to form the next one after a failure: light, fake agents on one real etcd,
+beside torch's c10d rendezvous.
 
-Ours are the real agent and leader (``elasticd.daemon.driver``) and the real etcd client; only the workers, of
-which a node has eight, and the round's store are left out. Torch's are its real rendezvous handlers. Both run
-as many agents in a process, in as many processes, and each agent has connections of its own. On a cluster
-each agent has a machine of its own. So beside the time stands the CPU time of an agent, of the leader's
-thread and of etcd.
+elasticd's side has the real agent and leader (``elasticd.daemon.driver``) and the real etcd client. Only the
+workers, eight on each node, and the round's store are left out. torch's side has its real rendezvous
+handlers. Both run as many agents in a process, in as many processes, and each agent has connections of its
+own. On a cluster each agent has a machine of its own. So beside the time stands the CPU time of an agent, of
+the leader's thread and of etcd.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from elasticd.etcd.store import EtcdLink, EtcdStore
 from tests.etcd.cluster import EtcdOnPorts
 
 PROCESSES_MAX = 8
-WORKERS = 8  # of a node
+WORKERS = 8  # workers of a node
 
 
 @dataclass(slots=True)
 class _Workers:
-    """Workers that do nothing and end as they are told. ``started`` gets the round's number."""
+    """Workers that do nothing, and end when they are told to. ``started`` gets the round's number."""
 
     started: Callable[[int], None]
-    end: Callable[[int], None] = lambda code: None  # all workers, with an exit code
+    end: Callable[[int], None] = lambda code: None  # called when all workers end, with the exit code
 
     def listen(self, news: Callable[[WorkerNews], None]) -> None: ...
 
@@ -95,8 +95,9 @@ class _NoStore:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """When the last agent of a process had its world, by ``time.monotonic``. ``cpu_s``: the CPU time of the
-    process since the word was given. ``leads_s``: of that, the agent that leads, if it is here."""
+    """``at``: when the last agent of a process had its world, by ``time.monotonic``. ``cpu_s``: the CPU time
+    of the process since the start signal. ``leads_s``: that of the agent that leads, if it is in this
+    process."""
 
     at: float
     cpu_s: float = 0.0
@@ -152,7 +153,7 @@ class _Fleet:
         self._workers[0].end(1)
 
     def form(self, number: int, do: Callable[[], None]) -> Formed:
-        """Do something, and handle what happens until all agents are in this round."""
+        """Do something. Handle events until all agents are in this round."""
         began_s, spent_s = time.process_time(), list(self._spent_s)
         do()
         while self._in_round[number] < self._count:
@@ -187,14 +188,14 @@ class _Fleet:
 
 def fleet_main(endpoint: str, job: str, total: int, first: int, count: int) -> None:
     with Client(EtcdAccess((endpoint,))) as client:
-        client.check()  # imports done, etcd reached: only the forming is measured
+        client.check()  # imports are over and etcd is reached: only the forming is measured
     fleet = _Fleet(endpoint, job, total, first, count)
     _say("ready")
     sys.stdin.readline()
     _say(json.dumps(asdict(fleet.form(1, fleet.begin))))
     sys.stdin.readline()
     _say(json.dumps(asdict(fleet.form(2, fleet.fail if first == 0 else lambda: None))))
-    sys.stdin.readline()  # nobody leaves while others still form
+    sys.stdin.readline()  # no process leaves while others still form the world
     os._exit(0)
 
 
@@ -233,15 +234,15 @@ class Broken(Exception):
 
 def _require_alive(fleet: Sequence[subprocess.Popen[str]], said: Sequence[IO[str]]) -> None:
     for p, errors in zip(fleet, said, strict=True):
-        if p.poll() not in (None, -signal.SIGKILL):  # ours, when the time is over
+        if p.poll() not in (None, -signal.SIGKILL):  # elasticd's processes, when the time is over
             errors.seek(0)
             raise Broken(f"a process of the fleet ended with {p.returncode}:\n{errors.read()[-3000:]}")
 
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds from the word until the last agent has its world. CPU seconds meanwhile: ``agent_s`` of an
-    agent on average, ``leads_s`` of the leader's thread, ``etcd_s`` of etcd."""
+    """Seconds from the start signal until the last agent has its world. CPU seconds meanwhile: ``agent_s`` of
+    an agent on average, ``leads_s`` of the leader's thread, ``etcd_s`` of etcd."""
 
     s: float
     agent_s: float = 0.0
@@ -256,8 +257,9 @@ class Took:
 def _measure(
     kind: str, endpoint: str, total: int, timeout_s: float, words: int = 1, etcd: int | None = None
 ) -> list[Took] | None:
-    """Measure what so many words in turn lead to; None after the timeout. The first word forms a world, and
-    the second lets the workers of an agent fail, so that the next world is formed. ``etcd``: its process."""
+    """Measure what each of the start signals leads to; None after the timeout. The first signal forms a
+    world. Each later one lets the workers of an agent fail, so that the next world forms. ``etcd``: its
+    process."""
     with ExitStack() as cleanup:
         return _measured(kind, endpoint, total, timeout_s, words, etcd, cleanup)
 
@@ -311,7 +313,8 @@ def _measured(
 
 
 def _after_a_word(fleet: Sequence[subprocess.Popen[str]], total: int, etcd: int | None) -> Took | None:
-    """Give the processes a word, and await that all of them have formed a world; None if one has ended."""
+    """Send a start signal to the processes. Wait until all of them have formed a world; return None if one
+    has ended."""
     began, etcd_began_s = time.monotonic(), _cpu_s(etcd)
     for p in fleet:
         assert p.stdin

@@ -1,5 +1,5 @@
-"""Which samples are lost or repeated when a training loses a worker or is resized, by the library whose
-loop it uses."""
+"""Which samples are lost or repeated when a training loses a worker or is resized, for each library with a
+loop of its own."""
 
 from __future__ import annotations
 

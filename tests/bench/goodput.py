@@ -22,8 +22,8 @@ Launcher = Callable[[Path, Path], Launched]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The steps made in each window of a run. Windows alternate: in every second one a worker is killed.
-    The whole cost of a kill falls into its window."""
+    """The steps made in each window of a run. In every second window a worker is killed, and the whole cost
+    of the kill falls into this window."""
 
     calm: list[int]
     under_fire: list[int]
@@ -41,8 +41,8 @@ class Kept:
 
 
 def _kept(launcher: Launcher, workers: int, kills: int, every_s: float) -> Kept:
-    """Compare each kill with the undisturbed windows just before and after it: a machine's speed changes
-    by more than a kill costs. The job saves nothing, so only the time without steps is lost."""
+    """Compare each kill with the undisturbed windows just before and after it, since the machine's speed
+    changes by more than a kill costs. The job saves nothing, so only the time without steps is lost."""
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder, "steps"))
         launched = launcher(steps.path, Path(folder, "log"))
@@ -59,7 +59,7 @@ def _kept(launcher: Launcher, workers: int, kills: int, every_s: float) -> Kept:
                 ends = began + every_s / 2
                 time.sleep(max(0.0, ends - time.monotonic()))
                 steps.read()
-                # Of rank 0, which there is one of in every world.
+                # Steps of rank 0, which every world has.
                 made = sum(s.rank == 0 and began <= s.at < ends for s in steps.made)
                 (kept.under_fire if fire else kept.calm).append(made)
                 began = ends

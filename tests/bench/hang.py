@@ -22,8 +22,8 @@ IN_PLACE = "elasticd in place"
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Seconds from a SIGSTOP to: the end of the stopped process; the next step of any later world; the
-    first step of a world of the old size with the replacement. None where the limit passed first."""
+    """Seconds from a SIGSTOP to three events: the end of the stopped process; the next step of any later
+    world; the first step of a world of the old size, with the replacement. None if the limit passed first."""
 
     noticed: float | None = None
     again: float | None = None

@@ -1,8 +1,8 @@
 """The job that is measured: a DDP model of about two million parameters on gloo.
 
-Each rank appends a line per step to the file named by BENCH_STEPS: the time (CLOCK_MONOTONIC,
-which all processes of a machine share), its rank, the world size, its pid and the step. Before, it
-marks with the time, a word and its pid how far it is.
+Each rank appends a line per step to the file named by BENCH_STEPS: the time (CLOCK_MONOTONIC, which all
+processes of a machine share), its rank, the world size, its pid and the step. Before its first step it writes
+marks of its progress: the time, a word and its pid.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def note(place: str, step: int) -> None:
 
 
 mark("imported")
-# What a larger model would take: a worker without it has about 350 MB.
+# The memory of a larger model. A worker without it has about 350 MB.
 BALLAST = torch.ones(max(0, int(os.environ.get("BENCH_MEGABYTES", "350")) - 350) << 18)
 WIDTH = int(os.environ.get("BENCH_WIDTH", "700"))
 BATCH = int(os.environ.get("BENCH_BATCH", "64"))

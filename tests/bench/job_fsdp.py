@@ -36,7 +36,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def whole(folder: Path) -> list[Path]:
-    """The checkpoints that are whole, the newest last: DCP writes the metadata last."""
+    """Return the checkpoints that are whole, the newest last: DCP writes the metadata last."""
     return sorted((found.parent for found in folder.glob("*/.metadata")), key=lambda path: int(path.name))
 
 

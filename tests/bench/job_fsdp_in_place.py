@@ -29,7 +29,7 @@ def train(state: worker.State, batch: torch.Tensor) -> None:
                 state.commit()
                 made = True
         finally:
-            if made or state.step > step:  # it is committed, also where the world ends with it
+            if made or state.step > step:  # the step is committed, even if the world ends with this commit
                 note(place, step)
 
 

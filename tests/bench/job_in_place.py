@@ -23,7 +23,8 @@ def train(state: worker.State, batch: torch.Tensor) -> None:
             state.commit()
             returned = True
         finally:
-            if returned or state.step > step:  # it is committed, also where the world ends with it
+            # the step is committed, even if the world ends with this commit
+            if returned or state.step > step:
                 note(place, step)
 
 

@@ -1,6 +1,7 @@
-"""The job of job.py or, if BENCH_LIBRARY is 1, of job_in_place.py. Each SIGUSR1 takes the heartbeat's hook of
-the optimizer out, or puts the hook back in. The job marks what calls of the hook, and commits of the library,
-took since, the median in nanoseconds. Commits stay: a step that is not committed is another training."""
+"""The job of job.py or, if BENCH_LIBRARY is 1, of job_in_place.py. Each SIGUSR1 removes the heartbeat's hook
+from the optimizer, or puts the hook back. The job marks the median time, in nanoseconds, of the hook's calls
+and of the library's commits since the last signal. Commits are never left out: a step that is not committed
+is another training."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Timed:
 
 
 hooks = optimizer._global_optimizer_post_hooks
-heartbeat = {key: Timed("hook", call) for key, call in hooks.items()}  # the library's own hooks come later
+# the library's own hooks are registered later
+heartbeat = {key: Timed("hook", call) for key, call in hooks.items()}
 hooks.update(heartbeat)
 commit = Timed("commit", worker.State.commit)
 

@@ -17,8 +17,8 @@ JOB_IN_PLACE = Path(__file__).with_name("job_in_place.py")
 ROOT = str(Path(__file__).parents[2])
 BIN = Path(sys.executable).parent
 
-# Without it torchrun does not come back from a killed worker at all: restarted workers read the
-# last attempt's keys (pytorch 2.13). Every comparison sets it, to torchrun's advantage.
+# Without this variable torchrun does not recover from a killed worker at all: restarted workers read the keys
+# of the last attempt (PyTorch 2.13). Every comparison sets the variable, to torchrun's advantage.
 TORCHRUN_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -123,8 +123,7 @@ def elasticd_nodes(nodes: int, least: int, etcd: str, job: str, steps: Path, log
 
 
 def elasticd_grown(slots: Sequence[int], etcd: str, job: str, steps: Path, log: Path) -> Launched:
-    """Launch nodes with so many slots each, whose workers keep their process. Each node is started on
-    request."""
+    """Launch nodes with so many slots each, whose workers keep their process. Each node starts on request."""
 
     def node(number: int) -> subprocess.Popen[bytes]:
         argv = [BIN / "elasticd", "run", "--etcd", etcd, "--job", job, "--node", f"n{number}"]

@@ -1,4 +1,4 @@
-"""Steady state: step time under elasticd against the same processes started by hand."""
+"""The time of a step under elasticd, compared with that of the same processes started by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def step_times(launcher: Callable[[int, Path, Path], Launched], workers: int, co
 
 
 def overhead(workers: int, pairs: int, count: int) -> str:
-    """Run by hand and with each launcher in turns, as the machine's speed changes. Return the median of
+    """Run by hand and with each launcher in turns, since the machine's speed changes. Return the median of
     the ratios."""
 
     def hand(workers: int, steps: Path, log: Path) -> Launched:

@@ -13,7 +13,7 @@ from typing import Any
 from tests.bench.steps import Mark, StepMade
 
 Event = Mapping[str, Any]
-Part = tuple[str, float]  # its name, and the time at which it was over
+Part = tuple[str, float]  # the name of a part, and the time at which it was over
 
 
 def events(log: Path) -> list[Event]:
@@ -29,8 +29,7 @@ def events(log: Path) -> list[Event]:
 
 
 def decided(log: Sequence[Event], killed_at: float, wall_s: float) -> list[Part]:
-    """Return the times of the agent's events. ``wall_s``: what to subtract from them to get the job's
-    clock."""
+    """Return the times of the agent's events. ``wall_s``: subtract it from them to get the job's clock."""
     names = {"worker.ended": "noticed", "round.closing": "closed", "round.formed": "next formed"}
     parts: list[Part] = []
     for event, name in names.items():

@@ -21,13 +21,13 @@ from tests.bench.launch import Launched
 from tests.bench.steps import StepMade, Steps
 from tests.etcd.cluster import EtcdOnPorts
 
-START_TIMEOUT_S = 300.0  # 32 workers import torch one by one where there are two cores
+START_TIMEOUT_S = 300.0  # on two cores 32 workers import torch one after the other
 NEXT_STEP_S_MAX = 180.0
 WARM_UP_STEPS = 20
 SURVIVORS = "elasticd in place, survivors go on"
 SPARE = "elasticd in place with a spare, full size"
-BESIDE_MB = 300  # what a worker may have beside its megabytes
-SETTLE_S = 8.0  # between kills in place: the spare is replaced, and the process to fork it from is there
+BESIDE_MB = 300  # what a worker may need beside its megabytes
+SETTLE_S = 8.0  # the time between kills in place: the spare is replaced, and the zygote is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Kill:
 def worker_kills(
     launcher: Callable[[int, Path, Path], Launched], workers: int, kills: int, settle_s: float = 0.0
 ) -> list[Kill]:
-    """Measure each kill to the first step of the new world. ``settle_s``: the least time between two
+    """Measure each kill until the first step of the new world. ``settle_s``: the least time between two
     kills."""
     took: list[Kill] = []
     with _job(lambda steps, log: launcher(workers, steps, log)) as (steps, log):
@@ -63,8 +63,8 @@ def worker_kills(
 def kills_in_place(
     workers: int, kills: int, spares: int, job: Path = launch.JOB_IN_PLACE
 ) -> tuple[list[Kill], list[Kill]]:
-    """Measure each kill to the first step of the survivors, and to that of a world of the old size. With a
-    spare these are the same step."""
+    """Measure each kill until the first step of the survivors, and until that of a world of the old size.
+    With a spare these are the same step."""
     survivors: list[Kill] = []
     full: list[Kill] = []
     with _job(lambda steps, log: launch.elasticd_in_place(workers, steps, log, spares=spares, job=job)) as (
@@ -90,7 +90,7 @@ def kills_in_place(
 
 @contextmanager
 def _job(launcher: Callable[[Path, Path], Launched]) -> Iterator[tuple[Steps, Path]]:
-    """Start a job, and return its steps and its log once it trains steadily."""
+    """Start a job. Return its steps and its log once the job trains steadily."""
     with tempfile.TemporaryDirectory() as folder:
         steps, log = Steps(Path(folder, "steps")), Path(folder, "log")
         launched = launcher(steps.path, log)
@@ -106,8 +106,8 @@ def _job(launcher: Callable[[Path, Path], Launched]) -> Iterator[tuple[Steps, Pa
 def _kill_each(
     steps: Steps, workers: int, kills: int, settle_s: float
 ) -> Iterator[tuple[set[int], float, int]]:
-    """Kill one worker of the world, each time of another rank. Yield the pids of the world, the time, and
-    the number of steps made."""
+    """Kill one worker of the world after the other, each of another rank. Yield the pids of the world, the
+    time, and the number of steps made."""
     for n in range(kills):
         time.sleep(settle_s)
         steps.read()
@@ -126,7 +126,7 @@ def _in_place(log: Path, killed_at: float, step: StepMade) -> Mapping[str, float
 
 
 def wall_s() -> float:
-    """Return by how much the wall clock is ahead of the clock of the steps."""
+    """Return how far the wall clock is ahead of the clock of the steps."""
     return time.time() - time.monotonic()
 
 
@@ -137,7 +137,7 @@ def _warm(steps: Steps, since: int) -> bool:
 
 
 def node_loss(launcher: Callable[[Path, Path], Launched], lose: int, timeout_s: float) -> float | None:
-    """Seconds from the kill of an agent with its worker to the next step of the others."""
+    """Return the seconds from the kill of an agent and its worker until the next step of the others."""
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder, "steps"))
         launched = launcher(steps.path, Path(folder, "log"))
@@ -164,8 +164,8 @@ FLOOR = "floor: abort a group, build the next"
 
 
 def recovery(worlds: Sequence[int], kills: int, megabytes: Sequence[int]) -> Iterator[str]:
-    """Yield the tables of a worker killed on one node: for each number of workers and each size of a worker,
-    and how the times grow from one to the next."""
+    """Yield the tables of a killed worker on one node, for each number of workers and each size of a worker.
+    Then yield how the times grow with these."""
     measured: dict[str, Mapping[str, list[Kill]]] = {}
     for workers in worlds:
         for size in megabytes:
@@ -194,7 +194,7 @@ def _median(times: Sequence[float | None]) -> float | None:
 
 
 def _recovery(workers: int, kills: int, *, spare: bool) -> Mapping[str, list[Kill]]:
-    """Measure in the order A B A B, since machines are noisy."""
+    """Measure in the order A B A B, since the machine's speed changes."""
     half = (kills + 1) // 2
     rows: dict[str, list[Kill]] = {}
 
@@ -231,7 +231,7 @@ def _tables(rows: Mapping[str, Sequence[Kill]], each: str) -> str:
 
 
 def node_losses(tries: int, with_defaults: bool) -> str:
-    """Kill one of three nodes, agent and worker; then kill the node that came first."""
+    """Kill one of three nodes, the agent and the worker. Then kill the node that came first."""
     server = EtcdOnPorts()
     etcd = f"http://{server.start().endpoints[0]}"
     rows: dict[str, list[float | None]] = {}

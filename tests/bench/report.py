@@ -1,4 +1,4 @@
-"""Writes measurements as people read them: medians with their spread, and ratios."""
+"""Writes measurements for people: medians with their spread, and ratios."""
 
 from __future__ import annotations
 

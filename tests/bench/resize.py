@@ -18,7 +18,7 @@ from tests.etcd.cluster import EtcdOnPorts
 
 BOUND_S = 120.0
 GREW, SHRANK = "a worker more", "a worker less"
-LATER_STEPS = 40  # of the new world: the zygote and others that came with it are done
+LATER_STEPS = 40  # steps of the new world to skip, until the zygote and others have ended their work
 
 
 def changes(
@@ -62,13 +62,13 @@ def _well_under_way(steps: Steps, world: int, timeout_s: float) -> bool:
 
 
 def _lost(made: list[StepMade]) -> float:
-    """Return the longest time without a step, less the usual time of a step."""
+    """Return the longest time between two steps, less the usual time of a step."""
     gaps = [b.at - a.at for a, b in pairwise(sorted((s for s in made if s.rank == 0), key=lambda s: s.at))]
     return max(gaps) - median(gaps)
 
 
 def resize(workers: int, tries: int) -> str:
-    """Grow a job on two nodes from ``workers`` less one to ``workers``, and shrink it again."""
+    """Let a job on two nodes grow by one worker, up to ``workers``, and shrink again."""
     server = EtcdOnPorts()
     etcd = f"http://{server.start().endpoints[0]}"
     slots = (workers - 1, 1)

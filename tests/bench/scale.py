@@ -1,5 +1,5 @@
-"""The cost of a leader's event by the number of nodes: the real driver of the agent that leads, and the facts
-that the other agents would write. All numbers but the seconds are the same in each run.
+"""The cost of the leader's events by the number of nodes: the real driver of the agent that leads, and the
+facts that the other agents would write. All numbers but the seconds are the same in each run.
 
 The other agents and etcd are left out, so the leader's own thread is measured alone. ``ops`` are the lines of
 Python that run, in loops and comprehensions once for each turn: the same number on every machine.
@@ -79,11 +79,12 @@ from elasticd.daemon.leader_link.telemetry_sender import KEPT_S_MAX
 from elasticd.etcd import records
 from tests.bench.telling import hearing_s
 
-WORKERS = 8  # of a node
-RENEWAL_BYTES = 40  # of a lease: the request, or its answer
-HEARD_AGENTS, HEARD_ROUNDS = 200, 8  # played over sockets: a message costs the same in a job of any size
+WORKERS = 8  # workers of a node
+RENEWAL_BYTES = 40  # bytes of a request to renew a lease, or of its answer
+# the agents that send over sockets: a message costs the same in a job of any size
+HEARD_AGENTS, HEARD_ROUNDS = 200, 8
 SHARDS = (1, 8)
-ONE_BY_ONE = 20  # events of a kind; the rest comes to the leader at once
+ONE_BY_ONE = 20  # how many events of a kind are measured; the leader gets the rest at once
 POLICY = Policy(straggler_drain=False)
 FRAMES = "Traceback (most recent call last):\n" + '  File "train.py", line 88, in step\n' * 40  # 1.5 kB
 
@@ -102,7 +103,7 @@ FAILURE = "a release with failures"
 REFORMING = "a re-forming, all failed"
 OF_ONE_NODE = (QUIET, REPORT, TOLD, PACES, STANDSTILL, STILL, LOST, RELEASE, FAILURE)
 OF_ALL_NODES = (PERIOD, JUDGED, FORMING, REFORMING)
-ONCE = (LOST, *OF_ALL_NODES)  # happen once or twice, in several events
+ONCE = (LOST, *OF_ALL_NODES)  # these happen once or twice, in several events
 
 
 class Missing(Exception):
@@ -110,7 +111,7 @@ class Missing(Exception):
 
 
 class _NoLink:
-    """The leader's own agent tells itself."""
+    """The connection of the leader's own agent, which needs none."""
 
     def listen(self, heard: Callable[[Heard], None]) -> None: ...
 
@@ -171,7 +172,7 @@ class _Etcd:
         self._write(changed)
 
     def put(self, facts: Mapping[str, Fact | None]) -> None:
-        """Let other agents write the keys; None deletes one. Each watch brings all changes at once."""
+        """Let other agents write the keys; None deletes a key. Each watch brings all changes at once."""
         self._revision += 1
         self._write(facts)
 
@@ -189,7 +190,7 @@ class _Etcd:
                 watch.seen(Changes(mine))
 
     def list_what_was_asked(self) -> None:
-        """Tell each new watch what there is."""
+        """Send each new watch what there is."""
         while self._asked:
             watch = self._asked.popleft()
             there = tuple(e for k, e in self._entries.items() if watch.covers(k))
@@ -272,7 +273,7 @@ class Cost:
 class Leader:
     """The agent that leads a job of ``nodes`` nodes.
 
-    ``counting``: operations are counted, which takes long, else the time. ``until``: when to give up, by
+    ``counting``: count operations, which takes long, instead of the time. ``until``: when to give up, by
     ``time.monotonic``.
     """
 
@@ -331,7 +332,7 @@ class Leader:
         self.settle(kind)
 
     def _hear(self, kind: str, *paces: Paces) -> None:
-        """Let other agents tell their paces."""
+        """Let other agents report their paces."""
         self._inbox.append(PacesTold(paces))
         self.settle(kind)
 
@@ -355,7 +356,7 @@ class Leader:
             self.costs[kind].cpu_s.append(time.thread_time() - began)
 
     def gathering(self) -> Gathering:
-        """Return what hears the agents, and has heard none."""
+        """Return an object that receives the agents' telemetry, and has received none."""
         made = Gathering(self.driver.state, self.etcd, _NoLink())
         made.begin(lambda news: None)
         made.attend(self.driver.state, self.driver.view, self._now)
@@ -363,7 +364,7 @@ class Leader:
         return made
 
     def telemetry(self, member: Member, period: int) -> NodeTelemetry:
-        """What the agent of the member tells after a while."""
+        """Return what the agent of the member reports after a while."""
         number = self.round.number
         beats = tuple(SlotProgress(s, member.rank_of(s), 123456, 1000, 1e9 + s) for s in member.slots)
         spent = dict.fromkeys(map(str, Kind), 12345.678)
@@ -378,16 +379,16 @@ class Leader:
         )
 
     def summary(self) -> Summary:
-        """What the leader writes once all nodes have told it everything."""
+        """Return what the leader writes once all nodes have reported everything."""
         known = gathered.restore(gathered.Gathered(2), None)
         for member in self.round.members:
             known = gathered.hear(known, self.telemetry(member, 1000))
         return gathered.summarize(known, self.names[0], set(self.names), self._now)[1]
 
-    # ------------------------------------------------------------ what happens to the job
+    # ------------------------------------------------------------ events of the job
 
     def form(self) -> None:
-        """The last node comes, and the first round is formed."""
+        """The last node joins, and the first round forms."""
         self._expect(Phase.WAITING)
         last = self.names[-1]
         self.see(FORMING, {f"nodes/{last}": self._records[last]})
@@ -398,14 +399,14 @@ class Leader:
             self.tick(QUIET, 0.5)
 
     def report(self, events: int = ONE_BY_ONE) -> None:
-        """Workers of some nodes have made steps, which concerns nobody."""
+        """Workers of some nodes have made steps. No node has to act on that."""
         for n in range(1, min(events, len(self.names))):
             name = self.names[n]
             told = Report(name, self._records[name].incarnation, self.round.number, steps=n)
             self.see(REPORT, {f"reports/{name}": told})
 
     def tell(self) -> None:
-        """All nodes tell their telemetry, and a few tell more of it."""
+        """All nodes report their telemetry. A few report further telemetry."""
         gathering, members = self.gathering(), self.round.members
         gathering.hear([self.telemetry(member, 1) for member in members])
         for member in members[-ONE_BY_ONE:]:
@@ -417,7 +418,7 @@ class Leader:
                 raise Missing("the leader does not know the agents")
 
     def compare(self, periods: int) -> None:
-        """All nodes report their paces, a few one by one."""
+        """All nodes report their paces, a few of them one by one."""
         first, rest, last = self.names[1:ONE_BY_ONE], self.names[ONE_BY_ONE:-1], self.names[-1]
         members = {m.node: m for m in self.round.members}
         for number in range(1, periods + 1):
@@ -430,7 +431,7 @@ class Leader:
             raise Missing("the leader has compared nobody")
 
     def stand_still(self) -> None:
-        """One node after the other reports that its workers wait; then all go on."""
+        """One node after the other reports that its workers wait. Then all continue."""
         allowed = allowance([1.0] * 10, 10, Patience())
         assert allowed is not None
         stalls: dict[str, Fact] = {
@@ -454,14 +455,14 @@ class Leader:
         self.see("", dict.fromkeys(stalls))
 
     def lose_a_node(self) -> None:
-        """The last node is lost; the others release the round and form the next."""
+        """The last node is lost. The others release the round, and form the next one."""
         lost = self.names.pop()
         self.see(LOST, {f"nodes/{lost}": None})
         self._expect(Phase.CLOSING)
         self._release(RELEASE, FORMING, failing=False)
 
     def fail_everywhere(self) -> None:
-        """All workers fail; their nodes release the round with their reports, and form the next."""
+        """All workers fail. Their nodes release the round with their reports, and form the next one."""
         self._release(FAILURE, REFORMING, failing=True)
 
     def _release(self, kind: str, last_kind: str, *, failing: bool) -> None:
@@ -478,7 +479,7 @@ class Leader:
             raise Missing(f"after round {number} comes round {self.round.number}")
 
     def _released(self, member: Member, number: int, failing: bool) -> dict[str, Fact | None]:
-        """What an agent writes with its release of the round."""
+        """Return what an agent writes with its release of the round."""
         name, known = member.node, self._records[member.node]
         exits: tuple[Exit, ...] = ()
         for slot in member.slots if failing else ():
@@ -544,14 +545,14 @@ def counted() -> Iterator[Callable[[], int]]:
 
 @dataclass(slots=True)
 class Figures:
-    """The figures of one size. ``cpu_s`` and ``ops``: of one event of each kind; of kinds with many events
-    the median, else the worst. ``plans``: of ``plan_of_a_checkpoint``, for each of ``SHARDS``."""
+    """The figures of one size. ``cpu_s`` and ``ops``: of one event of each kind. For kinds with many events
+    that is the median, else the worst. ``plans``: of ``plan_of_a_checkpoint``, for each of ``SHARDS``."""
 
     nodes: int
     cpu_s: dict[str, float]
     ops: dict[str, float]
     reforming: tuple[float, float]  # messages and bytes of an agent, at the loss of a node
-    minute: tuple[float, float]  # the same, of a quiet minute
+    minute: tuple[float, float]  # messages and bytes of an agent in a quiet minute
     told: tuple[float, float]  # messages and bytes between an agent and the leader in a quiet minute
     hearing_s: float  # the leader's CPU time for the messages of all agents in a quiet minute
     memory: int
@@ -594,8 +595,8 @@ def _event(kind: str, costs: Sequence[float]) -> float:
 
 
 def _quiet_minute(leader: Leader) -> tuple[float, float]:
-    """Return an agent's share of the messages and bytes through etcd: each agent renews its lease, and the
-    leader writes the summary."""
+    """Return an agent's share of the messages and bytes through etcd in a quiet minute: each agent renews its
+    lease, and the leader writes the summary."""
     nodes = len(leader.names)
     renewals = 60 / (POLICY.node_ttl_s / 3)
     summary = leader.summary()
@@ -623,14 +624,14 @@ def _told(leader: Leader, nodes: int) -> tuple[float, float]:
 
 
 def _periods(nodes: int) -> tuple[float, float, float]:
-    """Return how often each of so many agents tells its progress, its paces and its ledger."""
+    """Return how often each of so many agents reports its progress, its paces and its ledger."""
     every_s = gathered.tell_every_s(nodes)
     return every_s, max(every_s, POLICY.straggler_window_s / PERIODS), max(every_s, KEPT_MOST_S)
 
 
 def _hearing_s(leader: Leader, nodes: int, paces_s: float) -> float:
-    """Return the CPU time of the leader's threads for all that so many agents tell in a minute. ``paces_s``:
-    for the paces of one node, once they are heard."""
+    """Return the CPU time of the leader's threads for everything that so many agents report in a minute.
+    ``paces_s``: the time for the paces of one node, once they are received."""
     every_s, paced_s, kept_s = _periods(nodes)
     members = leader.round.members[-HEARD_AGENTS:]
 
@@ -662,7 +663,8 @@ def plan_of_a_checkpoint(ranks: int, shards: int) -> tuple[float, int, int]:
     copy of the model together."""
     kinds = [_content_of_a_gpt(shard, shards) for shard in range(shards)]
     encoded = [msgspec.json.encode(kind) for kind in kinds]
-    # gather_alike: four numbers, and unless all ranks are alike, a digest and a size of each, and the kinds
+    # gather_alike: four numbers; unless all ranks are alike, also a digest and a size of each rank, and the
+    # kinds
     received = 4 * 8 + (0 if shards == 1 else ranks * (14 + 8 + 8) + sum(map(len, encoded)))
     began = time.thread_time()
     kinds = [msgspec.json.decode(raw, type=RankContent) for raw in encoded]

@@ -85,14 +85,14 @@ def _until(holds: Callable[[], bool], what: str, log: Path) -> None:
             if holds():
                 return
         except OSError:
-            pass  # it does not listen yet
+            pass  # the agent does not listen yet
         if time.monotonic() > deadline:
             raise RuntimeError(f"not within {PATIENCE_S:g} s: {what}\n{log.read_text()[-2000:]}")
         time.sleep(0.1)
 
 
 def _cost(others: int, scrapes: int) -> Cost:
-    """Measure a real agent that leads, with eight workers of its own, beside so many pretended nodes."""
+    """Measure a real agent that leads, with eight workers of its own, beside so many fake nodes."""
     total, job, port = SLOTS + others, f"scrape-{uuid.uuid4().hex[:8]}", launch.free_port()
     url = f"http://127.0.0.1:{port}/"
     server = EtcdOnPorts()
@@ -138,7 +138,7 @@ def _cost(others: int, scrapes: int) -> Cost:
 
 
 def _writing(slots: int, tries: int = 7) -> str:
-    """Return the processor time only, so that other work on the machine does not matter."""
+    """Return the CPU time alone, so that other work on the machine does not matter."""
     measured = everything(slots).copy()
     took = []
     for _ in range(tries):

@@ -23,17 +23,17 @@ from tests.bench.steps import Steps
 
 JOB = Path(__file__).with_name("job_fsdp.py")
 JOB_IN_PLACE = Path(__file__).with_name("job_fsdp_in_place.py")
-WIDTH = int(os.environ.get("BENCH_WIDTH", "700"))  # as job.py has it, which opens a file when imported
+WIDTH = int(os.environ.get("BENCH_WIDTH", "700"))  # as in job.py, which opens a file when it is imported
 LAYERS = [(WIDTH, WIDTH), (WIDTH, 1)] * 4
-STATE_BYTES = 3 * 4  # of an element: the parameter and two moments of AdamW, in single precision
+STATE_BYTES = 3 * 4  # bytes of an element: the parameter and two moments of AdamW, in single precision
 FLOOR = "floor: abort, next group, move the bytes"
 WARM_UP_STEPS = 40
-BLOCK = 10  # steps that are timed as one, so that each block has as many commits
+BLOCK = 10  # steps that are timed together, so that each block has as many commits
 EVERY = (1, 10)
 
 
 class NoFigure(RuntimeError):
-    """A row has no time: what was to be measured did not happen."""
+    """A row has no time, since the event to be measured did not happen."""
 
 
 def recovery(workers: int, kills: int) -> str:
@@ -97,8 +97,8 @@ def _laid_out(workers: int) -> list[Spans]:
 
 
 class Way(NamedTuple):
-    """How copies are made: ``copies`` of each shard, at a commit ``every`` so many steps. ``overlap``: they
-    are sent while the next steps run."""
+    """How copies are made: ``copies`` of each shard, at every commit or only ``every`` so many steps.
+    ``overlap``: they are sent while the next steps run."""
 
     copies: int
     every: int
@@ -110,17 +110,17 @@ class Way(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """What a step costs: the time on rank 0, and the processor time of all workers. Seconds."""
+    """The cost of a step in seconds: the time on rank 0, and the CPU time of all workers."""
 
     step_s: float
     cpu_s: float
 
 
 def redundancy(workers: int, turns: int, count: int) -> Iterator[str]:
-    """Yield what a step costs with copies and without, beside plain FSDP2.
+    """Yield what a step costs with and without copies, beside plain FSDP2.
 
-    The machine drifts. So plain FSDP2 is measured before and after each two others, which are compared with
-    the mean of the two, and every second turn is in the opposite order.
+    The machine's speed changes. So plain FSDP2 is measured before and after every two ways, and these are
+    compared with the mean of its two times. Every second turn is in the opposite order.
     """
     ways = [Way(copies, every) for copies in (0, 1, 2) for every in EVERY]
     ways += [Way(copies, 1, overlap=True) for copies in (1, 2)]

@@ -1,5 +1,5 @@
-"""What a start costs: from the command to the first step of all workers, a kill a second later, and a kill
-once the job has trained for some time."""
+"""What a start costs: from the command to the first step of all workers. Also a kill a second later, and a
+kill once the job has trained for some time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.bench.recovery import START_TIMEOUT_S
 from tests.bench.steps import Steps
 
 HERE = Path(__file__).parent
-NOTING = HERE / "noting"  # the scripts are as their users have them, so the steps are noted from outside
+NOTING = HERE / "noting"  # the scripts stay as their users have them, so sitecustomize notes their steps
 PAUSES_S = (1.0, 10.0)  # from the first step of a world to the kill of a worker
 KILL_TIMEOUT_S = 180.0
 
@@ -30,9 +30,9 @@ Launcher = Callable[[int, Path, Path, Sequence[object]], Launched]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """``took_s``: from the command until each worker has made a step. ``cpu_s``: of all processes until then,
-    but for etcd, which has used ``etcd_cpu_s``. ``again_s``: from the ``kill -9`` of a worker to the first
-    step of the next world, for each kill."""
+    """``took_s``: from the command until each worker has made a step. ``cpu_s``: the CPU time of all
+    processes until then, without etcd, which has used ``etcd_cpu_s``. ``again_s``: from the ``kill -9`` of a
+    worker to the first step of the next world, for each kill."""
 
     took_s: float
     cpu_s: float
@@ -53,7 +53,7 @@ def torchrun(workers: int, steps: Path, log: Path, job: Sequence[object]) -> Lau
 
 
 def start_once(launcher: Launcher, workers: int, job: Sequence[object]) -> Start:
-    """Raises RuntimeError if a figure cannot be taken."""
+    """Measure one start. Raises RuntimeError if a figure is missing."""
     with tempfile.TemporaryDirectory() as folder:
         steps, log = Steps(Path(folder, "steps")), Path(folder, "log")
         began = time.monotonic()
@@ -91,11 +91,12 @@ def _kill_after(pause_s: float, workers: int, steps: Steps, log: Path) -> float:
 
 def cpu_of_tree(pid: int) -> tuple[float, float]:
     """Return the CPU seconds, of user and system, that the process and its descendants have used, also those
-    that have ended; first of all but etcd, then of etcd."""
+    that have ended: first without etcd, then of etcd."""
     used = {False: 0.0, True: 0.0}
     agent = psutil.Process(pid)
     for process in (agent, *agent.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):  # its parent has it now
+        # the process has ended, and its parent counts its time
+        with contextlib.suppress(psutil.NoSuchProcess):
             used[process.name() == "etcd"] += sum(process.cpu_times()[:4])
     return used[False], used[True]
 

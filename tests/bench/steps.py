@@ -21,7 +21,7 @@ class StepMade:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far a process is on its way to its first step. ``at``: as of a step."""
+    """A mark of a process's progress towards its first step. ``at``: as of a step."""
 
     at: float
     what: str
@@ -29,7 +29,7 @@ class Mark:
 
 
 class Steps:
-    """The job's step file, read as it grows."""
+    """The job's step file, read while the job writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

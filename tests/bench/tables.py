@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-SECONDS = re.compile(r", [\d.]+ s$")  # the time after a cell's quality
+SECONDS = re.compile(r", [\d.]+ s$")  # the time behind the quality in a cell
 
 
 def cells_of(row: str) -> list[str]:
@@ -15,7 +15,7 @@ def cells_of(row: str) -> list[str]:
 def put(text: str, printed: Sequence[str], columns: dict[str, str]) -> str:
     """Return the text, with cells of the printed table in those of its tables that have such columns.
 
-    ``columns``: of titles in the text, the titles in what was printed. Rows belong together if their first
+    ``columns``: for titles in the text, the titles in the printed table. Rows belong together if their first
     cells begin with the same word, such as the name of a program.
     """
     titles, rows = cells_of(printed[0]), [cells_of(row) for row in printed[2:] if row.startswith("|")]

@@ -1,4 +1,4 @@
-"""What each program of ``workers/`` does when each fault occurs, and what its technique costs."""
+"""What each program of ``workers/`` does at each fault, and what its technique costs."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from tests.workers.programs import (
 )
 
 T = TypeVar("T")
-WORKERS = 2  # of the comparison with DistributedDataParallel; the programs in units have one unit then
-TORCHRUN_S = 600.0  # for a program under torchrun
+# the workers of the comparison with DistributedDataParallel; programs in units have one unit then
+WORKERS = 2
+TORCHRUN_S = 600.0  # the time limit of a program under torchrun
 README = Path(__file__).parents[2] / "workers" / "README.md"
-# Of columns of its tables, those that this command prints.
+# the columns of the page's tables that this command prints
 CPU = {"torchrun": "CPU of a step, torchrun", "`elasticd run`": "CPU of a step"}
 COSTS = {"next step after": "worker killed, until the next step", "samples/s against DDP": "against DDP"}
 
 
 def techniques(names: Sequence[str], faults: Sequence[str], *, torchrun: bool = False) -> Iterator[str]:
     """Yield the rows of a table in Markdown, each as soon as it is known. A cell has the quality on held-out
-    data, and the time from the fault to the next step of a later world. ``torchrun``: the last column is of
-    the same script under torchrun, where a worker is killed. Raises AssertionError for a program that misses
-    its quality."""
+    data, and the time from the fault to the next step of a later world. ``torchrun``: the last column is that
+    of the same script under torchrun, where a worker is killed. Raises AssertionError for a program that
+    misses its quality."""
     faults = faults or [*FAULTS]
     titles = ["program", *faults, *(["worker killed, torchrun"] if torchrun else [])]
     yield f"| {' | '.join(titles)} |"
@@ -76,11 +77,12 @@ class Pace(NamedTuple):
 
 
 def costs(names: Sequence[str], turns: int, *, torchrun: bool = False) -> Iterator[str]:
-    """Yield the rows of a table in Markdown: of each program the samples that two workers handle in a second,
-    their ratio to those of the same model with DistributedDataParallel, the CPU time of a step in a worker,
-    with ``torchrun`` also under torchrun, and the time from a worker's death to the next step of a later
-    world. Each is the median of so many turns. In a turn each program trains, and then loses a worker; a
-    program in units trains with one unit, and loses a worker of two in another run."""
+    """Yield the rows of a table in Markdown, one for each program. A row has the samples that two workers
+    handle in a second; their ratio to those of the same model with DistributedDataParallel; the CPU time of a
+    step in a worker, and with ``torchrun`` also that under torchrun; and the time from a worker's death to
+    the next step of a later world. Each figure is the median of so many turns. In a turn each program trains,
+    and then loses a worker. A program in units trains with one unit, and loses a worker of two units in
+    another run."""
     programs = [program for program in PROGRAMS if not names or program.name in names]
     beside = {program.beside for program in programs}
     paced = [program for program in PROGRAMS if program in programs or program.name in beside]
@@ -143,7 +145,7 @@ def _pace_and_recovery(etcd: str, program: Program) -> tuple[Pace, float]:
 
 
 def _pace(folder: Path, program: Program) -> Pace:
-    """Return the pace between the first two faults, of which the first only is noted."""
+    """Return the pace between the first two accidents. The first one is only noted."""
     began, ended = (folder / str(steps_until(program, n)) for n in (0, 1))
     steps = steps_until(program, 1) - steps_until(program, 0)
     took, cpu_s = _noted_at(ended) - _noted_at(began), _cpu_s(ended) - _cpu_s(began)
@@ -181,7 +183,7 @@ def _cpu_ms_under_torchrun(etcd: str, program: Program) -> float:
 def _under_torchrun(
     etcd: str, program: Program, folder: Path, accidents: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the program under torchrun, with these accidents, to its end."""
+    """Run the program under torchrun to its end, with these accidents."""
     cluster = Cluster(folder, etcd)
     environment = {k: v for k, v in cluster.environment().items() if not k.startswith("E2E_")}
     cluster.close(check=False)
@@ -215,7 +217,8 @@ def _cell(quality: str, took: Sequence[str]) -> str:
 
 
 def _seconds(folder: Path, steps: int) -> str:
-    """Return the time from the fault after so many steps to the next step of a later world, if both came."""
+    """Return the seconds from the fault after so many steps to the next step of a later world, if both
+    happened."""
     begun, over = folder / str(steps), folder / f"{steps}-over"
     if not (begun.exists() and over.exists()):
         return ""

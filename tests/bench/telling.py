@@ -1,7 +1,7 @@
-"""The CPU time of a leader for what agents tell it: the real listener and gathering, over real sockets.
+"""The CPU time of a leader for the agents' messages: the real listener and gathering, over real sockets.
 
-The agents are in a process of their own, ``python -m tests.bench.telling PORT KEPT``. Of each line that it
-reads, up to an empty line, it tells the leader as one agent. Then it prints a line.
+The agents are in a process of their own, ``python -m tests.bench.telling PORT KEPT``. The process reads lines
+up to an empty line, and sends the message of each line to the leader as one agent. Then it prints a line.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ KEPT = "kept"
 
 
 class NotTaken(Exception):
-    """The leader has not taken what the agents told it."""
+    """The leader has not received what the agents sent."""
 
 
 def hearing_s(gathering: Gathering, rounds: Iterable[Sequence[NodeTelemetry]], *, kept: bool) -> float:
     """Return the CPU time of the listener's thread for a message.
 
-    ``rounds``: in each, all agents tell something. The first does not count: the leader gets to know the
-    agents. ``kept``: agents keep their connections.
+    ``rounds``: in each, all agents send a message. The first round does not count: the leader gets to know
+    the agents. ``kept``: agents keep their connections.
     """
     socket = accepting.listen(HOST)
     port = socket.getsockname()[1]

@@ -21,7 +21,7 @@ def test_it_prints_figures() -> None:
 
 
 def test_more_agents_than_one_part_has_form_a_world_and_each_reads_its_own_part() -> None:
-    """Real agents on a real etcd, in which no value has all members."""
+    """Real agents on a real etcd, in which no single value has all members."""
     with EtcdOnPorts() as server, Client(EtcdAccess((server.endpoint,))) as client:
         took_s = _measure("fleet_main", server.endpoint, 100, 120.0, words=2)
         (job,) = client.jobs()

@@ -1,5 +1,5 @@
 """An event of one node costs the leader as much in a large job as in a small one. An event of all nodes costs
-a few lines of Python a node. Counted, so a busy machine changes nothing."""
+a few lines of Python for each node. Lines are counted, so a busy machine does not matter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.bench.scale import (
     scale,
 )
 
-FEW, MANY = 100, 500  # rounds of both have their members in parts
+FEW, MANY = 100, 500  # the rounds of both sizes have their members in parts
 LINES_A_NODE = {PERIOD: 22, JUDGED: 45, FORMING: 42, REFORMING: 56}  # of a node with 8 workers
 
 
@@ -66,7 +66,7 @@ def test_an_event_of_all_nodes_costs_a_few_lines_a_node(kind: str) -> None:
 
 @pytest.mark.parametrize("shards", SHARDS)
 def test_a_rank_s_plan_of_a_checkpoint_costs_a_few_lines_and_bytes_for_each_rank(shards: int) -> None:
-    """And no more for each rank and tensor: this state has 870 tensors."""
+    """Nor is there a cost for each pair of rank and tensor: this state has 870 tensors."""
 
     def cost(ranks: int) -> tuple[int, int]:
         with counted() as count:
@@ -82,7 +82,7 @@ class _NoView:
 
 
 def published(nodes: int) -> int:
-    """The operations with which the agent that leads makes its status and sets its metrics."""
+    """Return the operations in which the agent that leads makes its status and sets its metrics."""
     leader = Leader(nodes)
     leader.form()
     driver = cast(Any, leader.driver)
@@ -135,7 +135,7 @@ def test_a_quiet_minute_costs_etcd_hardly_more_than_the_leases_and_no_more_in_a_
 
 @pytest.mark.parametrize("nodes", [100, 1000, 10_000, 100_000])
 def test_the_leader_hears_a_bounded_number_of_bytes_however_large_the_job_is(nodes: int) -> None:
-    """Per second, of all nodes together; a large job's nodes tell less often."""
+    """Bytes per second, of all nodes together: the nodes of a large job report less often."""
     leader = _played(MANY)
     messages, size = _told(leader, nodes)
     one = len(telemetry_messages.encoded(Tell((leader.telemetry(leader.round.members[-1], 1000),))))

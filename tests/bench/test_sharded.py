@@ -1,4 +1,5 @@
-"""What the measurements of a sharded model compare with, and that they print no table without a time."""
+"""What the measurements of a sharded model are compared with. Also: they print no table in which a time is
+missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark printed goes to the table that has its columns."""
+"""The figures that a benchmark prints go to the table that has the same columns."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What watching costs a step: the same processes watched and not watched, in turn.
+"""What watching costs a step: the same processes, watched and not watched in turn.
 
-Launches of the same job differ by more than is looked for here. So one launch alternates: for the
-blocks that nobody watches, the workers take out the optimizer hook, which is the heartbeat, and the agent,
-its etcd and its other services are stopped. For the others all goes on, and /metrics is scraped every second.
-Or only the hook is taken out. Commits of the library are timed one by one; ``overhead`` compares launches.
+Two launches of the same job differ by more than the cost that is measured. So one launch alternates. In
+blocks that are not watched, the workers remove the optimizer's hook, which is the heartbeat, and the agent,
+its etcd and its other services are stopped. In other blocks all continue, and /metrics is scraped every
+second. In a second measurement only the hook is removed. Commits of the library are timed one by one;
+``overhead`` compares launches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import psutil
 from tests.bench import launch
 from tests.bench.steps import Steps
 
-SETTLING_STEPS = 3  # after a switch, which count for neither
+SETTLING_STEPS = 3  # steps after a switch, which count for neither side
 WARM_UP_STEPS = 20
 START_TIMEOUT_S = 120.0
 SCRAPE_S = 1.0
@@ -35,7 +36,7 @@ SCRAPE_S = 1.0
 
 @dataclass(slots=True)
 class Scraper:
-    """Every second while entered."""
+    """Scrapes every second while it is entered."""
 
     url: str
     took_s: list[float] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Scraper:
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """``agent``: the agent is also stopped and continued, not only the workers' hook taken out and put
+    """``agent``: the agent is stopped and continued, too. Otherwise only the workers' hook is removed and put
     back."""
 
     name: str
@@ -87,7 +88,7 @@ class Watched:
         env = {"PYTHONPATH": launch.ROOT, "BENCH_LIBRARY": str(int(what.library))}
         env |= {"BENCH_WIDTH": str(width), "BENCH_BATCH": str(batch)}
         argv = [launch.BIN / "elasticd", "run", "--min", workers, "--max", workers, "--slots", workers]
-        # No lease runs out, and no hang is judged, because the agent was stopped for a while.
+        # Long limits: no lease runs out and no hang is judged because the agent was stopped for a while.
         argv += ["--node-ttl", 600, "--hang-after", 3600, "--http", f"127.0.0.1:{port}", "--plain"]
         argv += [Path(__file__).with_name("job_watched.py")]
         self._log = folder / "log"
@@ -140,7 +141,7 @@ class Watched:
         return median(map(float, took)) / 1e9
 
     def block(self, count: int) -> float:
-        """Return the seconds of a step, as the average of the next steps of the block."""
+        """Return the average seconds of the next steps of the block."""
         self.steps.read()
         since = len(self.steps.made)
         begun: list[float] = []
@@ -156,16 +157,17 @@ class Watched:
 
 
 def median_within(drawn: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies of what these were drawn from, 95 times of 100, however that is distributed:
-    so many of them fall below it as heads in as many tosses of a coin (normal approximation)."""
+    """Return the interval in which the median of the underlying distribution lies with a probability of 95 %,
+    whatever the distribution: the number of values below it is that of heads in as many tosses of a coin
+    (normal approximation)."""
     ranked, aside = sorted(drawn), 0.98 * sqrt(len(drawn))
     low = max(0, floor(len(ranked) / 2 - aside))
     return ranked[low], ranked[-1 - low]
 
 
 def watching(workers: int, pairs: int, count: int, what: Watching, width: int, batch: int) -> str:
-    """Not watched, watched, watched, not watched, and so on, as the machine drifts; the median of the
-    pairs, and what the agent used by its own account."""
+    """Measure in the order not watched, watched, watched, not watched, and so on, since the machine's speed
+    changes. Return the median of the pairs, and the CPU time that the agent used by its own account."""
     with tempfile.TemporaryDirectory() as folder:
         job = Watched(Path(folder), workers, what, width, batch)
         try:

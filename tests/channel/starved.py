@@ -17,7 +17,7 @@ from elasticd.channel.framing import close_all
 
 @contextlib.contextmanager
 def descriptors(count: int) -> Iterator[None]:
-    """Use up all descriptors of this process but ``count``."""
+    """Use up all descriptors of this process except ``count``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + count, hard))

@@ -1,4 +1,4 @@
-"""A message arrives as it was sent, and nothing else is taken for a message."""
+"""A message arrives as it was sent, and nothing else counts as a message."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DIRECTIONS: list[tuple[Codec[Any], Any]] = [
     (protocol.WORKER_TO_SAVER, protocol.WorkerToSaver),
     (protocol.SAVER_TO_WORKER, protocol.SaverToWorker),
 ]
-# What surrogateescape makes of bytes that are no UTF-8.
+# surrogateescape makes this of bytes that are not UTF-8.
 ODD_BYTES = st.characters(min_codepoint=0xDC80, max_codepoint=0xDCFF)
 PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(1 << 63), (1 << 63) - 1),
@@ -63,7 +63,7 @@ directions = st.sampled_from(DIRECTIONS)
 
 @cache
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a message, or of a field."""
+    """Return a strategy for the values of a message or of a field."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind in PLAIN:
         return PLAIN[kind]
@@ -88,7 +88,7 @@ def sent(draw: st.DrawFn) -> tuple[Codec[Any], Any]:
 
 
 def decoded(codec: Codec[Any], raw: bytes) -> Any:
-    """The message, or None where the codec says in one sentence that there is none. Raises anything else."""
+    """Return the message; None if the codec refuses the bytes with one sentence. Raise any other error."""
     try:
         return codec.decode(raw)
     except BadMessage as error:
@@ -119,7 +119,7 @@ def test_a_message_that_is_cut_is_none(case: tuple[Codec[Any], Any], data: st.Da
 def test_a_message_with_other_values_is_refused_or_is_of_the_declared_types(
     case: tuple[Codec[Any], Any], data: st.DataObject
 ) -> None:
-    """What is decoded from a wrong value is the message that this value would be sent as."""
+    """A wrong value is decoded as the message that would be sent as this value."""
     codec, message = case
     fields = json.loads(codec.encode(message))
     fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(json_values)

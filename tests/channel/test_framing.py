@@ -92,7 +92,7 @@ def test_nothing_is_waited_for_where_nothing_is_to_be(ends: tuple[Agent, WardenE
 def test_what_the_other_end_said_before_it_went_is_heard(ends: tuple[Agent, WardenEnd]) -> None:
     agent, warden = ends
     agent.send(SpareWorker(1))
-    warden.send(Spawned(1, 2))  # never read, so the kernel reports a reset first
+    warden.send(Spawned(1, 2))  # the packet is never read, so the kernel reports a reset first
     agent.close()
     assert warden.receive() == (SpareWorker(1), [])
     with pytest.raises(ChannelClosed, match="has closed"):

@@ -1,8 +1,8 @@
 """``python -m tests.chaos --seed 7 --minutes 60``: real agents on three nodes and three etcds, under every
-fault that we know how to make, one training after another until the time is over.
+fault that the tests can inject, one training after another until the time is over.
 
 Nodes are namespaces of this machine, which need root. A seed draws the same plan again; the timing of the
-machine is not the same again. The ledgers and logs of a failed training are kept in a folder, which is named.
+machine differs. The ledgers and logs of a failed training are kept in a folder, whose name is printed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def main() -> int:
     if why := unable():
         print(f"tests.chaos: {why}", file=sys.stderr)
         return 2
-    if _INSIDE not in os.environ:  # what is mounted from here on is seen by nobody else, and gone with us
+    # other processes do not see mounts from here on, and the mounts end with this process
+    if _INSIDE not in os.environ:
         os.environ[_INSIDE] = "1"
         os.execvp("unshare", ["unshare", "--mount", sys.executable, "-m", "tests.chaos", *sys.argv[1:]])
     for number in _ENDS:
@@ -62,7 +63,7 @@ def main() -> int:
 
 
 def _end(number: int, _: object) -> None:
-    """Leave nothing behind. A second call does no harm."""
+    """End everything that was started. A second call does no harm."""
     for one in _ENDS:
         signal.signal(one, signal.SIG_IGN)
     sys.exit(128 + number)

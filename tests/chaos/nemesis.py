@@ -41,11 +41,11 @@ SAMPLES: Final = {
     Kind.SCRIPT: 192,
     Kind.PLAIN: 205,
     Kind.CONSISTENT: 205,
-}  # in an epoch, as the programs have it
+}  # the samples of an epoch, as in the programs
 LOOK_S: Final = 0.1
 STEP_S: Final = 0.05
 DISK_BYTES: Final = 64 << 20  # of checkpoints
-MEMORY_BYTES: Final = 4 << 30  # of all that a job leaves, at most
+MEMORY_BYTES: Final = 4 << 30  # the most bytes of what a job leaves behind
 TTL_S: Final = 5.0
 QUOTA_BYTES: Final = 16 << 20
 ETCD_FLAGS: Final = (
@@ -55,11 +55,11 @@ ETCD_FLAGS: Final = (
     "--heartbeat-interval=200",
     "--election-timeout=2000",
 )
-# What may pass before training goes on once all is mended: the timers that the agents are told, several times
-# over, and as often as this what it took to form the first world on this machine.
+# The time within which training must continue once all faults are mended: the timers of the agents, several
+# times over, and this many times the time that the first world took to form on this machine.
 TIMERS_S: Final = 60.0
 TIMES_FORMING: Final = 10
-GIVES_UP_S: Final = 3600.0  # by the clock on the wall: such a machine says nothing about us
+GIVES_UP_S: Final = 3600.0  # of wall-clock time; on such a slow machine the test says nothing about elasticd
 PACE: Final = {
     "--grow-cooldown": "1",
     "--join-timeout": "36000",
@@ -80,11 +80,11 @@ LEFT_ON_REQUEST: Final = 143
 
 
 class Broken(AssertionError):
-    """Something got through."""
+    """A rule was broken."""
 
 
 class Ledgers:
-    """What the workers of a job have written, as far as the files were read."""
+    """What the workers of a job have written, as far as the files have been read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -150,10 +150,10 @@ class Watch:
 
 
 class Nemesis:
-    """One job from its start to its end. ``say``: is told what happens, a line each. ``kept``: where its
-    ledgers and logs are when it is over, if it has failed or ``keep`` is true.
+    """One job from its start to its end. ``say``: called with a line for each thing that happens. ``kept``:
+    the folder of the job's ledgers and logs afterwards, if the job has failed or ``keep`` is true.
 
-    Its folder is in memory, so that other programs' writing to the disk is none of its faults.
+    The job's folder is in memory, so that other programs that write to the disk do not disturb the job.
     """
 
     def __init__(self, plan: Plan, seed: int, say: Callable[[str], None], *, keep: bool = False) -> None:
@@ -166,7 +166,7 @@ class Nemesis:
         self.began = time.monotonic()
         self.ledgers = Ledgers(self.folder / "ledger")
         self.done: Counter[str] = Counter()
-        self.hurt_s: list[float] = []  # what the job had from each mending until it trained again
+        self.hurt_s: list[float] = []  # for each mending: how long the job took to train again
         self._agents: dict[str, Agent] = {}
         self._all: list[Agent] = []
         self._down: dict[str, float] = {}  # until when a node has no agent
@@ -175,14 +175,14 @@ class Nemesis:
         self._commands: list[subprocess.Popen[bytes]] = []
         self._thawed: list[tuple[float, str]] = []
         self._missed: list[Fault] = []
-        self._pending: list[Callable[[], bool]] = []  # of an episode: what is yet to come of a fault
+        self._pending: list[Callable[[], bool]] = []  # the faults of an episode that are yet to come
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._ending = False
         self._forming_s = 0.0
         self._size = plan.size
 
-    # ------------------------------------------------------------ its places
+    # ------------------------------------------------------------ its nodes
 
     def __enter__(self) -> Nemesis:
         with contextlib.ExitStack() as undo:
@@ -233,7 +233,7 @@ class Nemesis:
         return f"n{number % self.plan.nodes}"
 
     def _begin(self, name: str) -> None:
-        """Start an agent on the node, and the node itself if it is gone."""
+        """Start an agent on the node. Start the node first, if it has crashed."""
         if name not in self.nodes:
             ahead = self.plan.ahead_s if name == self._name(self.plan.nodes - 1) else 0
             self.nodes[name] = Node(name, self.network, self.folder / "own" / name, ahead)
@@ -281,10 +281,11 @@ class Nemesis:
         etcds = [m.process.pid for m in self.etcd.members if m.process is not None]
         return etcds + [pid for node in self.nodes.values() for pid in node.processes()]
 
-    # ------------------------------------------------------------ the whole of it
+    # ------------------------------------------------------------ the whole job
 
     def run(self, until: float) -> None:
-        """``until``: when (``time.monotonic``) no episode begins any more but the first. Raises Broken."""
+        """Run the job. ``until``: the time (``time.monotonic``) after which no episode but the first begins.
+        Raises Broken."""
         plan = self.plan
         for number in range(plan.nodes - plan.late):
             self._begin(self._name(number))
@@ -421,7 +422,8 @@ class Nemesis:
     # ------------------------------------------------------------ waiting
 
     def _await(self, holds: Callable[[], bool], what: str, times: int | None = TIMES_FORMING) -> None:
-        """``times``: how often what it took to form the first world; None: without end."""
+        """Wait for the condition. ``times``: the limit, as a multiple of the time that the first world took
+        to form; None: no limit."""
         began, began_s = time.monotonic(), self.machine.look()
         timers_s = TIMERS_S * self.slowness
         allowed_s = float("inf") if times is None else timers_s + times * self._forming_s
@@ -555,7 +557,7 @@ class Nemesis:
                 return True
             if self.ledgers.read()[-1].round <= line.round:
                 return False
-            order.unlink(missing_ok=True)  # its world was over before it could
+            order.unlink(missing_ok=True)  # the worker's world was over before the worker could raise
             self._missed.append(fault)
             return True
 
@@ -577,7 +579,7 @@ class Nemesis:
         pids = [pid for pid in node.processes() if _is(family, pid)]
         if not pids:
             return None
-        if family == "warden" and what == "kill":  # then its agent leaves
+        if family == "warden" and what == "kill":  # then the worker's agent leaves
             agent.hurt = True
             self._down[name] = time.monotonic() + fault.for_s
         return _signal(pids, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
@@ -604,7 +606,7 @@ class Nemesis:
             _signal(found, signal.SIGKILL)()
         agent.reap()
         for path in [path for place in node.own for path in place.iterdir()]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()  # as after a start of the machine
+            shutil.rmtree(path) if path.is_dir() else path.unlink()  # as after a restart of the machine
         return _nothing
 
     def _freeze(self, name: str) -> Callable[[], None] | None:
@@ -651,7 +653,7 @@ class Nemesis:
         return mend
 
     def _blackout(self, what: str) -> Callable[[], None]:
-        if what:  # there is something to damage, and something else to go on from
+        if what:  # there is a file to damage, and another checkpoint to continue from
             seen = len(self.watch.floors)
             self._await(lambda: len(self.watch.floors) >= seen + 2, "two more checkpoints are committed")
         for name in list(self.nodes):
@@ -839,11 +841,11 @@ def _mount(folder: Path, size: int) -> None:
 
 
 def _nothing() -> None:
-    """It mends itself."""
+    """Do nothing: the fault mends itself."""
 
 
 def _signal(pids: list[int], number: int) -> Callable[[], None]:
-    """Send the signal, and return what continues the stopped processes."""
+    """Send the signal. Return the function that continues the stopped processes."""
     fds = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -861,7 +863,7 @@ def _signal(pids: list[int], number: int) -> Callable[[], None]:
 
 
 def _is(family: str, pid: int) -> bool:
-    """A warden, saver or zygote."""
+    """Whether the process is a warden, a saver or a zygote."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         command = Path(f"/proc/{pid}/cmdline").read_bytes()

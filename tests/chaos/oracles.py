@@ -1,5 +1,5 @@
 """What must be true of a training, read from the ledgers that its workers wrote. Pure: the functions take
-lines and return sentences about what is wrong; none if nothing is.
+lines, and return a sentence for each rule that is broken.
 
 A *whole step* is one that every rank of its world has applied. A worker that was stopped and continues may
 apply its step alone; a world makes a step only together.
@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-WOKEN_S: Final = 2.0  # within which the guard of a node that was stopped as a whole ends what is not to go on
+WOKEN_S: Final = 2.0  # the time that a continued node's guard needs to end workers that must not continue
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a ledger. ``what``: entered, step, committed, saved or ended. ``step``: the number of
-    steps done then. ``since``: when the step began. ``id``: of the process."""
+    """A line of a ledger. ``what``: entered, step, committed, saved or ended. ``step``: the number of steps
+    made by then. ``since``: when the step began. ``id``: of the process."""
 
     what: str
     at: float
@@ -39,8 +39,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A step that a whole world has made: ``began`` when the last worker began it, ``applied`` when the
-    first worker had applied it."""
+    """A step that a whole world has made. ``began``: when the last worker began the step. ``applied``: when
+    the first worker had applied the step."""
 
     round: int
     step: int
@@ -55,7 +55,8 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The same training undisturbed, by one process: what each step uses, and the digest after it."""
+    """The same training in one process, undisturbed: the samples of each step, and the digest of the weights
+    after it."""
 
     samples: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     epochs: Mapping[int, int] = field(default_factory=dict)
@@ -120,8 +121,8 @@ def judge(
     thawed: Sequence[tuple[float, str]] = (),
     same_weights: bool = False,
 ) -> list[str]:
-    """Apply all rules below. ``thawed``: when a node continued that had been stopped as a whole, with
-    agent, warden and workers. ``same_weights``: the weights must be the reference's, to the last bit."""
+    """Apply all rules below. ``thawed``: the times at which a node continued whose processes had all been
+    stopped. ``same_weights``: the weights must have the bits of the reference."""
     steps = whole_steps(lines)
     found = [
         *two_worlds(steps, thawed),
@@ -138,7 +139,7 @@ def judge(
 
 
 def two_worlds(steps: Sequence[Whole], thawed: Sequence[tuple[float, str]] = ()) -> Iterator[str]:
-    """After a world has made a step, no earlier world begins a step that it completes."""
+    """Once a world has made a step, no worker of an earlier world begins a step and completes it."""
     earliest: dict[int, float] = {}
     for step in steps:
         earliest[step.round] = min(step.applied, earliest.get(step.round, step.applied))
@@ -171,8 +172,8 @@ def rank_twice(lines: Iterable[Line]) -> Iterator[str]:
 
 
 def fell_behind(lines: Iterable[Line]) -> Iterator[str]:
-    """A process never repeats a step that it has committed, and no world continues from less than one of
-    its workers has committed."""
+    """A process never repeats a step that it has committed. No world continues from an earlier step than the
+    last one that any of its workers has committed."""
     committed: dict[str, int] = {}
     for line in sorted(lines, key=lambda line: line.at):
         had = committed.get(line.id, 0)
@@ -197,8 +198,9 @@ def different_weights(steps: Iterable[Whole]) -> Iterator[str]:
 
 
 def left_out(steps: Sequence[Whole], lines: Iterable[Line] = ()) -> Iterator[str]:
-    """Every step from the first to the last was made. A worker commits only what its whole world has made,
-    although another rank may be killed before its ledger has the step."""
+    """Every step from the first to the last was made. The step of a rank that is killed before its ledger has
+    the step counts if another worker has committed the step: workers commit only what the whole world has
+    made."""
     made = {step.step for step in steps} | {line.step for line in lines if line.what == "committed"}
     missing = sorted(set(range(1, max(made, default=0) + 1)) - made)
     if missing:
@@ -231,7 +233,7 @@ def other_weights(steps: Iterable[Whole], expected: Reference) -> Iterator[str]:
 def committed_other_weights(
     steps: Iterable[Whole], lines: Sequence[Line], expected: Reference
 ) -> Iterator[str]:
-    """The same rule for steps that a worker committed, although not every rank's ledger has them."""
+    """Committed steps have the reference's weights, too, even if the ledgers of other ranks lack the step."""
     whole = {(step.round, step.step) for step in steps}
     committed = {(line.id, line.round, line.step) for line in lines if line.what == "committed"}
     for line in lines:
@@ -246,7 +248,7 @@ def committed_other_weights(
 
 
 def not_each_once(expected: Reference, samples: int) -> Iterator[str]:
-    """The rule for the reference itself: a complete epoch used each sample once."""
+    """The reference itself uses each sample once in a complete epoch."""
     epochs: dict[int, list[int]] = {}
     for step, used in expected.samples.items():
         epochs.setdefault(expected.epochs[step], []).extend(used)
@@ -264,9 +266,9 @@ def wrong_charge(charged: int, least: int, most: int) -> Iterator[str]:
 
 
 def resumed_too_early(lines: Sequence[Line], floors: Sequence[tuple[float, int]]) -> Iterator[str]:
-    """A round goes on from nothing older than what was durable while an earlier one still trained.
-    ``floors``: when a step was seen to be durable. A worker that was stopped, and applies its step once it
-    goes on, does not train: its round trained until its last whole step."""
+    """A round continues from no older step than was durable while an earlier round still trained. ``floors``:
+    when a step was seen to be durable. A stopped worker that later applies its step does not train: its round
+    trained until its last whole step."""
     entered: dict[int, Line] = {}
     for line in lines:
         if line.what == "entered":

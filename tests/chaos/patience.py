@@ -1,6 +1,6 @@
-"""How much processor time a job could have used. A second in which one of the job's threads was ready but
-got no processor does not count. A job that is stuck does not wait for a processor, so it is found soon
-even on a busy machine."""
+"""How much processor time a job could have used. A second does not count in which a thread of the job was
+ready but got no processor. A job that is stuck does not wait for a processor, so the job is found soon even
+on a busy machine."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tests.chaos.places import tasks
 
 
 def had(elapsed_s: float, before: dict[str, int], after: dict[str, int]) -> float:
-    """Return the seconds in which no thread had to wait for a processor. ``before`` and ``after``: for how
-    many nanoseconds each thread has waited since its start."""
+    """Return the seconds in which no thread waited for a processor. ``before`` and ``after``: the nanoseconds
+    that each thread has waited since its start."""
     kept_ns = max((ns - before.get(thread, 0) for thread, ns in after.items()), default=0)
     return max(0.0, elapsed_s - kept_ns / 1e9)
 
 
 def slowness(load: float, cores: int) -> float:
-    """Return the factor by which leases must be longer on a busy machine: what an operator there would set
-    with ``--node-ttl``."""
+    """Return the factor by which leases must be longer on a busy machine, as an operator would set with
+    ``--node-ttl``."""
     return min(10.0, max(1.0, load / (3 * cores)))
 
 
 class Machine:
-    """``had_s``: the time that these processes have had so far. Has to be looked at often."""
+    """``had_s``: the time that these processes could have used so far. The caller must look often."""
 
     def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
         self.had_s = 0.0

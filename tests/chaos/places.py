@@ -1,8 +1,8 @@
 """Where a job runs: nodes, each in namespaces of its own, on one bridge, and three etcds beside them. The
-network is the one of tests/k8s, the etcds are those of tests/etcd.
+network is the one of tests/k8s; the etcds are those of tests/etcd.
 
-A node has its own processes, network, shared memory, temporary folder and, on request, its own clock.
-Files below the run's folder are shared.
+A node has its own processes, network, shared memory, temporary folder and, on request, its own clock. Nodes
+share the files below the run's folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import psutil
 from tests.k8s.network import UNDER_US, Network
 
 SPACES: Final = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
-# Process 1 of a node: it reaps who has lost his parent. All else ends with it.
+# Process 1 of a node. It reaps processes whose parent has ended. All processes of the node end with it.
 _INIT: Final = """
 import os, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
@@ -64,7 +64,7 @@ class Host:
 
     @property
     def inside(self) -> list[str]:
-        """What a command begins with that is to run there."""
+        """The words that begin a command to be run on the host."""
         program = shutil.which("nsenter")
         assert program is not None
         return [program, "-t", str(self.pid), "-n"]
@@ -77,8 +77,8 @@ class Host:
 
 
 class Node(Host):
-    """A machine. ``ahead_s``: how far its monotonic clock is ahead. ``folder``: an empty folder whose
-    content only this node sees."""
+    """A machine. ``ahead_s``: how far its monotonic clock is ahead. ``folder``: an empty folder whose content
+    only this node sees."""
 
     def __init__(self, name: str, network: Network, folder: Path, ahead_s: int = 0) -> None:
         self.name, self.network, self.folder = name, network, folder
@@ -109,7 +109,8 @@ class Node(Host):
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
                 if folder.name.isdecimal() and os.readlink(folder / "ns" / "pid") == self._space:
                     pid = int(folder.name)
-                    # One that was killed while its parent is stopped stays a zombie until that goes on.
+                    # A process that was killed while its parent is stopped stays a zombie until the parent
+                    # continues.
                     if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                         found.append(pid)
         return [pid for pid in found if pid != self.pid]
@@ -132,7 +133,7 @@ class Node(Host):
         return [root / "dev" / "shm", mine / "run", mine / "tmp"]
 
     def left(self) -> list[str]:
-        """Return what a node must not have any more once its agents have ended."""
+        """Return what is left on the node and should be gone, once its agents have ended."""
         found = [f"process {described(pid)}" for pid in self.processes()]
         for place in self.own:
             found += [f"file {path}" for path in place.rglob("*") if not path.is_dir()]
@@ -151,11 +152,11 @@ class Agent:
     node: Node
     out: Path
     err: Path
-    process: subprocess.Popen[bytes]  # nsenter, which ends as the agent does
+    process: subprocess.Popen[bytes]  # nsenter, which ends when the agent ends
     pid: int
     pidfd: int
     drained: bool = False
-    hurt: bool = False  # on purpose, so that its exit code says nothing
+    hurt: bool = False  # the test killed the agent, so the exit code says nothing
     _events: list[dict[str, Any]] = field(default_factory=list)
     _read: int = 0
 
@@ -182,7 +183,7 @@ class Agent:
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
-        if number == signal.SIGCONT:  # it has stopped together with its child
+        if number == signal.SIGCONT:  # nsenter has stopped together with its child
             self.process.send_signal(number)
 
     @property
@@ -235,7 +236,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def tasks(pids: Sequence[int]) -> Iterator[Path]:
-    """The threads of these processes."""
+    """Return the threads of these processes."""
     for pid in pids:
         with contextlib.suppress(OSError):
             yield from Path(f"/proc/{pid}/task").iterdir()

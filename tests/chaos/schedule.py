@@ -14,17 +14,18 @@ from typing import Final
 
 
 class Kind(StrEnum):
-    """Of a job."""
+    """The kind of a job."""
 
     SCRIPT = "script"  # a torchrun script with snapshots of its own
     PLAIN = "plain"  # elasticd.worker with Data and checkpoints
-    CONSISTENT = "consistent"  # the same, to the last bit
+    CONSISTENT = "consistent"  # elasticd.worker with Data in consistent mode, and checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``at_s`` after its episode has begun; ``node``: its number, among the nodes or the members of etcd;
-    ``slot``: which worker of the node; ``for_s``: until it is mended, where it does not mend itself."""
+    """``at_s``: seconds after the episode has begun. ``node``: the number of the node, or of the member of
+    etcd. ``slot``: the number of the worker on the node. ``for_s``: seconds until the fault is mended, if the
+    fault does not mend itself."""
 
     kind: str
     at_s: float = 0.0
@@ -46,8 +47,8 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``late``: so many of the nodes come in the first episode; ``ahead_s``: how far the clock of the last
-    node is ahead of the others'."""
+    """``late``: how many of the nodes join only in the first episode. ``ahead_s``: how far the clock of the
+    last node is ahead of the others'."""
 
     kind: Kind
     nodes: int
@@ -71,9 +72,9 @@ MEMBERS: Final = 3  # of etcd
 
 @dataclass(frozen=True, slots=True)
 class Sort:
-    """How often a fault is drawn, beside others. ``blames``: how many failures of user code the job may take
-    it for. ``lasts``: for how many seconds it does. ``state``: whether only jobs with elasticd's checkpoints
-    can have it. ``alone``: not with other faults in one episode."""
+    """How often a fault is drawn, beside others. ``blames``: the most failures of user code that the job may
+    charge for it. ``lasts``: its seconds. ``state``: whether only jobs with elasticd's checkpoints can have
+    it. ``alone``: no other fault in the same episode."""
 
     weight: int
     blames: int = 0
@@ -84,12 +85,12 @@ class Sort:
 
 _SHORT, _LONG = (0.2, 4.0), (4.0, 15.0)
 SORTS: Final[dict[str, Sort]] = {
-    # user code, as far as elasticd can know
+    # what looks like user code to elasticd
     "worker.kill": Sort(8, blames=1),
     "worker.raise": Sort(3, blames=1),
-    "worker.stop": Sort(4, blames=1),  # until it is taken for hung
+    "worker.stop": Sort(4, blames=1),  # until the stopped worker counts as hung
     "worker.pause": Sort(2, blames=1, lasts=_SHORT),
-    # what keeps workers
+    # the processes that look after the workers
     "agent.kill": Sort(5, lasts=_SHORT),
     "agent.stop": Sort(3, lasts=_LONG),
     "leader.kill": Sort(4, lasts=_SHORT),
@@ -101,15 +102,15 @@ SORTS: Final[dict[str, Sort]] = {
     "zygote.kill": Sort(2),
     "zygote.stop": Sort(2, lasts=_LONG),
     # machines and networks
-    "node.crash": Sort(4, lasts=_SHORT),  # with its network, so that nobody hears of it
-    "node.kill": Sort(4, lasts=_SHORT),  # all its processes; the others see their connections end
+    "node.crash": Sort(4, lasts=_SHORT),  # with the node's network, so other nodes hear nothing of the end
+    "node.kill": Sort(4, lasts=_SHORT),  # all processes of the node; other nodes see their connections end
     "node.freeze": Sort(4, lasts=(1.0, 15.0)),
     "link.down": Sort(5, lasts=(0.5, 15.0)),
     "link.oneway": Sort(4, lasts=(0.5, 15.0)),  # what the node sends is lost
     "link.slow": Sort(2, lasts=_LONG),
     "etcd.unheard": Sort(3, lasts=(0.5, 15.0)),  # what the node sends to etcd is lost
     "etcd.mute": Sort(3, lasts=(0.5, 15.0)),  # what etcd sends to the node is lost
-    "split": Sort(3, lasts=(0.5, 8.0), alone=True),  # a world of one node alone is cut off from etcd
+    "split": Sort(3, lasts=(0.5, 8.0), alone=True),  # one node trains alone, and is cut off from etcd
     # etcd itself
     "member.kill": Sort(3, lasts=_LONG),
     "member.stop": Sort(3, lasts=_LONG),
@@ -122,14 +123,15 @@ SORTS: Final[dict[str, Sort]] = {
     # disks
     "disk.full": Sort(3, lasts=_LONG, state=True),
     "blackout": Sort(2, alone=True),  # every node crashes
-    "blackout.record_gone": Sort(2, state=True, alone=True),  # and committed.json is missing after that
+    "blackout.record_gone": Sort(2, state=True, alone=True),  # every node crashes, and committed.json is lost
     "blackout.record_flipped": Sort(2, state=True, alone=True),
     "blackout.shard_damaged": Sort(2, state=True, alone=True),
     # other programs on the machine
     "busy": Sort(3, lasts=_LONG),
 }
-# Where a node's warden stands still and its lease runs out as well, nobody ends its workers in time, which no
-# lease can help: these may come beside a stopped warden.
+# If a node's warden is stopped and the node's lease runs out as well, nobody ends the workers in time. These
+# faults
+# do not let a lease run out, so they may come beside a stopped warden.
 BESIDE_A_STOPPED_WARDEN: Final = {"worker", "saver", "zygote", "scale", "disk"}
 
 
@@ -180,7 +182,7 @@ def _episode(chance: Random, allowed: dict[str, Sort], nodes: int, slots: int) -
 
 
 def charges(faults: Collection[Fault]) -> tuple[int, int]:
-    """Return the least and the greatest number of failures that the budget may be charged in an episode."""
+    """Return the fewest and the most failures that the budget may be charged in an episode."""
     most = sum(SORTS[fault.kind].blames for fault in faults)
     certain = {"worker.kill", "worker.raise", "worker.stop"}
     alone = len(faults) == 1 and all(fault.kind in certain for fault in faults)

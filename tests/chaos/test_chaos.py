@@ -1,4 +1,4 @@
-"""Runs chaos for some minutes; and what the command says where chaos cannot run."""
+"""Runs chaos for some minutes. Also: what the command says on a machine that cannot run chaos."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracles of chaos accept what is right and name what is wrong; each is shown both."""
+"""The oracles of chaos accept ledgers that are right, and name what is wrong in others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODES = ("a", "b")
 
 
 def world(round: int, steps: range, at: float, *, size: int = 2, entered: int | None = None) -> list[Line]:
-    """The ledgers of a round that makes these steps, one a second, from a moment on."""
+    """Return the ledgers of a round that makes these steps, one a second."""
     lines = []
     for rank in range(size):
         who = {"node": NODES[rank], "id": f"{NODES[rank]}1", "rank": rank, "world": size, "round": round}

@@ -61,10 +61,10 @@ def test_only_the_faults_that_are_asked_for_are_drawn_and_as_many_episodes() -> 
         (["worker.kill"], (1, 1)),
         (["worker.raise"], (1, 1)),
         (["worker.stop"], (1, 1)),
-        (["worker.pause"], (0, 1)),  # it may go on before anybody minds
+        (["worker.pause"], (0, 1)),  # a stopped process may continue before it is noticed
         (["node.crash"], (0, 0)),
         (["link.oneway", "etcd.stop", "drain"], (0, 0)),
-        (["worker.kill", "node.crash"], (0, 1)),  # whichever is seen first
+        (["worker.kill", "node.crash"], (0, 1)),  # a budget is charged for the fault that is noticed first
         (["worker.kill", "worker.raise"], (0, 2)),  # together or one after the other
     ],
 )

@@ -1,6 +1,6 @@
 """``python -m tests.checkpoint --tries 300``: kill processes that take part in a save, at random instants.
 
-A seed brings the same tries, but not the same timing of the machine.
+The same seed draws the same tries. The timing of the machine differs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
     victims = tuple(asked.only.split(","))
     if set(victims) - set(VICTIMS):
         parser.error(f"--only takes some of {', '.join(VICTIMS)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit stops the job and its processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit ends the job and its processes
     seed = random.randrange(1 << 32) if asked.seed is None else asked.seed
     print(f"seed {seed}", flush=True)
     began = time.monotonic()

@@ -49,11 +49,11 @@ _OF_WORKER: Final = {
     "say SaveShard": 1,
     "after say SaveShard": 1,
 }
-_OF_BEGINNING: Final = {"say OpenWorld": 1, "say PlanShard": 1, "say ShareBuffer": 2}  # of a world
+_OF_BEGINNING: Final = {"say OpenWorld": 1, "say PlanShard": 1, "say ShareBuffer": 2}  # steps of a world
 
 
 class Broken(AssertionError):
-    """A checkpoint was lost or torn, or the job does not go on."""
+    """A checkpoint was lost or torn, or the job does not continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Try:
     victim: str
     node: str
     slot: int
-    who: str  # a name, or the beginning of a name
+    who: str  # a name, or the beginning of names
     event: str
     skip: int
     part: float
@@ -106,13 +106,13 @@ class Chaos:
     folder: Path
     seed: int
     tell: Callable[[str], None] = print
-    reached: Counter[str] = field(default_factory=Counter)  # by victim, and by stage
+    reached: Counter[str] = field(default_factory=Counter)  # the tries, by victim and by stage
     stages: Counter[str] = field(default_factory=Counter)
     tiers: Counter[str] = field(default_factory=Counter)
     missed: int = 0
     _heard: list[dict[str, Any]] = field(default_factory=list)
     _newest: Saved | None = None
-    _floors: list[tuple[float, int]] = field(default_factory=list)  # when each committed step was seen
+    _floors: list[tuple[float, int]] = field(default_factory=list)  # when each committed step was first seen
     _judged: int = 0
 
     def __enter__(self) -> Self:
@@ -160,7 +160,7 @@ class Chaos:
         fresh.write_text(json.dumps(order))
         fresh.rename(self._armed)
         if one.begins:
-            for pid in self._pids(one):  # another world begins
+            for pid in self._pids(one):  # another world has begun
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         fired = self._until(lambda: self._said("fired", first), _REACHED_S)
@@ -194,7 +194,7 @@ class Chaos:
         return f"committed {floor}, resumed {from_}, then committed {step}"
 
     def _goes_on(self, after: int = 0) -> int:
-        """Wait until a later step is committed, and check all that has happened. Return that step."""
+        """Wait until a later step is committed. Check everything that has happened. Return that step."""
         before = max(after, self._see())
         self._until_or_break(lambda: self._see() > before, f"more than step {before} is committed")
         self._judge()
@@ -202,7 +202,7 @@ class Chaos:
         return self._see()
 
     def _judge(self) -> None:
-        """Check that workers have resumed from one step, and from none older than the commits before."""
+        """Check that workers have resumed from one step, and from no older step than the commits before."""
         for message in self._heard[self._judged :]:
             if message["is"] == "torn":
                 raise Broken(f"a torn state was loaded: {message['why']}")

@@ -22,7 +22,7 @@ torch.set_num_threads(1)  # tests run beside each other
 
 
 def training(seed: int, width: int = 96) -> dict[str, Any]:
-    """A model and an optimizer with some steps behind them, and what else a training has."""
+    """Return what a training has: a model and an optimizer after some steps, and plain data."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(width, 3 * width), torch.nn.BatchNorm1d(3 * width), torch.nn.Linear(3 * width, 5)
@@ -54,7 +54,7 @@ def assert_same(state: dict[str, Any], expected: dict[str, torch.Tensor]) -> Non
 
 
 def store_of(kind: str, folder: Path) -> CheckpointStore:
-    """A store of the kind: on disk, in memory, or a file system of fsspec with folders."""
+    """Return a store of the kind: on disk, in memory, or a file system of fsspec with folders."""
     match kind:
         case "disk":
             return Disk(folder / "run")
@@ -66,8 +66,8 @@ def store_of(kind: str, folder: Path) -> CheckpointStore:
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Checkpoints]]:
-    """Checkpoints in a fresh folder, with a saver as workers without an agent start it. The saver runs in a
-    thread of this process, since a process takes half a second to start."""
+    """Return Checkpoints in a fresh folder, with a saver as workers without an agent start it. The saver runs
+    in a thread of this process, since a process takes half a second to start."""
     made: list[Checkpoints] = []
 
     def open_(path: Path = tmp_path / "run", **options: Any) -> Checkpoints:
@@ -83,7 +83,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 @pytest.fixture
 def saved(opened: Callable[..., Checkpoints]) -> Callable[..., Checkpoints]:
-    """Checkpoints of these steps, each of ``training(step)``, committed one after the other."""
+    """Return checkpoints of these steps, each of ``training(step)``, committed one after the other."""
 
     def save(*steps: int, **options: Any) -> Checkpoints:
         checkpoints = opened(**options)
@@ -103,7 +103,7 @@ def saver_forks() -> Iterator[Helper]:
 
 @pytest.fixture
 def forker(saver_forks: Helper) -> Iterator[Helper]:
-    """Forks savers, which are gone after the test."""
+    """Forks savers, which are ended after the test."""
     yield saver_forks
     saver_forks.end_all()
 
@@ -116,6 +116,6 @@ def rank_forks() -> Iterator[Helper]:
 
 @pytest.fixture
 def worlds(rank_forks: Helper) -> Iterator[Helper]:
-    """Forks ranks, which are gone after the test."""
+    """Forks ranks, which are ended after the test."""
     yield rank_forks
     rank_forks.end_all()

@@ -1,4 +1,4 @@
-"""Shared by the tests of faults: states in which every byte tells the step, savers, and processes to kill."""
+"""Helpers for tests of faults: states in which every byte shows the step, savers, and processes to kill."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def filled(step: int, elements: int = ELEMENTS) -> dict[str, Any]:
 
 
 def state_of(step: int, kind: str) -> dict[str, Any]:
-    """``filled``, replicated or sharded over the world."""
+    """Return the state of ``filled``, replicated or sharded over the world."""
     state = filled(step)
     if kind == "sharded":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -44,7 +44,8 @@ def state_of(step: int, kind: str) -> dict[str, Any]:
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the values for ``check``, as this rank sees them: of a sharded tensor, its own part."""
+    """Return the values for ``check``, as this rank sees them. Of a sharded tensor the rank sees its own
+    part."""
     w = state["w"]
     return state | {"w": w.to_local() if isinstance(w, DTensor) else w}
 
@@ -55,7 +56,7 @@ def check(state: dict[str, Any], step: int) -> None:
 
 
 def commit(checkpoints: Checkpoints, *steps: int, elements: int = ELEMENTS) -> None:
-    """Save these steps, each once the one before it is committed."""
+    """Save these steps. Wait until each is committed before the next one is saved."""
     for step in steps:
         assert checkpoints.save(filled(step, elements), step)
         assert checkpoints.wait() and not checkpoints.failed, checkpoints.last_error
@@ -90,7 +91,7 @@ def held_by(pid: int) -> int:
 
 
 class Helper:
-    """A program of ``programs`` that forks a process for each line it is given, and says lines."""
+    """A program of ``programs`` that forks a process for each line it gets, and prints lines."""
 
     def __init__(self, program: str) -> None:
         self._process = subprocess.Popen(
@@ -109,7 +110,7 @@ class Helper:
         self._process.stdin.flush()
 
     def until(self, start: str) -> list[str]:
-        """The words of the next line that begins so; what comes before it is kept in ``said``."""
+        """Return the words of the next line that begins so. Lines before it are kept in ``said``."""
         assert self._process.stdout is not None
         while line := self._process.stdout.readline():
             self.said.append(line.strip())
@@ -118,13 +119,13 @@ class Helper:
         raise AssertionError(f"it ended before it said {start!r}: {self.said[-5:]}")
 
     def saver(self, **options: Any) -> tuple[str, int]:
-        """Start a saver; its name and pid."""
+        """Start a saver. Return its name and pid."""
         self.ask(**options)
         _, name, pid = self.until("saver ")
         return name, int(pid)
 
     def end_all(self) -> None:
-        """Kill all that it has forked, and forget what they have said."""
+        """Kill all processes that the program has forked, and forget their lines."""
         self.ask(end=True)
         self.until("ended all")
         self.said.clear()

@@ -8,7 +8,7 @@ import torch
 
 
 def with_types(value: Any) -> Any:
-    """A value that is equal only if the types of keys and containers are equal too."""
+    """A value that is equal to another only if the types of keys and containers are equal, too."""
     if isinstance(value, torch.Tensor):
         return (
             "tensor",

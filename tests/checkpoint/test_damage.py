@@ -33,7 +33,7 @@ from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 from tests.checkpoint.faults import check, commit, filled
 
-TRIES = 120  # of 300, plain DCP loaded 296 flipped bits, and 59 of 60 zeroed pages
+TRIES = 120  # Plain DCP loaded 296 of 300 flipped bits, and 59 of 60 zeroed pages.
 PAGES = 60
 CUTS = 60
 PAGE = 4096
@@ -107,7 +107,8 @@ def test_plain_dcp_loads_it(saved, tmp_path):
 
 
 class Damaged:
-    """Steps 1 and 2; damage done to 2 must lead to 1, or to 2 exactly as it was saved."""
+    """Checkpoints of steps 1 and 2. After damage to step 2, a load must return step 1, or step 2 exactly as
+    it was saved."""
 
     def __init__(self, path: Path, checkpoints: Checkpoints) -> None:
         self.path, self.checkpoints = path, checkpoints
@@ -300,7 +301,7 @@ def fatal(monkeypatch: pytest.MonkeyPatch) -> list[Fatal]:
 
 
 def uncaught(load: Callable[[], object]) -> str:
-    """The message that the agent finds in the error file, if an error of ``load`` ends the process."""
+    """Return the message that the agent finds in the error file, if an error of ``load`` ends the process."""
     file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     try:
         load()
@@ -453,7 +454,7 @@ def test_an_object_that_could_not_be_loaded_is_refused_when_it_is_saved(opened):
     assert checkpoints.save({"odd": 0.0}, 1)
     with pytest.raises(
         TypeError, match="odd could not be loaded again"
-    ):  # also when the value becomes such an object
+    ):  # also when the value becomes such an object later
         checkpoints.save({"odd": np.float64(1)}, 2)
     assert checkpoints.save({"odd": 1.0}, 2) and checkpoints.wait() and not checkpoints.failed
 

@@ -1,5 +1,5 @@
-"""Processes are killed, disks are full, slow or failing, at any instant: no torn load, and no committed
-checkpoint is lost."""
+"""Processes are killed, and disks are full, slow or failing, at any instant. No load is torn, and no
+committed checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def folders(path: Path) -> set[str]:
 
 
 def die_at_random(forker: Helper, path: Path, tries: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """SIGKILL the saver at random instants of saves. Return how often it had begun to commit."""
+    """Kill the saver with SIGKILL at random instants of saves. Return how often it had begun to commit."""
     chance = random.Random(seed := random.randrange(1 << 32))
     print("seed", seed)
     step = committed = commits = 0
@@ -140,7 +140,7 @@ def test_a_worker_killed_at_any_instant_loses_nothing_it_had_handed_over(forker,
         os.kill(int(pid), signal.SIGKILL)
         while not (told := [line for line in forker.said if folder in line]):
             forker.until("")
-        # A worker before this one may have had saves under way, from which this worker has not gone on.
+        # A worker before this one may have had saves under way. This worker has not continued from them.
         assert told[0].startswith(f"committed step {step} ") or "has committed since" in told[0]
         assert resumed(path) >= 1  # and whole
     assert not [line for line in worlds.said if line.startswith("error")]
@@ -191,7 +191,7 @@ def test_each_file_is_durable_before_the_next_depends_on_it(forker, saving, tmp_
         "opens .committed.json.lock",
         f"opens {first}",
         f"syncs {first}",
-        f"renames {first} committed.json",  # a record without a checkpoint
+        f"renames {first} committed.json",  # a record that names a checkpoint which does not exist
         f"syncs {path}",
         "opens FOLDER/elasticd.json",
         "syncs FOLDER/elasticd.json",
@@ -208,7 +208,7 @@ def test_each_file_is_durable_before_the_next_depends_on_it(forker, saving, tmp_
 def test_an_error_once_it_is_committed_costs_no_checkpoint(forker, saving, tmp_path, call, fine):
     path = tmp_path / "run"
     checkpoints = saving(last=1, fail=[call, fine, 1, errno.EIO])
-    commit(checkpoints, 1, 2)  # after the first commit there is none to remove
+    commit(checkpoints, 1, 2)  # at the first commit there is no checkpoint to remove
     forker.until("committed step 2 ")
     assert f"spoiled {call}" in forker.said
     assert resumed(path) == 2
@@ -339,7 +339,7 @@ def test_saves_are_skipped_and_counted_while_those_before_them_cannot_be_committ
             step += 1
             if checkpoints.save(filled(step), step):
                 handed_over.append(step)
-                checkpoints.wait(0.2)  # until it is written, and its memory is free
+                checkpoints.wait(0.2)  # until the shard is written and its memory is free
         assert len(folders(path)) <= len(handed_over) == 4
     assert checkpoints.wait() and not checkpoints.failed
     assert [saved.step for saved in FilePointer(path).read().saved] == handed_over
@@ -475,7 +475,7 @@ def test_a_rank_that_cannot_copy_on_another_node_is_not_waited_for(forker, joins
 def test_a_shard_lost_on_another_node_is_waited_for_only_until_that_node_has_written_a_later_one(
     forker, joins, tmp_path
 ):
-    mute = forker.saver(fail=["rename", 0, 2, errno.EIO])  # it can write no receipt, good or bad
+    mute = forker.saver(fail=["rename", 0, 2, errno.EIO])  # the saver can write no receipt, good or bad
     here, there = (joins(name, r, 2, locals_=[r]) for r, (name, _) in enumerate((forker.saver(), mute)))
     names = {step: folder_name(step, 1, "0000000a", step) for step in (5, 6)}
     for step, name in names.items():
@@ -513,7 +513,7 @@ def test_a_rank_that_never_came_fails_what_the_others_handed_over_once_they_are_
     new = joins(name, 0, 1, "0000000b", 2)
     hands_over(new, 6, folder_name(6, 2, "0000000b", 1))
     hears(new, SaveCommitted)
-    assert held_by(pid) == 64  # nothing of the world before
+    assert held_by(pid) == 64  # the saver has nothing of the world before
 
 
 def test_worlds_of_several_nodes_that_save_once_each_do_not_fill_the_memory(forker, joins):
@@ -524,7 +524,7 @@ def test_worlds_of_several_nodes_that_save_once_each_do_not_fill_the_memory(fork
         hands_over(line, round, folder_name(round, round, token, 1))
         hears(line, SaveWritten)
         line.close()
-    assert held_by(pid) <= 4 * 64  # the newest, two before it, and one that just came
+    assert held_by(pid) <= 4 * 64  # the newest, two before it, and one that has just come
 
 
 def test_of_worlds_of_several_nodes_five_shards_of_a_worker_are_held_at_most_and_two_in_the_end(joins):
@@ -631,7 +631,7 @@ def test_a_peer_that_does_not_read_its_answers_stops_no_other_and_gets_all_when_
     hears(past, SaveCommitted)
     past.close()
     deaf = protocol.connect(name)
-    deaf.socket.settimeout(5.0)  # until the socket has room for no more questions
+    deaf.socket.settimeout(5.0)  # until the socket has no room for further questions
     asked = 0
     with contextlib.suppress(ChannelClosed):
         while True:

@@ -21,7 +21,8 @@ from tests.checkpoint.conftest import assert_same, tensors_of, training
 
 @dataclass(eq=False)
 class Copy:
-    """A requested copy. It is made once training asks for something that waits for it, or by ``run``."""
+    """A requested copy. It is made once the training calls something that waits for the copy, or by
+    ``run``."""
 
     into: Sequence[torch.Tensor]
     sources: Sequence[torch.Tensor]
@@ -58,7 +59,7 @@ class Lazy(GpuCopier):
         event.synchronize()
 
     def pin(self, memory: Memory) -> None:
-        """Nothing is faster if pinned."""
+        """Do nothing: pinned memory would not be faster here."""
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def test_only_what_optimizers_of_the_state_step_is_copied_late(trained):
     assert {"model.0.weight", "optimizer.state.0.weight.exp_avg"} <= late
     assert not {"model.1.running_mean", "average.weight"} & late
     for group in optimizer.param_groups:
-        group["capturable"] = True  # it may step within a CUDA graph
+        group["capturable"] = True  # the optimizer may step within a CUDA graph
     assert not stepped(s, flatten(s))
 
 

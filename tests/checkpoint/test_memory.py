@@ -89,7 +89,8 @@ def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(saver
 
 
 def test_a_saver_offers_what_a_worker_has_handed_over_that_takes_long_to_end(saver, tmp_path):
-    """Its connection stays until the kernel has taken it down. Others of its world have left."""
+    """The worker's connection stays until the kernel has taken the process down. Other workers of its world
+    have left."""
     url, lines = store_at(tmp_path / "run").url, []
     for rank in (0, 1):
         line = protocol.connect(os.environ["ELASTICD_SAVER"])
@@ -223,7 +224,7 @@ def test_a_saver_that_takes_long_to_answer_is_waited_for_as_long_as_it_lives(mon
         answers: list[object] = []
         asking = threading.Thread(
             target=lambda: answers.append(protocol.answer(line))
-        )  # before it has asked anything
+        )  # before the worker has asked anything
         asking.start()
         asking.join(2.5)  # longer than SILENCE_S
         assert asking.is_alive()

@@ -1,4 +1,4 @@
-"""A job that goes back to its last checkpoint on NaN saves no NaN."""
+"""A job that goes back to its last checkpoint when a loss is NaN does not save NaN."""
 
 from __future__ import annotations
 

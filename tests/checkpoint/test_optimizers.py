@@ -61,7 +61,7 @@ def test_lists_and_mappings_of_tensors_come_back_into_an_optimizer_that_has_none
     assert checkpoints.load(fresh) == 1
     assert kept(fresh["optimizer"]) == kept(state["optimizer"])
     assert torch.equal(other.weight, model.weight)
-    stepped({"model": other}, fresh["optimizer"])  # it is all there to go on with
+    stepped({"model": other}, fresh["optimizer"])  # all tensors are there to continue with
 
 
 def test_one_optimizer_may_have_the_parameters_of_several_modules(opened):
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_before_a_parameter_was_stepped_takes_its_state_away(ope
     assert len(optimizer.state) == 4
     assert checkpoints.load(state) == 2
     assert kept(optimizer) == before
-    stepped({"model": model}, optimizer)  # it begins anew
+    stepped({"model": model}, optimizer)  # the optimizer starts from nothing
     [second] = (tmp_path / "run").glob("step-0000000002-*")
     (second / "elasticd.json").unlink()
     assert checkpoints.load(state) == 1

@@ -1,4 +1,4 @@
-"""Plain data comes back from a checkpoint, and reaches other workers, as it was, or is refused at once."""
+"""Plain data comes back from a checkpoint, and reaches other workers, unchanged; or it is refused at once."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def test_two_entries_of_one_name_are_refused(opened):
 
 @pytest.mark.parametrize("kind", [list, dict])
 def test_a_long_history_costs_a_save_little(opened, kind):
-    """Stored one by one, 8,000 entries take four seconds in place of a hundredth of a second."""
+    """If they were stored one by one, 8,000 entries would take four seconds instead of a hundredth of a
+    second."""
     entries = [{"step": n, "loss": n / 7, "rate": 0.1, "name": "train"} for n in range(8000)]
     history: Any = entries if kind is list else {f"step {n}": entry for n, entry in enumerate(entries)}
     checkpoints = opened()
@@ -145,7 +146,7 @@ def test_a_long_history_costs_a_save_little(opened, kind):
 
 
 def test_what_each_rank_has_under_a_key_of_its_own_is_saved_by_each():
-    """However large the values are."""
+    """The size of the values does not matter."""
     states = [{"ours": {"random": {str(rank): (3, tuple(range(700)), None)}, "of": {}}} for rank in range(2)]
     keys = [set(flatten(state).objects) for state in states]
     assert keys == [{"ours.random.0", "ours.of"}, {"ours.random.1", "ours.of"}]

@@ -1,5 +1,4 @@
-"""The record of committed checkpoints: with any bit damaged, lost, or older than the checkpoints beside
-it."""
+"""The record of committed checkpoints: damaged in any bit, lost, or older than the checkpoints beside it."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def committed(store: CheckpointStore, say: Callable[[str], None] = lambda _: Non
 
 
 def there(store: CheckpointStore) -> list[int]:
-    """The steps of all folders."""
+    """Return the steps of all folders."""
     return sorted(int(name[5:15]) for name in store.names() if name.startswith("step-"))
 
 
@@ -79,7 +78,7 @@ def test_no_flipped_bit_of_the_record_goes_unnoticed_or_drops_a_checkpoint(tmp_p
         raw[at // 8] ^= 1 << at % 8
         with pytest.raises(ValueError, match=r"."):
             _saved_by(bytes(raw), POINTER)
-        if at % 9 == 0:  # most bytes, and all bits of a byte
+        if at % 9 == 0:  # most bytes, and all bits of one byte
             (tmp_path / POINTER).write_bytes(raw)
             said = []
             assert committed(store, said.append) == [1, 2], bytes(raw)
@@ -144,7 +143,7 @@ def test_what_came_further_than_a_record_knows_is_removed_once_it_is_made_anew(s
     if not finished:
         for name in (n for n in store.names() if n.startswith(("step-0000000008", "step-0000000009"))):
             store.unlink([f"{name}/{MANIFEST}"])
-    store.replace(POINTER, before)  # as somebody may do from a backup
+    store.replace(POINTER, before)  # as after a restore from a backup
     assert committed(store) == [1, 2]
     again = Job(store, round_=2)
     again.commit(3)

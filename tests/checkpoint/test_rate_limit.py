@@ -1,4 +1,4 @@
-"""The limit on the rate of writing, and how people write one."""
+"""The limit on the rate of writing, and its notation."""
 
 from __future__ import annotations
 

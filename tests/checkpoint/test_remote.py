@@ -1,5 +1,5 @@
-"""Saves to an S3 server that fails, drops connections, delays and disappears: nothing is torn, the user
-gets one sentence, and the job goes on."""
+"""Saves to an S3 server that fails, drops connections, delays and disappears. No checkpoint is torn, the user
+gets one sentence, and the job continues."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def checkpoints(forker: Helper, where: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def save(checkpoints: Checkpoints, step: int) -> bool:
-    """Whether it was committed."""
+    """Save a step. Return whether it was committed."""
     assert checkpoints.save(filled(step, ELEMENTS), step) and checkpoints.wait(90.0)
     return checkpoints.newest is not None and checkpoints.newest.step == step
 
@@ -223,8 +223,9 @@ def test_a_slow_store_has_saves_skipped_and_counted_while_training_goes_on(s3, c
 
 
 def test_a_saver_killed_while_it_uploads_leaves_what_was_committed(s3, forker, where, monkeypatch):
-    # A save is seven requests that write: the parts' beginning, two of them, their end, the metadata, the
-    # manifest and the pointer.
+    # A save is seven writing requests: the begin of the parts, two parts, their end, the metadata, the
+    # manifest
+    # and the pointer.
     committed = 0
     for step, requests in enumerate((1, 2, 5, 6), 1):
         name, pid = forker.saver()

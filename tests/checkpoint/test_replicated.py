@@ -158,7 +158,7 @@ def test_strangers_are_told_nothing_and_damage_on_the_way_is_noticed(nodes):
 
 
 class Alone:
-    """There are no other savers."""
+    """A saver without other savers."""
 
     def find(self, node: str) -> SaverAddress:
         raise PeerGone(node)
@@ -223,7 +223,7 @@ def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tm
 
 
 class Many(Alone):
-    """A job of so many nodes that nobody may list their savers."""
+    """A job of so many nodes that no worker may list their savers."""
 
     def find(self, node: str) -> SaverAddress:
         if node == "lost":

@@ -1,4 +1,4 @@
-"""How often to save: how people write the interval, and which interval is best."""
+"""How often to save: the notation of the interval, and the best interval."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_anything_else_is_refused(text):
 
 
 def lost(interval: float, cost: float, between: float) -> float:
-    """The share of all time that is spent on saving and on doing again what was lost, when failures
-    come at random: exactly (Daly 2006, without the time of a restart)."""
+    """Return the share of all time that is spent on saving and on steps made again, when failures come at
+    random: the exact formula (Daly 2006), without the time of a restart."""
     return 1 - interval / (between * math.expm1((interval + cost) / between))
 
 

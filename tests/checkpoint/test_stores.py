@@ -1,4 +1,4 @@
-"""What every store promises: the disk, a foldered file system of fsspec's, one in memory, and S3."""
+"""The promises of every store: the disk, a foldered file system of fsspec, a store in memory, and S3."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def bucket(s3, tmp_path) -> Iterator[CheckpointStore]:
 
 
 def uploads(bucket: CheckpointStore) -> list[str]:
-    """Uploads that were begun in parts and are not finished."""
+    """Return the uploads that were begun in parts and are not finished."""
     begun = boto3.client("s3").list_multipart_uploads(Bucket="bucket").get("Uploads", [])
     return [u["Key"] for u in begun if u["Key"].startswith(bucket.url.removeprefix("s3://bucket/"))]
 

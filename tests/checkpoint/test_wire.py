@@ -85,7 +85,7 @@ def relayed(change: Callable[[Frames], Frames]) -> Iterator[tuple[Wire, Wire, Re
 
 
 def heard_of(change: Callable[[Frames], Frames]) -> bytes:
-    """The bytes that the server accepts when the client sends a shard of zeros. Raises PeerGone."""
+    """Return the bytes that the server accepts when the client sends a shard of zeros. Raises PeerGone."""
     with relayed(change) as (client, server, _):
         sender = threading.Thread(target=sent, args=(client,))
         sender.start()

@@ -1,4 +1,4 @@
-"""What the real ``elasticd run`` makes of the arguments and the environment that a test gives it."""
+"""Returns what the real ``elasticd run`` would do with given arguments and a given environment."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def parse(*argv: str) -> RunOptions:
 
 
 def planned(*argv: str, environ: Mapping[str, str] | None = None, machine: Machine | None = None) -> Planned:
-    """``environ``: the whole environment; by default this process's. Raises CommandError, or click's errors,
-    where the command would refuse."""
+    """Return the plan of the command. ``environ``: the whole environment; by default that of this process.
+    Raises CommandError, or click's errors, if the command would refuse."""
     unknown = {v for v in environ or () if v.startswith(("ELASTICD_", "PET_"))} - VARIABLES
     assert not unknown, f"no option reads {unknown}"
     given = {**os.environ, "OMP_NUM_THREADS": "1"} if environ is None else dict(environ)
@@ -57,7 +57,7 @@ def planned(*argv: str, environ: Mapping[str, str] | None = None, machine: Machi
 
 
 def refused(*argv: str, environ: Mapping[str, str] | None = None, machine: Machine | None = None) -> str:
-    """The sentence with which the command refuses."""
+    """Return the sentence with which the command refuses."""
     with pytest.raises((CommandError, click.ClickException)) as caught:
         planned(*argv, environ=environ, machine=machine)
     if isinstance(caught.value, click.ClickException):

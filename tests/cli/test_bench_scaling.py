@@ -1,4 +1,4 @@
-"""``elasticd bench scaling`` with real workers: jobs that are made to have a fault, and bad input."""
+"""``elasticd bench scaling`` with real workers: jobs with a fault on purpose, and bad input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Path]:
-    """A folder, where launchers leave no temporary files."""
+    """A folder in which launchers leave no temporary files."""
     temporary = tmp_path / "t"
     temporary.mkdir()
     yield tmp_path
@@ -35,7 +35,7 @@ def here(tmp_path: Path) -> Iterator[Path]:
 
 
 def start(here: Path, *argv: str, core: int | None = None) -> subprocess.Popen[str]:
-    """Start the command; ``core``: the only one for it and its workers."""
+    """Start the command. ``core``: the only processor core for the command and its workers."""
 
     def prepare() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -55,7 +55,7 @@ def start(here: Path, *argv: str, core: int | None = None) -> subprocess.Popen[s
 
 
 def measured(here: Path, *argv: str, core: int | None = None) -> tuple[dict[str, Any], str]:
-    """The measurement, and what was printed."""
+    """Return the measurement, and the command's output."""
     process = start(here, "--output", "found.json", *argv, core=core)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
@@ -64,7 +64,7 @@ def measured(here: Path, *argv: str, core: int | None = None) -> tuple[dict[str,
 
 
 def refused(here: Path, *argv: str) -> tuple[int, str]:
-    """The exit code, and the one sentence."""
+    """Return the exit code and the one sentence."""
     process = start(here, *argv)
     out, err = process.communicate(timeout=PATIENCE_S)
     said = [line for line in err.splitlines() if not line.endswith(" ...")]

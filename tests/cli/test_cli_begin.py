@@ -81,7 +81,7 @@ def test_a_working_folder_that_is_gone_is_said(argv: tuple[str, ...], job: str, 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_user_who_may_not_read_python_is_told_so(job: str, tmp_path: Path) -> None:
-    """As after ``setuid`` in whatever starts elasticd."""
+    """As in a program that calls ``setuid`` and then starts elasticd."""
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o700)
     program = (
@@ -91,7 +91,8 @@ def test_a_user_who_may_not_read_python_is_told_so(job: str, tmp_path: Path) -> 
         "import elasticd.cli.begin as begin\n"
         "os.setgid(65534); os.setuid(65534)\n"
         f"sys.argv = ['elasticd', 'run', '--plain', {job!r}]\n"
-        "sys.modules['elasticd.cli.main'] = None\n"  # an import that fails, as of what cannot be read
+        # an import that fails, as that of a file that cannot be read
+        "sys.modules['elasticd.cli.main'] = None\n"
         "begin.main()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -99,7 +100,7 @@ def test_a_user_who_may_not_read_python_is_told_so(job: str, tmp_path: Path) -> 
     assert "user 65534 may not" in done.stderr
 
 
-# Where the command is when the signal comes, by what it imports next.
+# Where the command is when the signal comes: at the import of these modules.
 MOMENTS = {
     "at once": "elasticd.cli.main",
     "as the agent is imported": "elasticd.daemon.run_agent",
@@ -113,7 +114,7 @@ MOMENTS = {
 def test_a_signal_while_it_starts_is_one_line(
     moment: str, number: signal.Signals, job: str, tmp_path: Path
 ) -> None:
-    """A finder of modules sends it, as the named one is looked for."""
+    """A finder of modules sends the signal when Python looks for the named module."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "class Finder:\n"
@@ -134,9 +135,7 @@ def test_a_signal_while_it_starts_is_one_line(
     )
     assert code == 128 + number
     people = [line for line in lines if not line.startswith("{")]
-    if (
-        moment == "in the agent, as it looks for GPUs"
-    ):  # there is an agent by then, and it leaves as agents do
+    if moment == "in the agent, as it looks for GPUs":  # by then the agent runs, and leaves as agents do
         assert "drained" in people[0]
     else:
         assert people == [f"elasticd: stopped by {number.name} before the job began."]

@@ -29,7 +29,7 @@ def state(step: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Steps 1 to 3."""
+    """Save steps 1 to 3."""
     run = tmp_path_factory.mktemp("saved") / "run"
     checkpoints = Checkpoints(run)
     for step in (1, 2, 3):
@@ -43,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy of its own for each test."""
+    """Return a copy of the checkpoints for each test."""
     return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
@@ -170,7 +170,7 @@ def test_a_file_of_unknown_kind_is_not_written(folder, tmp_path):
 
 
 def test_verify_finds_one_that_no_load_could_make_sense_of(folder):
-    """As a tensor leaves it that had another shape on each rank."""
+    """Such a checkpoint has a tensor whose shape differed from rank to rank."""
     known = FilePointer(folder).read()
     newest = known.saved[-1]
     its = decode((folder / newest.name / MANIFEST).read_bytes(), newest.name)

@@ -163,7 +163,8 @@ def test_a_value_is_read_as_torchrun_reads_it(name: str, way: str, monkeypatch: 
     if way == "environment":
         monkeypatch.setenv(f"PET_{name.upper()}", value)
         argv = ["job.py"]
-        if name in ("logs_specs", "numa_binding"):  # torchrun reads these from no environment; we do
+        # torchrun reads these from no environment variable; elasticd does
+        if name in ("logs_specs", "numa_binding"):
             argv = [f"--{name.replace('_', '-')}", value, "job.py"]
     else:
         argv = [f"--{name if way == 'underscore' else name.replace('_', '-')}", value, "job.py"]
@@ -209,7 +210,7 @@ def test_every_flag_either_changes_the_configuration_or_is_said_to_mean_nothing(
     values = SAMPLES | {"nnodes": "1", "log_dir": str(Path(job).parent), "local_addr": "127.0.0.2"}
     for name, value in values.items():
         if name == "logs_specs":
-            continue  # names an installed entry point; see below
+            continue  # the name of an installed entry point; see below
         argv = [*alone.get(name, []), f"--{name.replace('_', '-')}", value, job]
         got = planned(*argv)
         config = replace(got.config, job=base.config.job, job_file=base.config.job_file)
@@ -359,7 +360,7 @@ def test_a_standalone_run_is_on_loopback(job: str) -> None:
 def test_a_name_that_is_loopback_on_its_own_machine_is_told(
     job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in Debian, whose /etc/hosts gives the machine's own name 127.0.1.1."""
+    """Debian's /etc/hosts gives the machine's own name 127.0.1.1."""
     names = {"a": "127.0.1.1", "b": "10.0.0.2"}
     resolve = socket.getaddrinfo
 
@@ -380,7 +381,7 @@ def test_a_name_that_is_loopback_on_its_own_machine_is_told(
         assert got.config.address == address and "cannot reach" not in " ".join(got.notes)
 
 
-# ---------------------------------------------------------------- all the rest
+# ---------------------------------------------------------------- other options
 
 
 def test_torchruns_restarts_are_the_budget_and_nothing_ends_the_job_before_it(job: str) -> None:
@@ -688,7 +689,7 @@ def test_what_cannot_be_printed_as_the_disk_is_full_is_one_sentence() -> None:
 
 
 def helps() -> dict[str, str]:
-    """What each command's --help says."""
+    """Return the output of each command's --help."""
     from elasticd.cli.main import cli
 
     with click.Context(cli, info_name="elasticd") as root:

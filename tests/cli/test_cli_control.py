@@ -99,7 +99,7 @@ def elasticd(capfd: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
 
 
 class Leading:
-    """Stands in for what the leader's agent knows of its job."""
+    """Stands in for the leader's knowledge of its job."""
 
     def __init__(self, step: int) -> None:
         beats = (SlotProgress(0, 0, 71, step, time.time()), SlotProgress(1, 1, 72, step, time.time()))
@@ -115,7 +115,7 @@ ROUND = replace(LIVE, members=(Member("a", "a-1", (0, 1), 0),), since=time.time(
 
 @contextmanager
 def served(step: int) -> Iterator[Leadership]:
-    """The leader's address. It answers with this step."""
+    """Serve this step at an address. Return the address."""
     listener = accepting.listen("127.0.0.1")
     there = Leadership("a", "a-1", "127.0.0.1", listener.getsockname()[1], "secret")
     with TelemetryListener(listener, "secret", cast(Gathering, Leading(step))):
@@ -212,7 +212,7 @@ def test_an_edit_that_came_between_is_not_lost(etcd: Client, server: Embedded) -
     meddled: list[bool] = []
 
     def change(spec: Spec) -> Spec:
-        if not meddled:  # somebody else is faster, once
+        if not meddled:  # another command changes the spec first, once
             meddled.append(True)
             put(etcd, "j", spec=replace(spec, stop=True))
         return replace(spec, limits=Limits(1, 1))
@@ -246,7 +246,7 @@ def test_drain_finds_the_node_and_names_its_incarnation(
     etcd: Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
     put(etcd, "j", spec=SPEC, round=LIVE, nodes__a=a_node("a"), nodes__b=a_node("b"))
-    for _ in range(2):  # the second time it is asked already
+    for _ in range(2):  # the second time the node is draining already
         assert elasticd(capfd, "drain", "b")[0] == 0
         assert spec_of(etcd, "j").drain == (Drained("b", "b-1"),)
     put(etcd, "k", spec=SPEC, round=LIVE, nodes__b=a_node("b"))
@@ -362,7 +362,7 @@ def test_a_standalone_job_that_is_over_is_pointed_to_its_report(
 
 @contextmanager
 def watching(*argv: str, etcd: Embedded | None = None) -> Iterator[subprocess.Popen[str]]:
-    """``elasticd status --watch`` in a process of its own; without an etcd it must find one."""
+    """Run ``elasticd status --watch`` in a process of its own. Without ``etcd`` the command must find one."""
     process = interruptible("status", "--watch", *argv, etcd=etcd, stdout=PIPE, stderr=PIPE, text=True)
     try:
         yield process
@@ -374,15 +374,15 @@ def watching(*argv: str, etcd: Embedded | None = None) -> Iterator[subprocess.Po
             stream.close()
 
 
-# A watch that soon looks whether a silent etcd is away.
+# A watch that looks soon whether a silent etcd is away.
 COMMAND = "from elasticd.cli import main, watch; watch.QUIET_S = 0.5; main.main()"
 
 
 def interruptible(*argv: str, etcd: Embedded | None, **how: Any) -> subprocess.Popen[str]:
-    """Start a command that heeds Ctrl-C."""
+    """Start a command that reacts to Ctrl-C."""
     environ = {k: v for k, v in os.environ.items() if k != "ELASTICD_ETCD"}
     environ |= {"ELASTICD_ETCD": f"http://{etcd.endpoint}"} if etcd else {}
-    # What a shell runs in the background ignores SIGINT, and so would what we start.
+    # Background commands of a shell ignore SIGINT, and processes that they start do, too.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen([sys.executable, "-c", COMMAND, *argv], env=environ, **how)
@@ -448,13 +448,13 @@ def test_top_draws_on_the_whole_terminal_and_gives_it_back_when_it_is_interrupte
     process = interruptible("top", "j", etcd=server, stdin=theirs, stdout=theirs, stderr=theirs)
     try:
         written = b""
-        while b"\x1b[J" not in written:  # it has drawn to the end
+        while b"\x1b[J" not in written:  # the command has drawn its last line
             written += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
         assert termios.tcgetattr(theirs) == before
         os.close(theirs)
-        with suppress(OSError):  # nobody has the other end any more
+        with suppress(OSError):  # no process has the other end open any more
             while part := os.read(ours, 65536):
                 written += part
     finally:
@@ -474,7 +474,7 @@ def test_top_draws_on_the_whole_terminal_and_gives_it_back_when_it_is_interrupte
 def test_a_standalone_run_that_ended_since_it_was_found_has_ended_and_is_not_out_of_reach(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its etcd went with it."""
+    """The etcd of the run has ended with it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     gone = Place(EtcdAccess((f"unix:{tmp_path}/clients:1",), timeout_s=0.5), ("j",), shared=False)
     with pytest.raises(CommandError) as met:

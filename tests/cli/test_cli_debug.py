@@ -25,7 +25,7 @@ def said(*folders: Path) -> tuple[int, list[str]]:
 
 
 def write(folder: Path, rank: int, op: str, *, ended: bool) -> None:
-    """The records of a rank that called one collective."""
+    """Write the records of a rank that called one collective."""
     place = folder / "debug" / "round-3"
     place.mkdir(parents=True, exist_ok=True)
     head = {"v": 1, "rank": rank, "world": 2, "unit": 1, "pid": 1}

@@ -33,7 +33,7 @@ Told = tuple[Reason, dict[str, object]]
 
 
 def wrote(folder: Path, *told: Told, at: float = 0.0, node: str = "a") -> None:
-    """The events of one agent's part in the job "train", a second apart."""
+    """Write the events of one agent in the job "train", a second apart."""
     folder.mkdir(parents=True, exist_ok=True)
     began = of_agent(STARTED, at, "train", node, "here", etcd="http://e:2379")
     lines = [began, *(event(r, at + n, "train", node, **more) for n, (r, more) in enumerate(told))]
@@ -59,7 +59,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ran(tmp_path: Path) -> Path:
-    """A run of two rounds of the job "train" on node a, whose slot 0 was left out of the second."""
+    """Write a run of two rounds of the job "train" on node a. Its slot 0 was left out of the second round."""
     folder = tmp_path / "elsewhere" / "train_x1"
     for attempt, ranks in ((0, 2), (1, 1)):
         for rank in range(ranks):
@@ -99,7 +99,8 @@ def test_logs_are_those_of_each_slots_last_worker_whatever_its_local_rank_was(ra
 
 
 def test_logs_of_a_slot_are_those_of_the_worker_that_took_a_dead_ones_place(tmp_path: Path) -> None:
-    """Others keep their process: their rounds have no folders. A spare waits since the beginning."""
+    """The other workers keep their process, so their later rounds have no folders. A spare waits from the
+    beginning."""
     folder = tmp_path / "elsewhere" / "train_x1"
     for place, text in (
         ("attempt_standby_1/2", "by the spare"),
@@ -131,7 +132,7 @@ def test_the_output_of_the_worker_that_failed_is_found_after_its_round(ran: Path
 
 
 def test_the_output_of_a_failed_worker_is_found_where_it_is_though_another_node_leads(tmp_path: Path) -> None:
-    """Only who leads tells of the charge. Who ends a moment later has lost a peer."""
+    """Only the leader reports the charge. A worker that ends a moment later has lost a peer."""
     folder = tmp_path / "elsewhere" / "train_x1"
     first, second, echo = (
         printed(folder / place, place) for place in ("old/1", "attempt_1/1", "attempt_1/0")

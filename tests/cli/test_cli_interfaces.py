@@ -29,7 +29,8 @@ ip addr add 10.9.9.9/24 dev down0
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Has an expression about ``interfaces`` answered there; ``hosts`` is a line of /etc/hosts."""
+    """Evaluate an expression about ``interfaces`` in the test's network. ``hosts`` is a line of
+    /etc/hosts."""
     folder = tmp_path_factory.mktemp("apart")
 
     def there(hosts: str, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -89,7 +90,7 @@ def test_a_node_on_loopback_tells_its_workers_nothing() -> None:
 
 
 def test_the_host_is_asked_for_no_name_where_that_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may take as long as its name servers do not answer."""
+    """A question may take as long as name servers do not answer."""
 
     def never() -> tuple[str, ...]:
         raise AssertionError("asked")

@@ -23,7 +23,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def agent(folder: Path, at: float, node: str = "a", *, outcome: str = "", **fields: Any) -> Path:
-    """One agent's part of the job "train", in which it formed round ``at``."""
+    """Write the part of one agent in the job "train", in which it formed round ``at``."""
     folder.mkdir(parents=True)
     lines = [
         of_agent(STARTED, at, "train", node, "here", **{"etcd": "http://e:2379", **fields}),

@@ -34,7 +34,7 @@ class Watched(watching._Watch):
             self._look()
 
     def is_told(self, **facts: Progress) -> None:
-        """By the job's leader."""
+        """Let the job's leader report."""
         self._take(watching._Told({k.replace("__", "/"): f for k, f in facts.items()}))
         if self._is_due():
             self._look()
@@ -49,7 +49,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(watching, "EVERY_S", 3600.0)
     watched = Watched()
     watched.hears(round=LIVE, nodes__a=NODE)
-    assert len(watched.told) == 1  # the first is shown at once
+    assert len(watched.told) == 1  # the first status is shown at once
     return watched
 
 

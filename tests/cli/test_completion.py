@@ -1,4 +1,4 @@
-"""The completion that docs/install.md has people install."""
+"""The completion of the shell, installed as docs/install.md says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script begins to import, read from its text."""
+"""What a script imports at its beginning, read from its text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Read = Callable[..., tuple[str, ...]]
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    """Reads a text. ``own``: the modules that are not installed."""
+    """Read a text. ``own``: the modules that are not installed."""
 
     def read(text: str, *own: str) -> tuple[str, ...]:
         (tmp_path / "text.py").write_text(text)
@@ -72,7 +72,7 @@ def test_a_statement_that_imports_something_own_is_left_out_whole(read: Read) ->
     assert read("import a\nimport b, own\n", "own") == ("a",)
 
 
-# ---------------------------------------------------------------- of a script in its folder
+# ---------------------------------------------------------------- a script in its folder
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (package / "__init__.py").write_text("raise AssertionError('it is not to be imported')")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site-packages"), str(tmp_path / "lib")])
     work = tmp_path / "work"
-    (work / "installed").mkdir(parents=True)  # a folder of data of that name
+    (work / "installed").mkdir(parents=True)  # a folder of data with that name
     (work / "shadowed.py").touch()
     monkeypatch.chdir(work)
     return work
@@ -139,7 +139,7 @@ def test_a_module_in_no_package_is_read_as_a_script(folder: Path) -> None:
     assert find(CommandKind.MODULE, "job", ()).text.imports == ("installed", "numpy")
 
 
-# ---------------------------------------------------------------- what torch imports for the first optimizer
+# ---------------------------------------------------------------- torch's imports for the first optimizer
 
 
 @pytest.mark.parametrize("text", ["", "os.environ['RANK'], os.environ.get('WORLD_SIZE')", "x.update({})"])

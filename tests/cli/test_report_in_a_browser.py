@@ -1,4 +1,4 @@
-"""The page of ``elasticd report`` as a browser shows it, made from what a run has left."""
+"""The page of ``elasticd report`` in a browser, made from the files of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``elasticd bench scaling`` makes of the times of steps."""
+"""What ``elasticd bench scaling`` derives from the times of steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEP = StepCosts(data_s=0.001, compute_s=0.010, communication_s=0.002, waiting_s
 
 
 def worker(rank: int, of: Sequence[StepCosts], batch: int = 4, since_s: float = 100.0) -> list[StepRecord]:
-    """The records of a worker whose steps cost this."""
+    """Return the records of a worker whose steps have these costs."""
 
     def sums(cost: Callable[[StepCosts], float]) -> list[float]:
         return list(accumulate(map(cost, of)))

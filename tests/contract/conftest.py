@@ -1,7 +1,7 @@
-"""Harnesses: the same claims for a real etcd and for the simulated one.
+"""Harnesses: the same tests run with a real etcd and with the simulated one.
 
-A harness makes stores (one per agent, all of one job) and faults, and knows how to wait. What a
-test hears through call backs it collects in an ``Inbox`` of the harness.
+A harness makes stores (one for each agent of a job) and faults, and knows how to wait. A test collects the
+calls of its callbacks in an ``Inbox`` of the harness.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from elasticd.etcd.store import EtcdStore
 from tests.etcd.cluster import freeze
 
 TTL_S = 2.0
-PATIENCE_S = 60.0  # a machine may be busy; nothing waits longer than it must
+PATIENCE_S = 60.0  # a machine may be busy; no test waits longer than it must
 
 
 class Inbox(list[Any]):
-    """Collects what a callback brings: pass the inbox as the callback."""
+    """Collects the calls of a callback: pass the inbox as the callback."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         super().__init__()
@@ -38,27 +38,27 @@ class Inbox(list[Any]):
 
 class Harness(Protocol):
     def store(self, agent: str) -> Store:
-        """The store of this agent; the same one each time."""
+        """Return the store of this agent: the same object each time."""
 
     def inbox(self) -> Inbox: ...
 
     def until(self, holds: Callable[[], Any]) -> None:
-        """Let the world go on until this holds; fails when it takes too long."""
+        """Let time pass until the condition holds. Fail if that takes too long."""
 
     def close(self, agent: str) -> None:
-        """The agent leaves politely."""
+        """Let the agent leave in good order."""
 
     def expire(self, agent: str) -> None:
-        """etcd drops the agent's lease; the agent lives on."""
+        """Let etcd drop the agent's lease. The agent lives on."""
 
     def outage(self) -> None:
-        """etcd is killed."""
+        """Kill etcd."""
 
     def hang(self) -> None:
-        """etcd is stopped: it takes connections and answers nothing."""
+        """Stop etcd: it accepts connections and answers nothing."""
 
     def restore(self) -> None:
-        """etcd is back, with everything it had."""
+        """Bring etcd back, with everything that it had."""
 
 
 class RealHarness:

@@ -1,4 +1,4 @@
-"""What the workers of a port have reported, as tests ask for it."""
+"""Collects what workers report through the port, so that tests can ask for it."""
 
 from __future__ import annotations
 

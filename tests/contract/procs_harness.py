@@ -1,7 +1,7 @@
-"""What the contract of ``core.ports.Procs`` is tried on: simulated processes, and real ones.
+"""Harnesses: the same tests of ``core.ports.Procs`` run with simulated and with real processes.
 
-A test says how a worker is to behave, starts it, and waits until something is true; the harness
-makes that happen on its own kind of processes, in its own kind of time.
+A test says how a worker is to behave, starts the worker, and waits until a condition holds. The harness makes
+that happen with its kind of processes and its kind of time.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Make steps for ever. ``on_sigterm``: die of it, save and exit with 0, or ignore it."""
+    """Make steps for ever. ``on_sigterm``: die, save and exit with 0, or ignore the signal."""
 
     on_sigterm: OnSigterm = OnSigterm.DIE
 
 
 @dataclass(frozen=True, slots=True)
 class EndWith:
-    """Make a step or so, then end with this exit code, or by this signal if it is negative."""
+    """Make a few steps. Then end with this exit code, or by this signal if the number is negative."""
 
     code: int
 
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """Keep the process from round to round, and make steps in each. ``leaves``: when it is told to."""
+    """Keep the process from round to round, and make steps in each. ``leaves``: whether the worker leaves a
+    round when told to."""
 
     leaves: bool = True
 
@@ -58,28 +59,28 @@ Behaviour = Train | EndWith | InPlace
 
 class ProcsHarness(Protocol):
     procs: Procs
-    exits: list[tuple[int, Exit]]  # as `exited` was told, in order
+    exits: list[tuple[int, Exit]]  # in the order of the calls of `exited`
     heard: Heard
 
     def start(
         self, round_number: int, behaviours: Mapping[int, Behaviour], waiting: tuple[int, ...] = ()
     ) -> None:
-        """Start one worker in each of these slots; ranks follow the order of slots."""
+        """Start one worker in each of these slots. Ranks follow the order of the slots."""
 
     def standby(self, behaviours: Mapping[int, Behaviour]) -> None:
-        """Start one in each of these slots that belongs to no round."""
+        """Start one worker in each of these slots that belongs to no round."""
 
     def process(self, slot: int) -> object:
-        """What tells the process in this slot from others."""
+        """Return what distinguishes the process in this slot from other processes."""
 
     def until(self, predicate: Callable[[], bool]) -> None:
-        """Let time pass until this is true; fail if it does not come true."""
+        """Let time pass until the condition holds. Fail if it never does."""
 
     def now(self) -> float:
-        """Seconds since the epoch, as the fence counts them."""
+        """Return the seconds since the epoch, by the clock of the fence."""
 
     def alive(self) -> bool:
-        """Whether any worker's process runs, and is not about to be gone."""
+        """Whether any worker's process runs, and is not about to end."""
 
     def close(self) -> None: ...
 
@@ -184,7 +185,7 @@ class RealHarness:
         with self._told:
             while not predicate():
                 assert time.monotonic() < deadline, f"it never came true; exits so far: {self.exits}"
-                self._told.wait(0.01)  # exits wake this; steps tell nobody
+                self._told.wait(0.01)  # exits wake this; no event tells of steps
 
     def now(self) -> float:
         return time.time()

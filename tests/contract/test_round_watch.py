@@ -1,4 +1,4 @@
-"""What an agent and a leader read of a round whose members are in parts, with the real and the simulated
+"""What an agent and a leader read of a round whose members are in parts. Run with the real and the simulated
 store."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The promises of core.ports.Store, kept by the real and the simulated store."""
+"""The promises of core.ports.Store, which the real and the simulated store keep."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def leader(agent: str) -> Put:
 
 
 def apply(harness: Harness, agent: str, *writes: Write, guards: tuple[Any, ...] = ()) -> Any:
-    """Transact and wait for the answer."""
+    """Send a transaction. Return the answer."""
     answers = harness.inbox()
     harness.store(agent).transact(guards, writes, answers)
     harness.until(lambda: answers)
@@ -47,8 +47,8 @@ def apply(harness: Harness, agent: str, *writes: Write, guards: tuple[Any, ...] 
 
 
 def apply_once_back(harness: Harness, agent: str, *writes: Write) -> None:
-    """Transact until it is applied: an etcd that comes back may leave the first few unanswered, and an
-    inbox that waits for what nobody asks again for would wait in vain."""
+    """Send the transaction again until it is applied: an etcd that comes back may leave the first requests
+    unanswered."""
     deadline = time.monotonic() + PATIENCE_S
     while not isinstance(answer := apply(harness, agent, *writes), Applied):
         assert isinstance(answer, NoAnswer) and time.monotonic() < deadline, answer
@@ -75,7 +75,7 @@ def entries(seen: Inbox) -> list[Entry]:
 
 
 def state(seen: Inbox) -> dict[str, Any]:
-    """Return the keys and facts that a reader of this news believes in."""
+    """Return the keys and facts that a reader of this news knows."""
     known: dict[str, Any] = {}
     for what in seen:
         if isinstance(what, Listing):

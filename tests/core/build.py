@@ -1,4 +1,4 @@
-"""Makes facts for the tests of the core in one line each. A test names only what matters to it."""
+"""Makes facts for the tests of the core, in one line each. A test names only the fields that matter to it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def spec(
 
 
 def life(name: str, number: int = 1) -> str:
-    """The incarnation of a node's agent: its first, its second, ..."""
+    """Return the incarnation of a node's agent: its first, its second, ..."""
     return f"{name}#{number}"
 
 
@@ -140,8 +140,8 @@ def crew(
     order: Leaving | Stopping | None = None,
     broken: bool = False,
 ) -> Crew:
-    """The crew of a member, by default of the first; its workers train, but for those whose ``lives`` are
-    given."""
+    """Return the crew of a member, by default of the first one. Its workers train, except those in
+    ``lives``."""
     member = member or round.members[0]
     workers = {**dict.fromkeys(member.slots, Life.TRAINING), **(lives or {})}
     told = Report(member.node, member.incarnation, round.number, exits, broken=broken)
@@ -174,7 +174,7 @@ def view(
     seen_at: float = 0.0,
     absence_counts_from: float = 0.0,
 ) -> View:
-    """What a leader sees; nodes registered in the order given."""
+    """Return what a leader sees. Nodes are registered in the given order."""
     return View(
         spec=spec,
         round=round,
@@ -193,12 +193,12 @@ def view(
 
 
 def not_listed(view: View, key: str) -> View:
-    """What a leader sees before the key was listed."""
+    """Return what a leader sees before the key was listed."""
     return replace(view, revisions={k: revision for k, revision in view.revisions.items() if k != key})
 
 
 def written(plan: Plan, key: str) -> Fact:
-    """The one fact that the plan puts under a key."""
+    """Return the one fact that the plan writes to a key."""
     facts = [w.fact for w in plan.writes if isinstance(w, Put) and w.key == key]
     assert len(facts) == 1, f"{key} is written {len(facts)} times in {plan}"
     return facts[0]

@@ -1,4 +1,4 @@
-"""One agent, node a, driven by the test: the events that it gets, and its actions."""
+"""One agent, node a, driven by the test, which sends events and gets actions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER_LEADER = Leadership("z", life("z"))
 
 
 class Agent:
-    """``did`` and ``said`` are the actions and reasons of the last event; ``now`` moves by hand."""
+    """``did`` and ``said``: the actions and reasons of the last event. ``now``: the test sets the time."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Agent:
         return self.told(KeySeen(Entry(key, fact, self.revision, created or (self.revision if fact else 0))))
 
     def answered(self, tag: Tag, answer: Answer | None = None) -> tuple[Action, ...]:
-        """Answer a write; by default the write is applied."""
+        """Answer a write. By default the write is applied."""
         self.revision += 1
         return self.told(Answered(tag, answer or Applied(self.revision)))
 
@@ -76,14 +76,14 @@ class Agent:
         return self.told(LeaseChanged(LeaseHeld(self.now + for_s)))
 
     def at(self, now: float) -> tuple[Action, ...]:
-        """Time passes, and nothing else."""
+        """Let time pass, and nothing else."""
         self.now = now
         return self.told(Tick())
 
     def exits(self, round: int, exit: Exit, steps: int = 0) -> tuple[Action, ...]:
         return self.told(WorkerExited(round, exit, steps))
 
-    # ---------------------------------------------------------------- what it did
+    # ---------------------------------------------------------------- the agent's actions
 
     def all_of(self, kind: type[A]) -> list[A]:
         return [a for a in self.did if isinstance(a, kind)]
@@ -102,7 +102,7 @@ class Agent:
 
     @classmethod
     def registered(cls, wanted: Spec | None = None, **more: float) -> Agent:
-        """Joined and registered in a job that another agent leads, and that waits."""
+        """Let the agent join and register in a job that another agent leads, and that waits."""
         one = cls(wanted, **more)  # type: ignore[arg-type]
         one.sees("spec", one.state.wanted)
         one.sees("round", None)
@@ -115,7 +115,7 @@ class Agent:
 
     @classmethod
     def working(cls, round: Round, wanted: Spec | None = None, **more: float) -> Agent:
-        """Registered, with the workers of a live round running."""
+        """Let the agent register, and run the workers of a live round."""
         one = cls.registered(wanted, **more)
         one.sees("round", round)
         one.one(StartWorkers)

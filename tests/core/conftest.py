@@ -1,4 +1,4 @@
-"""Stories can be recorded anew."""
+"""The option that records stories again."""
 
 import pytest
 

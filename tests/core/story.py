@@ -1,10 +1,10 @@
 """Stories: text files that say what happens to a job, and record what its agents and its leader do about it.
 
-A story runs in the simulator, with the real agents and the real leader, a network that always takes one
-millisecond, and no dice. A line that starts at the left margin is an event, written by a person: ``EVENTS``
-has them all. The indented lines below an event are what followed: the seconds since the story began, who
-acted, and the words that the log of a real job has for it. A line that starts with ``#`` is a comment; the
-first is the story's title.
+A story runs in the simulator, with the real agents and the real leader. The network always takes one
+millisecond, and nothing is random. A line that starts at the left margin is an event, written by a person;
+``EVENTS`` has all kinds of events. The indented lines below an event are what followed: the seconds since the
+story began, who acted, and the words that the log of a real job has for it. A line that starts with ``#`` is
+a comment. The first comment is the story's title.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.sim.inspector import Illness
 from tests.sim.invariants import Invariants
 from tests.sim.procs import Job, World
 
-MOST_S = 7200.0  # how long a story waits for what it says will happen
+MOST_S = 7200.0  # how long a story waits for the condition in an event
 DELAY_S = 0.001  # each way between an agent and etcd
 # The reasons that an agent gives as the leader.
 Leaders = (Wait | FailureCharged | JobEnded | RoundClosing | RoundFormed | SlotDrained | SlotQuarantined) | (
@@ -51,19 +51,19 @@ T = TypeVar("T")
 
 
 class Misread(Exception):
-    """A line of a story that means nothing, or that waits for what does not happen."""
+    """A line of a story has no meaning, or waits for something that does not happen."""
 
 
 class NoDice(Random):
-    """Random numbers that are always the lowest: the shortest of a range of delays, and no event that has
-    a chance."""
+    """Random numbers that are always the lowest: delays are the shortest of their range, and random faults
+    never happen."""
 
     def random(self) -> float:
         return 0.0
 
 
 class StoryClock(Clock):
-    """Records what happened, for people, each thing once."""
+    """Records what happened, in words for people, each thing once."""
 
     def __init__(self) -> None:
         super().__init__("story")
@@ -73,7 +73,8 @@ class StoryClock(Clock):
         return NoDice()
 
     def note(self, who: str, what: object) -> None:
-        if who == "round" or " fails by itself" in f"{what}":  # which the leader and the agent say better
+        # the leader and the agent have better words for these
+        if who == "round" or " fails by itself" in f"{what}":
             return
         if isinstance(what, Leaders):
             who = f"leader {who}"
@@ -88,7 +89,7 @@ class Stage:
     clock: StoryClock = field(default_factory=StoryClock)
     setup: Setup = field(default_factory=lambda: Setup((), Limits(1, 1), Policy(), job=Job(**_JOB)))
     built: Cluster | None = None
-    told: int = 0  # how many lines of the transcript have been given out
+    told: int = 0  # how many lines of the transcript have been returned
 
     @property
     def cluster(self) -> Cluster:
@@ -104,7 +105,7 @@ class Stage:
         return self.cluster.agents[name]
 
     def news(self) -> list[str]:
-        """The lines of the transcript that are new."""
+        """Return the new lines of the transcript."""
         told, self.told = self.told, len(self.clock.lines)
         return self.clock.lines[told:]
 
@@ -121,7 +122,8 @@ EVENTS: list[tuple[re.Pattern[str], Callable[..., None]]] = []
 
 
 def event(pattern: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A line of this form happens so. The parts in parentheses are the arguments; ``N`` stands for a name."""
+    """Register the function for lines of this form. The parts in parentheses are its arguments; ``N`` stands
+    for a name."""
 
     def enter(act: Callable[..., None]) -> Callable[..., None]:
         EVENTS.append((re.compile(pattern.replace("N", r"([a-z]\w*)")), act))
@@ -131,7 +133,7 @@ def event(pattern: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def _set(facts: T, settings: str) -> T:
-    """The facts with these ``key=value`` changed that they have a field for."""
+    """Return the facts, with the fields changed that these ``key=value`` name."""
     known = {f.name for f in fields(facts)}  # type: ignore[arg-type]
     pairs = (pair.partition("=") for pair in settings.split())
     changes = {key: _value(getattr(facts, key), text) for key, _, text in pairs if key in known}
@@ -151,7 +153,7 @@ def _value(old: object, text: str) -> object:
 
 @event(r"job ((?: ?\w+=\S+)+)")
 def _job(stage: Stage, settings: str) -> None:
-    """``job min=2 max=4``: with any field of Policy, of Setup, or of the simulator's Job."""
+    """``job min=2 max=4``: sets any field of Policy, of Setup, or of the simulator's Job."""
     assert stage.built is None, "the settings come before the first node"
     _check(settings, Limits, Policy, Setup, Job)
     most = re.search(r"max=(\d+)", settings)
@@ -171,7 +173,8 @@ def _check(settings: str, *kinds: type) -> None:
 
 @event(r"nodes? ([\w ]+?) starts? with (\d+) slots?(?:, though with ((?: ?\w+=\S+)+))?")
 def _start(stage: Stage, names: str, slots: str, other: str | None) -> None:
-    """``nodes a b start with 2 slots``; ``, though with max=9``: on another command line than the first."""
+    """``nodes a b start with 2 slots``. With ``, though with max=9`` their command line differs from the
+    first node's."""
     rules = stage.cluster.setup
     if other:
         _check(other, Limits, Policy, Setup)
@@ -187,7 +190,7 @@ def _start(stage: Stage, names: str, slots: str, other: str | None) -> None:
 
 @event(r"another agent called N starts with (\d+) slots?")
 def _start_namesake(stage: Stage, name: str, slots: str) -> None:
-    """On another machine, while the first one runs."""
+    """Start an agent of the same name on another machine, while the first one runs."""
     stage.clock.note(name, f"another agent of this name starts with {slots} slots")
     namesake = SimAgent(stage.cluster, name, int(slots), 0.0, machine="another machine")
     stage.cluster.agents[f"{name}2"] = namesake
@@ -196,7 +199,7 @@ def _start_namesake(stage: Stage, name: str, slots: str) -> None:
 
 @event(r"agents? ([\w ]+?) (?:is|are) killed(?:, and started again (\d+) s later)?")
 def _kill_agent(stage: Stage, names: str, seconds: str | None) -> None:
-    """Its workers die with it."""
+    """Kill the agent. Its workers die with it."""
     for name in names.split():
         stage.agent(name).crash()
         if seconds:
@@ -205,7 +208,7 @@ def _kill_agent(stage: Stage, names: str, seconds: str | None) -> None:
 
 @event(r"agent N is stopped for (\d+) s")
 def _pause(stage: Stage, name: str, seconds: str) -> None:
-    """SIGSTOP, to the agent alone."""
+    """Stop the agent alone (SIGSTOP)."""
     stage.clock.note(name, "the agent is stopped")
     stage.agent(name).host.pause()
 
@@ -223,10 +226,10 @@ def _signal(stage: Stage, name: str, signal: str) -> None:
 
 @event(r"the warden of N's workers is killed")
 def _kill_keeper(stage: Stage, name: str) -> None:
-    """The process that keeps them, so that they die with it."""
+    """Kill the warden. The workers die with it."""
     agent = stage.agent(name)
     for worker in agent.procs.workers.values():
-        worker.exited = lambda *_: None  # nobody is left who could tell
+        worker.exited = lambda *_: None  # no process is left that could report the ends
     agent.procs.kill()
     agent.post(WardenLost())
 
@@ -237,12 +240,12 @@ def _cut(stage: Stage, name: str, seconds: str) -> None:
     stage.later(seconds, stage.agent(name).store.reconnect)
 
 
-# ---------------------------------------------------------------- its workers
+# ---------------------------------------------------------------- workers of a node
 
 
 @event(r"worker (\d+) on N (is killed|fails|hangs)(?:, with ((?: ?\w+=\S+)+))?(?:: (.+))?")
 def _fail(stage: Stage, slot: str, name: str, how: str, more: str | None, message: str | None) -> None:
-    """``worker 1 on b fails, with code=3: out of memory``: with any field of Exit."""
+    """``worker 1 on b fails, with code=3: out of memory``: sets any field of Exit."""
     agent, exit = stage.agent(name), _HOW[how] | {"message": message or ""}
     for pair in (more or "").split():
         key, _, text = pair.partition("=")
@@ -266,13 +269,13 @@ def _finish(stage: Stage, slot: str, name: str) -> None:
 
 @event(r"worker (\d+) on N is stuck")
 def _stick(stage: Stage, slot: str, name: str) -> None:
-    """It will not leave its round when it is told to."""
+    """Let the worker not leave its round when it is told to."""
     stage.agent(name).procs.workers[int(slot)].stuck = True
 
 
 @event(r"worker (\d+) on N is (stopped|asleep|busy|apart|polling) from now on(?:, for (\d+) s)?")
 def _fall_ill(stage: Stage, slot: str, name: str, how: str, seconds: str | None) -> None:
-    """It makes no step: its agent has to find out why. See ``Illness``."""
+    """Let the worker make no step. Its agent has to find out why. See ``Illness``."""
     worker = stage.agent(name).procs.workers[int(slot)]
     worker.fall_ill(Illness(how))
     if seconds:
@@ -281,7 +284,7 @@ def _fall_ill(stage: Stage, slot: str, name: str, how: str, seconds: str | None)
 
 @event(r"the workers lose each other")
 def _break_up(stage: Stage) -> None:
-    """None has ended: a connection was reset."""
+    """Reset a connection between workers. No worker has ended."""
     _world(stage).break_up("connection reset by peer")
 
 
@@ -295,7 +298,7 @@ def _world(stage: Stage) -> World:
 
 @event(r"slot (\d+) on N is bad for (\d+) s")
 def _spoil(stage: Stage, slot: str, name: str, seconds: str) -> None:
-    """Its workers die as soon as they have started."""
+    """Let the slot's workers die as soon as they have started."""
     stage.clock.note(name, f"slot {slot} is bad")
     stage.agent(name).procs.bad_slots[int(slot)] = stage.clock.now() + float(seconds)
 
@@ -373,7 +376,7 @@ def _until_left(stage: Stage) -> None:
 
 @event(r"until (.+)")
 def _until(stage: Stage, text: str) -> None:
-    """Until a new line of the transcript has these words in it."""
+    """Wait until a new line of the transcript has these words."""
     since = len(stage.clock.lines)
     stage.wait(lambda: any(text in line for line in stage.clock.lines[since:]), text)
 
@@ -382,7 +385,7 @@ def _until(stage: Stage, text: str) -> None:
 
 
 def play(script: str) -> str:
-    """The story with its transcript as it is now, whatever transcript it has."""
+    """Return the story with its new transcript, whatever transcript it has."""
     return "".join(f"{line}\n" for line in _played(script))
 
 

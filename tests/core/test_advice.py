@@ -1,4 +1,4 @@
-"""The warnings about a script that behaves otherwise than its users may think. Each is given once."""
+"""The warnings about a script that behaves otherwise than its users may expect. Each is given once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN = RunConfig("j", "a", "127.0.0.1", Limits(1, 4), 4, Command(CommandKind.SC
 
 @dataclass
 class Life:
-    """Of one job, as the agent with rank 0 looks at it, or another."""
+    """One job, as seen by the agent with rank 0 or by another agent."""
 
     config: RunConfig = PLAIN
     base_rank: int = 0
@@ -28,7 +28,7 @@ class Life:
         self.advice = Advice(self.config.for_the_library)
 
     def sees(self, round: int, size: int, *told: PageContents) -> list[Reason]:
-        """What is said now."""
+        """Return what is said now."""
         crew = SimpleNamespace(
             round=SimpleNamespace(number=round, world_size=size),
             member=Member("a", "1", (0,), self.base_rank),
@@ -99,10 +99,10 @@ def test_a_restart_from_the_start_is_told_once() -> None:
 @pytest.mark.parametrize(
     ("far", "made", "uses"),
     [
-        (FAR - 1, 0, Use(0)),  # it had hardly begun
+        (FAR - 1, 0, Use(0)),  # the script had hardly begun
         (FAR + 5, FAR, Use(0)),  # resumed
-        (FAR + 5, None, Use(0)),  # an optimizer that does not count: nobody knows
-        (FAR + 5, 0, Use.STATE),  # takes the state over from a survivor
+        (FAR + 5, None, Use(0)),  # an optimizer that does not count steps: nobody knows
+        (FAR + 5, 0, Use.STATE),  # the worker takes the state over from a survivor
     ],
 )
 def test_a_restart_that_goes_on_is_not_told(far: int, made: int | None, uses: Use) -> None:

@@ -63,7 +63,7 @@ from tests.core.by_hand import PORT, Agent, put
 SIGINT, SIGKILL, SIGUSR1, SIGTERM = 2, 9, 10, 15
 POLICY = Policy()
 ROUND = round(1, {"a": 2, "b": 2})
-SECOND = round(1, {"b": 2, "a": 2})  # somebody else hosts the store
+SECOND = round(1, {"b": 2, "a": 2})  # another node hosts the store
 
 
 def ended(round: Round, outcome: Outcome) -> Round:
@@ -182,7 +182,7 @@ def test_an_agent_that_joined_by_the_spec_of_a_job_that_just_ended_joins_again()
 
 
 def test_a_job_that_finished_unseen_is_not_started_again_by_a_late_spec() -> None:
-    """The spec is gone already, the end of the round is not here yet: the guard tells etcd so."""
+    """The spec is gone already, and the end of the round has not arrived. The guard tells etcd so."""
     one = Agent()
     one.sees("nodes/a", None)
     one.sees("round", ROUND)
@@ -239,7 +239,7 @@ def test_an_agent_takes_the_place_of_an_earlier_one_on_its_machine_whose_process
 
 
 def test_an_agent_with_workers_takes_a_place_again_only_for_the_round_that_is_written() -> None:
-    """Another was given its name while its lease was away, and died at once."""
+    """Another agent got its name while its lease was away, and died at once."""
     one = Agent.working(ROUND)
     round_at = one.revision
     one.told(LeaseChanged(LeaseExpired()))
@@ -264,7 +264,7 @@ def test_no_name_is_called_taken_while_the_store_is_silent() -> None:
 
 
 def test_a_round_that_closed_before_it_was_begun_is_released() -> None:
-    """The leader waits for that, and nothing will ever run in it here."""
+    """The leader waits for the release, and no worker will ever run in this round here."""
     one = Agent.registered()
     one.sees("round", closing(SECOND))
     record = put(one.wrote(Tag.NODE).writes[0])
@@ -312,7 +312,7 @@ def test_an_exit_that_cannot_be_is_ignored(stray: tuple[int, Exit]) -> None:
 
 
 def test_a_failure_seen_last_is_told_with_the_release() -> None:
-    """The leader settles a round by its reports as soon as all have released it."""
+    """The leader settles a round by its reports, as soon as all have released the round."""
     one = Agent.working(SECOND)
     one.exits(1, exit(0, 2))
     one.answered(Tag.REPORT, Refused())
@@ -353,8 +353,8 @@ def test_an_agent_with_a_store_of_its_own_puts_up_no_fence() -> None:
 
 
 def test_training_goes_on_while_the_store_itself_is_away() -> None:
-    """The fence moves with each proof that etcd serves nobody. Otherwise a stopped agent's workers would
-    train on."""
+    """The fence moves with each proof that etcd serves no agent. The workers of a stopped agent would train
+    on otherwise."""
     one = Agent.working(ROUND)
     one.told(LeaseChanged(StoreSilent(NOW + 1, cut_off=False)))
     assert one.did == (Fence(NOW + 6),) and one.said == (StoreAway(False, None),)
@@ -368,7 +368,8 @@ def test_training_goes_on_while_the_store_itself_is_away() -> None:
 
 
 def test_an_outage_that_becomes_a_partition_takes_no_time_back_that_was_proved() -> None:
-    """Nobody was served for up to two seconds ago; whoever leads has to wait for us since etcd is back."""
+    """Until two seconds ago etcd served no agent. A new leader has to wait for this agent from the moment
+    when etcd came back."""
     one = Agent.working(ROUND)
     one.told(LeaseChanged(StoreSilent(NOW, cut_off=False)))
     one.now = NOW + 60

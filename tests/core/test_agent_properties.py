@@ -1,4 +1,4 @@
-"""Whatever events an agent gets, in whatever order, its invariants hold."""
+"""The invariants of an agent hold whatever events it gets, in whatever order."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ WEIGHTED = [kind for kind, weight in EVENTS.items() for _ in range(weight)]
 
 
 class Watched(Agent):
-    """An agent beside a model of what runs on its node and what it has under way."""
+    """An agent, beside a model of what runs on its node and what it has requested."""
 
     def __init__(self) -> None:
         super().__init__(spec(1, 4))
@@ -115,7 +115,7 @@ BEGINNING: list[Told] = [
     ("own", 0, 0),
     ("lease", 0, 0),
     ("answer", 0, 0),
-]  # after which its workers run
+]  # the agent's workers run after this
 
 
 @st.composite
@@ -125,7 +125,7 @@ def lives(draw: st.DrawFn) -> list[Told]:
 
 
 def tell(one: Watched, kind: str, a: int, b: int) -> None:
-    """Give the agent one event that is possible now, or none; the numbers choose the event. Rounds only go
+    """Give the agent one event that is possible now, or none. The numbers choose the event. Rounds only go
     forward, as in etcd."""
     one.did = ()
     match kind:
@@ -196,7 +196,7 @@ def test_whatever_an_agent_is_told_it_keeps_to_its_rules(events: list[Told], wel
         before = one.state.released.round
         tell(one, kind, a, b)
         one.check(before)
-        one.told(Tick())  # nothing has happened, so little is left to do
+        one.told(Tick())  # nothing has happened, so there is little to do
         assert (
             not one.all_of(CountOtherNodes) and not one.all_of(CheckProcess) and not one.all_of(StopWorkers)
         )

@@ -20,7 +20,7 @@ def failure(name: str = "a", slot: int = 0) -> Failure:
     return Failure(name, exit(slot))
 
 
-# ---------------------------------------------------------------- whose failure
+# ---------------------------------------------------------------- whose failure counts
 
 
 def test_the_first_failure_by_the_clock_is_the_cause_wherever_it_was() -> None:
@@ -68,7 +68,7 @@ def test_steps_of_another_round_are_no_progress() -> None:
     assert not budget.progressed(LIVE, [report("a", 6, steps=100)])
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- what a failure costs
 
 
 def test_a_charge_is_counted_and_old_ones_leave_the_window() -> None:
@@ -84,13 +84,13 @@ def test_a_charge_is_counted_and_old_ones_leave_the_window() -> None:
         ((50, 50), False),
         ((50, 50, 50), True),
         ((50, 48, 49), True),
-        ((50, 50, 51, 50), False),  # a little further each time
+        ((50, 50, 51, 50), False),  # each a little further than the last
         ((50, 50, 51, 50, 51), True),
     ],
 )
 def test_going_back_helps_as_long_as_it_leads_further(steps: tuple[int, ...], lost: bool) -> None:
     been = Budget()
-    for at, step in enumerate(steps):  # a day apart each
+    for at, step in enumerate(steps):  # each a day after the last
         been = budget.charge(
             budget.note_rollback(been, step), failure("a", 0), True, POLICY, NOW + 86400 * at
         )
@@ -149,7 +149,7 @@ def test_progress_in_between_forgives_what_was_futile() -> None:
     ("steps", "futile"), [((5, 5, 5, 5), True), ((5, 5, 6, 6), False), ((5, 5, 4, 4), True)]
 )
 def test_steps_committed_between_failures_forgive_too(steps: tuple[int, ...], futile: bool) -> None:
-    """In rounds that were ended to grow: whoever joins fails at once, but the others get on."""
+    """The rounds end in order to grow. The newcomer fails at once, and the others make progress."""
     patient, spent = replace(POLICY, restarts_max=100), Budget()
     for i, step in enumerate(steps):
         spent = budget.charge(spent, failure(), False, patient, NOW + i, step)
@@ -164,7 +164,8 @@ def test_futility_can_be_switched_off() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 60), st.booleans()), max_size=40), st.integers(0, 6))
 def test_the_budget_is_never_overspent(failures: list[tuple[float, bool]], allowed: int) -> None:
-    """A job that goes on after each charge unless told to end never bears too many in any window."""
+    """A job that continues after each charge, unless it is told to end, never has too many charges in any
+    window."""
     policy = replace(POLICY, restarts_max=allowed)
     spent, now, borne = Budget(), NOW, []
     for pause_s, progressed in failures:
@@ -178,7 +179,7 @@ def test_the_budget_is_never_overspent(failures: list[tuple[float, bool]], allow
         assert sum(end - policy.restart_window_s < at <= end for at in borne) <= allowed
 
 
-# ---------------------------------------------------------------- which slot
+# ---------------------------------------------------------------- which slot is to blame
 
 
 def test_a_slot_that_failed_alone_is_suspect_after_enough_failures_in_a_row() -> None:
@@ -208,7 +209,7 @@ def test_each_quarantine_is_twice_as_long_up_to_a_limit() -> None:
 
 
 def test_a_slot_may_fail_for_weeks() -> None:
-    """Doubling without bound overflowed a float after some thousand failures."""
+    """Doubling without a bound overflowed a float after some thousand failures."""
     known = Budget(quarantines=(Quarantine("a", 1, NOW, 5000),))
     (only,) = budget.quarantine(known, ("a", 1), POLICY, NOW).quarantines
     assert only == Quarantine("a", 1, NOW + POLICY.quarantine_max_s, 5001)

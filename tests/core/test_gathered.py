@@ -1,4 +1,5 @@
-"""What a leader knows from the nodes' telemetry, what it keeps for its successor, and how often it hears."""
+"""What a leader knows from the nodes' telemetry, what it keeps for its successor, and how often it hears from
+nodes."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_the_time_of_nodes_that_come_back_counts_once_also_if_they_had_no_room_i
 
 @pytest.mark.parametrize("early", [0, 100, 200])
 def test_the_time_of_nodes_that_come_back_under_another_leader_counts_once(early: int) -> None:
-    """``early``: so many tell the new leader of themselves before it has read what the first one left."""
+    """``early``: so many nodes report to the new leader before it has read the first leader's summary."""
     names = [f"n{n:03}" for n in range(200)]
     first, summary = summarize(known(**dict.fromkeys(names, 100.0)), "n000", {"n000"}, 200.0)
     left = records.decode("forgotten", records.encode("forgotten", gathered.to_keep(first)))
@@ -202,7 +203,7 @@ def test_the_leader_hears_of_a_bounded_number_of_nodes_a_second(nodes: int, ever
 
 @pytest.mark.parametrize("slots", [1, 8, 64, KEPT_MAX * 8])
 def test_the_summaries_of_a_day_fill_no_etcd(slots: int) -> None:
-    """Neither its database, nor its raft log, which keeps many of them in memory."""
+    """They fill neither etcd's database nor its raft log, which keeps many of them in memory."""
     times = tuple(SlotTime(n, {"productive": 123456.789, "restarting": 12.345}, 10_000) for n in range(slots))
     told = NodeTelemetry("node", "i" * 32, ledger=NodeLedger("node", 1e9, times, RUN))
     summary = Summary(RUN, 1e9, nodes=(told,))

@@ -1,4 +1,4 @@
-"""A GPU's own errors make its slot bad; those of the program that ran on the GPU do not."""
+"""A GPU's own errors make its slot bad. Errors of the program that ran on the GPU do not."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def bad(*reports: GpuErrors) -> str | None:
         ([GpuErrors(xids=(13, 31, 43, 45))], None),
         ([GpuErrors(xids=(79, 13, 48))], "its driver reports XID 48, 79"),
         ([GpuErrors(lost=True)], "its driver cannot reach it: it is off the bus, or hangs"),
-        ([GpuErrors(uncorrected=7)], None),  # they came before the agent began
+        ([GpuErrors(uncorrected=7)], None),  # the errors came before the agent began
         (
             [GpuErrors(uncorrected=7), GpuErrors(uncorrected=9)],
             "2 of its memory errors could not be corrected",
         ),
-        ([GpuErrors(uncorrected=7), GpuErrors(), GpuErrors(uncorrected=2)], None),  # the driver was reloaded
+        # the driver was loaded again
+        ([GpuErrors(uncorrected=7), GpuErrors(), GpuErrors(uncorrected=2)], None),
         ([GpuErrors(xids=(79,)), GpuErrors()], "its driver reports XID 79"),
         ([GpuErrors(xids=(79,)), GpuErrors(lost=True)], "its driver reports XID 79"),
     ],

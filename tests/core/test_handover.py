@@ -1,4 +1,4 @@
-"""Who passes the state on where no worker that holds it stays."""
+"""Which workers hand the state over if no worker that holds the state stays."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_where_nobody_holds_anything_nothing_is_passed_on() -> None:
 
 
 def test_a_slot_that_is_left_out_gives_the_state_to_the_heirs_beside_it_on_its_node() -> None:
-    """Its straggler was the last to hold the state. The node is in the round once."""
+    """The straggler's worker is the last that holds the state. The node is in the round once."""
     heirs = (Member("a", life("a"), (0,), 0), Member("b", life("b"), (0, 1), 1, 1))
     nodes = {n.name: n for n in (node("b"), holding("a", 1, draining=False))}
     passing = handover.members(LAST, nodes, heirs)
@@ -71,7 +71,7 @@ def test_a_slot_that_is_left_out_gives_the_state_to_the_heirs_beside_it_on_its_n
 
 
 def parts(name: str, *slots: int, agreed: int = 4, released: int = 4) -> Node:
-    """A node of which each slot holds a part."""
+    """Return a node of which each slot holds a part."""
     age = Age(agreed, 9)
     return replace(node(name, 2, released=released), ready=slots, age=age, holders=slots, sharded=True)
 
@@ -79,8 +79,8 @@ def parts(name: str, *slots: int, agreed: int = 4, released: int = 4) -> Node:
 def giving(
     heirs: dict[str, int], *nodes: Node, out: int | None = None, unit: int = 1
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Who gives, of a round of three nodes with two slots each. ``out``: ranks from there on were
-    to leave."""
+    """Return which slots hand over, in a round of three nodes with two slots each. ``out``: ranks from this
+    one on were to leave."""
     left_out = (RankRange(out, 6),) if out is not None else ()
     last = round(4, {"a": 2, "b": 2, "c": 2}, Phase.CLOSING, planned=out is not None)
     chosen = members(heirs)
@@ -144,7 +144,8 @@ def test_a_worker_of_an_earlier_round_gives_nothing_and_neither_does_one_that_st
 
 
 def test_parts_that_make_no_whole_state_are_passed_on_once() -> None:
-    """Workers of a unit have died: what the others hold is not enough, and the next round begins without."""
+    """Workers of a unit have died, and the parts of the others are not enough. The next round begins without
+    a state."""
     heirs = members({"b": 2})
     done = round(4, {"b": 2, "a": 2}, Phase.CLOSING, planned=True)
     done = replace(done, handover=True, left_out=(RankRange(2, 4),))

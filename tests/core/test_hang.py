@@ -33,7 +33,7 @@ AUTO = Patience()
 
 
 def world(*kinds: Doing | str, still_s: float = 1e6, what: str = "all_reduce") -> list[Look]:
-    """Return a look at each rank. All ranks have stood still at their places for that long."""
+    """Return a look at each rank. All ranks have been at their places for that long."""
     return [
         Look("a", n, n, 100, still_s, Doing(kind), "job.py:7", what if kind == "waiting" else "", still_s)
         for n, kind in enumerate(kinds)
@@ -102,7 +102,7 @@ def test_none_but_the_stopped_is_given_less_than_twice_the_longest_step_so_far(k
     assert min(allowed.asleep_s, allowed.waiting_s, allowed.busy_s) >= 2 * max(known)
 
 
-# ---------------------------------------------------------------- what one does
+# ---------------------------------------------------------------- what a worker does
 
 COLLECTIVE = ThreadActivity(ActivityKind.COLLECTIVE, "job.py:7", "all_reduce")
 BACKWARD = ThreadActivity(ActivityKind.COLLECTIVE, "job.py:7", "backward")
@@ -137,8 +137,9 @@ def test_what_a_worker_does(state: str, cpu: float, where: ThreadActivity | None
 @pytest.mark.parametrize(
     ("pulse", "busy"),
     [
-        (Pulse(0.0, 0.2, 20.0), False),  # a loader looks for its children, NCCL's watchdog at its work
-        (Pulse(0.01, 5.0, 5.0), True),  # a file goes over a slow network
+        # a loader looks for its child processes, or NCCL's watchdog for its work
+        (Pulse(0.0, 0.2, 20.0), False),
+        (Pulse(0.01, 5.0, 5.0), True),  # a file is sent over a slow network
         (Pulse(0.01, 0.0, 300.0), True),  # the same, by other threads
     ],
 )
@@ -162,10 +163,10 @@ def test_one_that_hardly_computes_but_wakes_up_often_is_busy(pulse: Pulse, busy:
         (["waiting", "waiting", "asleep"], 60.0, (Why.ASLEEP, [2])),
         (["waiting", "waiting", "asleep"], 59.0, None),
         (["waiting", "asleep", "asleep"], 60.0, (Why.ASLEEP, [1, 2])),
-        # asleep, and nobody asks for it
+        # asleep, and no worker waits for it
         (["asleep", "asleep"], 3599.0, None),
         (["asleep", "asleep"], 3600.0, (Why.ASLEEP, [0, 1])),
-        # who knows what the busy one does
+        # nobody knows what the busy worker does
         (["busy", "waiting", "asleep"], 3599.0, None),
         (["busy", "waiting"], 3599.0, None),
         (["busy", "waiting"], 3600.0, (Why.BUSY, [0])),
@@ -176,7 +177,7 @@ def test_one_that_hardly_computes_but_wakes_up_often_is_busy(pulse: Pulse, busy:
         (["waiting", "waiting"], 120.0, (Why.DEADLOCK, [0, 1])),
         (["waiting", "unknown"], 120.0, (Why.SILENT, [1])),
         (["waiting", "gone"], 1e8, None),
-        # not in lock-step at all
+        # the workers are not in lock-step
         (["moving", "asleep"], 3599.0, None),
         (["moving", "stopped"], 1.0, (Why.STOPPED, [1])),
         ([], 1e8, None),
@@ -193,7 +194,7 @@ def test_of_workers_in_lock_step_those_that_keep_the_others_waiting_are_blamed(
     [
         (["asleep"], (Why.ASLEEP, [0])),
         (["asleep", "asleep"], (Why.ASLEEP, [0, 1])),
-        (["asleep", "busy"], None),  # which it may wait for
+        (["asleep", "busy"], None),  # the sleeping worker may wait for the other one
         (["unknown"], None),
         (["busy"], None),
         ([], None),
@@ -212,8 +213,9 @@ def test_who_is_too_late_to_leave_a_world_is_to_blame_only_if_asleep(
         (["asleep", "asleep"], {0, 1}, 300.0, (Why.ASLEEP, [0, 1])),
         (["waiting", "asleep"], {1}, 300.0, (Why.ASLEEP, [1])),
         (["waiting", "asleep"], {0, 1}, 299.0, None),
-        (["waiting", "asleep"], {0}, 1e8, None),  # it has made no step yet: it may import, from far away
-        (["busy", "asleep"], {0, 1}, 1e8, None),  # which it may wait for
+        # the worker has made no step yet: it may import modules, from far away
+        (["waiting", "asleep"], {0}, 1e8, None),
+        (["busy", "asleep"], {0, 1}, 1e8, None),  # the sleeping worker may wait for the other one
         (["unknown", "asleep"], {0, 1}, 1e8, None),
         (["waiting", "waiting"], {0, 1}, 1e8, None),
         ([], set(), 1e8, None),
@@ -263,7 +265,7 @@ def test_past_the_ceiling_all_are_blamed_that_wait_though_their_places_change() 
 @pytest.mark.parametrize(
     ("step", "what", "still_s", "expected"),
     [
-        (100, "all_gather", 3599.0, None),  # it may come to the others' collective yet
+        (100, "all_gather", 3599.0, None),  # the worker may yet come to the others' collective
         (100, "all_gather", 3600.0, (Why.APART, [1])),
         (99, "all_reduce", 3600.0, (Why.APART, [1])),
         (100, "all_reduce", 3600.0, (Why.DEADLOCK, [0, 1, 2])),  # perhaps the same call, from two lines
@@ -348,7 +350,7 @@ def test_the_order_of_the_reports_changes_nothing(seen: list[Look], order: list[
 
 @given(worlds)
 def test_a_verdict_stays_while_nothing_moves(seen: list[Look]) -> None:
-    """A worker that hangs cannot become innocent by waiting: a later judgement also finds a verdict."""
+    """A worker that hangs cannot become innocent by waiting: a later look also leads to a verdict."""
     if judged(seen) is not None:
         later = [replace(look, still_s=look.still_s + 1000.0) for look in seen]
         assert judged(later) is not None

@@ -1,5 +1,5 @@
-"""What an agent does about workers that stand still: when it looks, whom it condemns, and when it changes
-its mind."""
+"""What an agent does about workers that stand still: when it looks, which worker it condemns, and when it
+changes its verdict."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ class Worker:
 
 
 class Node:
-    """One agent with two workers. ``others``: nodes of one worker each. ``looks``, ``keeps``: whether looking
-    and writing evidence come to an end; ``writes``: whether the store takes back what was told."""
+    """One agent with two workers. ``others``: nodes of one worker each. ``looks``, ``keeps``: whether looks
+    and the writing of evidence come to an end. ``writes``: whether the store lets the agent withdraw its
+    report."""
 
     def __init__(self, patience: Patience | None = None, others: int = 0) -> None:
         self.now = 100.0
@@ -141,7 +142,7 @@ class Node:
             self.now = min(self.due, until)
 
     def next_round(self) -> None:
-        """The same processes, in another world."""
+        """Let the same processes enter another world."""
         assert self.state.crew is not None
         self.crew(round=replace(self.state.crew.round, number=self.state.crew.round.number + 1))
         for worker in self.workers:
@@ -228,7 +229,7 @@ def test_only_who_is_stopped_is_judged_before_the_first_step() -> None:
 def test_who_is_stopped_after_it_stood_still_is_condemned_for_the_time_since() -> None:
     node = Node()
     node.train(10.0)
-    node.stand_still(20.0)  # in an evaluation, say
+    node.stand_still(20.0)  # in an evaluation, for example
     stopped = node.now
     node.stop()
     node.stand_still(30.0)
@@ -289,7 +290,7 @@ def test_one_that_is_stopped_while_it_is_to_leave_the_round_is_condemned() -> No
         ({"order": LEAVING}, True),
         ({"order": replace(LEAVING, planned=False)}, True),
         ({"order": LEAVING, "report": BROKEN}, True),
-        ({"report": BROKEN}, False),  # it waits to be told to leave
+        ({"report": BROKEN}, False),  # the worker waits to be told to leave
         ({"order": Stopping(2.0)}, False),
         ({"workers": {0: Life.FENCED, 1: Life.TRAINING}}, False),
         ({"workers": {0: Life.WAITING, 1: Life.FAILED}}, False),
@@ -485,7 +486,7 @@ def test_what_the_leader_was_told_is_taken_back_until_that_is_done() -> None:
 
 
 def test_a_newcomer_that_waits_with_the_survivors_is_not_in_another_place_than_they() -> None:
-    """Its process has made fewer steps, but as many in the round."""
+    """The newcomer's process has made fewer steps, but as many in this round."""
     node = Node()
     node.train(10.0)
     node.next_round()
@@ -581,7 +582,7 @@ def test_a_verdict_on_another_nodes_worker_is_told_once_its_round_ends_and_is_of
 
 
 def test_a_look_in_between_does_not_put_off_the_second_look_at_workers_that_wait_for_each_other() -> None:
-    """The step takes so long that the ordinary looks come more often than the second look is due."""
+    """The step takes so long that ordinary looks come more often than the second look is due."""
     node = Node(Patience(fixed_s=60.0))
     node.train(200.0, step_s=8.0)
     for worker in node.workers:
@@ -603,7 +604,7 @@ def test_workers_that_all_wait_are_found_at_their_limit(
     node.train(30 * step_s, step_s)
     for worker in node.workers:
         worker.where = ThreadActivity(ActivityKind.COLLECTIVE, "job.py:1", "all_reduce")
-    last, began = node.workers[0].times[-1], node.now  # a test's node does not wake up within a step
+    last, began = node.workers[0].times[-1], node.now  # the node of a test does not wake up within a step
     node.stand_still(61.0)
     if others:
         stall, _ = node.told[-1]

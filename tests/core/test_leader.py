@@ -130,7 +130,7 @@ def test_a_waiting_job_wakes_when_a_quarantine_ends() -> None:
 
 
 def live(sizes: dict[str, int], nodes: Sequence[Node], reports: Sequence[Report] = (), **more: Any) -> View:
-    """Round 5, seen with the nodes and reports given; ``more`` goes to spec, round or view."""
+    """Return round 5, with these nodes and reports. ``more``: fields of the spec, the round or the view."""
     of_round = {k: more.pop(k) for k in ("since", "lived_s", "restarts") if k in more}
     of_view = {k: more.pop(k) for k in ("budget", "absence_counts_from", "seen_at") if k in more}
     wanted = spec(**{"min": 2, "max": 8, "policy": POLICY, **more})
@@ -143,7 +143,8 @@ def test_a_restarted_agent_means_its_old_node_is_lost_even_while_absence_does_no
 
 
 def test_a_node_that_let_go_of_a_live_round_is_as_good_as_lost() -> None:
-    """Its workers were fenced, or their warden died: the node is there, but has no worker in the round."""
+    """The node's workers were fenced, or their warden died. The node is there, and has no worker in the
+    round."""
     plan = decide(live({"a": 2, "b": 2}, [node("a", released=5), node("b")]), NOW)
     assert plan.reasons == (RoundClosing(5, Cause.NODE_LOST, ("a",)),)
 
@@ -167,7 +168,7 @@ def test_a_node_that_left_a_live_round_for_a_failure_is_not_lost_before_its_repo
 
 
 def resizing(wish: str, **more: Any) -> View:
-    """A live round of a script that tells of its checkpoints, and something to resize it for."""
+    """Return a live round of a script that reports its checkpoints, and a reason to resize it."""
     nodes = {"grow": [node("a"), node("b")], "scale": [node("a")], "drain": [node("a", draining=True)]}
     low, high = (1, 1) if wish == "scale" else (1, 8)
     seen = live({"a": 2}, nodes[wish], since=NOW - 100, min=low, max=high, **more)
@@ -284,7 +285,7 @@ def closing(
 
 
 def test_the_next_round_waits_for_nothing_else() -> None:
-    """No settle window: whoever the round was made of has answered, and newcomers can join later."""
+    """There is no settle window: all members of the round have answered, and newcomers can join later."""
     nodes = [node("a", released=5), node("b", released=5), node("c")]
     plan = decide(closing(Cause.GREW, {"a": 2, "b": 2}, nodes, seen_at=NOW), NOW)
     formed = next_round(plan)
@@ -407,7 +408,7 @@ def test_a_script_that_refuses_its_input_is_not_tried_again(
 def test_one_that_raised_is_charged_though_its_round_was_closed_for_another_to_come(
     closing_for: Cause,
 ) -> None:
-    """Otherwise newcomers that fail at once could come one after the other for ever, at no charge."""
+    """Otherwise newcomers that fail at once could join one after the other for ever, without a charge."""
     killed, found = exit(0, 0, at=NOW - 2), replace(exit(1, 1), raised=True)
     reports = [report("a", 5, killed, found)]
     nodes = [node("a", released=5), node("b", released=5)]
@@ -442,7 +443,7 @@ def test_going_back_from_what_is_no_number_ends_once_it_has_often_enough_led_no_
 
 
 def test_a_fenced_node_is_not_charged_though_its_peers_workers_failed_first() -> None:
-    """The node was cut off or stopped, so the collectives of its peers failed; it is back before they have
+    """The node was cut off or stopped, so the collectives of its peers failed. It is back before they have
     ended."""
     reports = [report("a", 5, exit(0, 0))]
     nodes = [node("a", released=5), node("b", released=5, fenced=5)]
@@ -460,7 +461,7 @@ def test_what_is_not_the_users_fault_costs_nothing(cause: Cause) -> None:
 
 
 def test_a_job_waits_for_workers_and_hands_nothing_over_meanwhile() -> None:
-    """A handover that failed: the nodes start no workers for a round that only hands over."""
+    """A handover failed. Nodes start no workers for a round that only hands over."""
     seen = closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, [node("a", released=5)], wanted=spec(3, 8))
     assert seen.round is not None
     plan = decide(replace(seen, round=replace(seen.round, handover=True)), NOW)
@@ -525,7 +526,7 @@ def test_the_steps_that_a_node_tells_with_its_release_are_waited_for() -> None:
 
 
 def test_what_survivors_have_committed_since_the_last_failure_is_progress() -> None:
-    """The node tells of it, though nobody reported a step of the round that failed."""
+    """The node reports the commits, though no step of the failed round was reported."""
     keeps = replace(node("a", released=5), ready=(0, 1), age=Age(4, 31))
     seen = closing(
         Cause.WORKER_FAILED,

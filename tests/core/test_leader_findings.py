@@ -29,7 +29,7 @@ def seen(view: View, key: str, fact: Fact | None, revision: int = 50, at: float 
 
 
 def of_two_nodes(phase: Phase = Phase.LIVE, *, released: int = 4) -> View:
-    """Each with one worker, in round 5; ``released``: by node a."""
+    """Return the reports of two nodes with one worker each, in round 5. ``released``: by node a."""
     nodes = [node("a", 1, released=released), node("b", 1, released=4)]
     return view(spec(), round(5, {"a": 1, "b": 1}, phase, closing=Cause.GREW, planned=True), nodes)
 
@@ -75,13 +75,13 @@ def test_while_a_node_has_not_told_the_leader_only_asks_and_only_where_one_is_st
 @pytest.mark.parametrize(("others", "new", "guilty"), [
     (Doing.WAITING, False, ["b"]),
     (Doing.ASLEEP, False, ["a", "b"]),
-    (Doing.BUSY, False, []),  # the one asleep may wait for it
-    (Doing.WAITING, True, []),  # it may still import, from far away
+    (Doing.BUSY, False, []),  # the worker that sleeps may wait for it
+    (Doing.WAITING, True, []),  # the worker may still import modules, from far away
 ])  # fmt: skip
 def test_a_survivor_asleep_before_the_first_step_is_to_blame_once_all_nodes_have_told(
     others: Doing, new: bool, guilty: list[str]
 ) -> None:
-    """In a world of several nodes, as in one of a single node."""
+    """The same holds in a world of one node."""
 
     def before(name: str, doing: Doing, still_s: float) -> Stall:
         made = stall(name, doing, still_s)

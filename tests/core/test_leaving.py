@@ -1,5 +1,5 @@
-"""Workers that leave a round and keep their process: whom the job waits for, and what the end of others
-means."""
+"""Workers that leave a round and keep their process: which workers the job waits for, and what the end of
+others means."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def limit_s(one: Agent) -> float | None:
     return one.one(LeaveRound).leave_s
 
 
-# ---------------------------------------------------------------- who is hurried
+# ---------------------------------------------------------------- which workers are hurried
 
 
 @pytest.mark.parametrize("cause", [Cause.GREW, Cause.SCALED, Cause.NODE_DRAINED])
@@ -95,7 +95,7 @@ def test_the_leader_says_after_a_while_that_some_have_left_with_the_state() -> N
 
 
 def left(*, sharded: bool, out: tuple[RankRange, ...] = ()) -> Agent:
-    """A node whose workers have left a round that is scaled down."""
+    """Return a node whose workers have left a round that is scaled down."""
     one = working()
     one.sees("round", replace(closing(ROUND, Cause.SCALED, planned=True), left_out=out))
     for slot in (0, 1):
@@ -119,7 +119,7 @@ def test_a_node_whose_workers_alone_have_nothing_leaves_at_once(
 
 
 def test_workers_wait_for_no_member_that_has_declined_the_round() -> None:
-    """It left the round with a state from before."""
+    """The member left the round with a state from before."""
     ending = round(5, {"a": 2, "b": 2}, Phase.CLOSING, closing=Cause.GREW, planned=True)
     declined = replace(node("a", released=5), age=Age(4, 9), holders=(0, 1))
     plan = decide(view(replace(spec(), inplace=True), ending, [declined, node("b", released=4)]), NOW)
@@ -154,7 +154,7 @@ def test_a_node_tells_that_it_has_declined_a_round() -> None:
     assert (record.released, record.declined) == (2, 2) and not one.all_of(StartWorkers)
 
 
-# ---------------------------------------------------------------- who has lost the others
+# ---------------------------------------------------------------- workers that have lost the others
 
 
 @pytest.mark.parametrize("stray", [WorkerBroke(0, 2, fails=False), WorkerBroke(3, 1, fails=False)])
@@ -172,7 +172,7 @@ def test_workers_that_leave_unbidden_have_not_finished() -> None:
 
 
 def lost_each_other(*reports: Report, nodes: tuple[Node, ...] | None = None) -> View:
-    """A round that is over because its workers lost each other. All nodes have released it."""
+    """Return a round that is over because its workers lost each other. All nodes have released it."""
     ending = round(5, {"a": 2, "b": 2}, Phase.CLOSING, closing=Cause.WORLD_BROKEN)
     there = nodes or (node("a", released=5), node("b", released=5))
     return view(spec(), ending, there, reports, Budget())
@@ -188,7 +188,7 @@ def test_a_round_that_is_left_in_good_order_is_left_at_once_when_some_have_lost_
 
 
 def apart_again(times: int, since: float, step: int) -> Plan:
-    """Return what happens to a job whose workers have lost each other at that step once more."""
+    """Return what happens to a job whose workers have lost each other once more, at that step."""
     nodes = tuple(replace(node(name, released=5), age=Age(5, step)) for name in "ab")
     budget = Budget(apart=BrokenWorldCount(10, times, since))
     return decide(replace(lost_each_other(nodes=nodes), budget=budget), NOW)
@@ -229,7 +229,7 @@ def test_whoever_lost_the_others_by_a_failure_of_one_is_told_so_and_that_is_char
     assert (formed.cause, formed.restarts, formed.failure) == (Cause.WORKER_FAILED, 1, Failure("a", failed))
 
 
-# ---------------------------------------------------------------- who fails, and takes long to end
+# ---------------------------------------------------------------- workers that fail, and take long to end
 
 
 def test_the_end_of_one_that_fails_is_a_failure_though_the_round_has_been_left_meanwhile() -> None:

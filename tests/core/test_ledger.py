@@ -17,7 +17,7 @@ T0 = 1_000.0
 
 
 def account(*sights: tuple[float, Seen], end: float | None = None) -> dict[Kind, float]:
-    """Where the time went since T0; the times of the sights count from there."""
+    """Return where the time since T0 went. The times of the looks count from T0."""
     one = Account(T0)
     for at, what in sights:
         one = one.see(what, T0 + at)
@@ -58,7 +58,7 @@ def test_the_next_worker_does_not_inherit_the_steps_of_the_last() -> None:
 def test_steps_that_had_been_made_before_are_replayed_until_the_first_new_one() -> None:
     first = ((0, work(1, base=0)), (100, work(1, 100, at=100, first=1, base=0)), (100, Kind.RESTARTING))
     again = ((100, work(2, base=80)), (131, work(2, 31, at=131, first=101, base=80)))
-    # Of the steps 82 to 111 that followed its first, those to 100 were known: 19 of 30.
+    # Steps 82 to 111 followed the first step. Steps up to 100 were known before: 19 of 30.
     assert account(*first, *again) == {
         Kind.RESTARTING: 2,
         Kind.PRODUCTIVE: 99 + 30 * 11 / 30,
@@ -79,7 +79,7 @@ def test_a_clock_that_goes_back_takes_nothing_back() -> None:
     }
 
 
-# ---------------------------------------------------------------- all of the time, whatever happens
+# ---------------------------------------------------------------- all time is accounted for
 
 _seconds = st.floats(0, 500, allow_nan=False)
 _at_work = st.builds(
@@ -173,7 +173,7 @@ def test_a_node_that_was_away_for_long_was_not_there() -> None:
 
 
 def test_a_slot_that_comes_after_its_agent_was_away_until_it_came() -> None:
-    """As where the world was scaled up while the agent was away, and etcd told of that late."""
+    """The world was scaled up while the agent was away, and etcd reported that late."""
     kept = NodeLedger("a", T0, (SlotTime(0, {"idle": 50.0}), SlotTime(1, {"idle": 50.0})))
     ledger = Ledger().see({0: Kind.IDLE}, T0 + 10).see({0: Kind.IDLE, 1: Kind.IDLE}, T0 + 12)
     ledger = ledger.resume(kept).close(T0 + 15)

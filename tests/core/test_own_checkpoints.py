@@ -17,7 +17,7 @@ TOLD = WorkerCheckpointed(0, 1, "/shared/x.pt")
 
 
 def held() -> Agent:
-    """A worker at its checkpoint, in a round that is to be resized."""
+    """Return a worker that waits at its checkpoint, in a round that is to be resized."""
     one = Agent.working(ROUND)
     one.sees("round", replace(ROUND, resizes_by=NOW + 100))
     assert one.told(TOLD) != ()

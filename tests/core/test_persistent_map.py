@@ -1,4 +1,4 @@
-"""A mapping of many keys that never changes, held against a plain dict."""
+"""A mapping of many keys that never changes, compared with a plain dict."""
 
 from __future__ import annotations
 

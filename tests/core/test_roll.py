@@ -1,4 +1,4 @@
-"""The roll that follows event by event equals one that is made anew."""
+"""The roll that is updated event by event equals a roll that is made anew."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_the_record_of_a_round_of_ten_thousand_nodes_is_small_and_its_transactio
 
 
 def leaders(before: Round, nodes: int) -> View:
-    """The view of a leader that has read the parts of the round before."""
+    """Return the view of a leader that has read the parts of the round before."""
     known = [node(f"n{i}", 1 + i % 3, released=before.number) for i in range(nodes)]
     return replace(view(spec(1, 1000), before, known), part_sizes=SIZES)
 
@@ -119,7 +119,7 @@ def puts(writes: tuple[Write, ...]) -> list[str]:
 
 
 def applied(plan: Plan) -> Round:
-    """The round that is in etcd after the plan."""
+    """Return the round that is in etcd after the plan."""
     known = {w.key: w.fact for batch in (*plan.ahead, plan.writes) for w in batch if isinstance(w, Put)}
     record = known["round"]
     assert isinstance(record, Round)
@@ -136,7 +136,7 @@ def test_parts_that_have_no_room_beside_the_round_are_written_before_it() -> Non
 
 
 def test_a_round_that_only_changes_its_phase_leaves_its_parts_as_they_are() -> None:
-    one = leaders(stored(of(12)), 12)  # whose members have released it
+    one = leaders(stored(of(12)), 12)  # a round whose members have released it
     plan = decide(one, NOW)
     assert applied(plan).phase is Phase.CLOSING
     assert (puts(plan.writes), plan.ahead) == (["round"], ())

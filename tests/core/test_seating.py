@@ -40,7 +40,7 @@ def test_where_places_are_few_those_come_first_that_hold_the_newest_state_and_th
     nodes = [
         replace(node("a", 3, released=4), age=Age(4, 8), holders=(0, 1)),
         replace(node("b", 3, released=4), age=Age(4, 9), holders=(1,)),
-        replace(node("new", 1), age=Age(2, 99), holders=(0,)),  # it was left behind
+        replace(node("new", 1), age=Age(2, 99), holders=(0,)),  # the node was left behind
     ]
 
     def chosen(places: int) -> dict[str, tuple[int, ...]]:
@@ -88,7 +88,7 @@ def test_a_quarantine_is_of_one_node_only() -> None:
 
 
 def units(members: tuple[Member, ...], unit: int) -> list[list[str]]:
-    """The nodes of each unit's workers, in rank order."""
+    """Return the nodes of each unit's workers, in rank order."""
     places = [m.node for m in members for _ in m.slots]
     return [places[i : i + unit] for i in range(0, len(places), unit)]
 
@@ -297,7 +297,7 @@ def _require_no_divided_unit(
     limits: Limits,
     quarantines: list[Quarantine],
 ) -> None:
-    """Require that of each unit which is whole all workers go on, or none."""
+    """Require of each whole unit that all its workers continue, or none."""
 
     def places(members: tuple[Member, ...]) -> list[tuple[str, str, int]]:
         return [(m.node, m.incarnation, slot) for m in members for slot in m.slots]
@@ -336,7 +336,7 @@ def sizes(nodes: list[Node], limits: Limits = ANY) -> dict[str, int]:
         (StateMemory(64, 32, 2), 1, 64),
         (StateMemory(96, 48, 1, unit=2), 4, 48),  # each shard has a replica already
         (StateMemory(96, 48, 2, unit=2), 4, 60),
-        (StateMemory(96, 48, 0, unit=2), 3, 32),  # no whole units, so that all hold one state
+        (StateMemory(96, 48, 0, unit=2), 3, 32),  # no whole units, so all workers hold one state together
     ],
 )
 def test_a_worker_holds_its_part_of_the_state_and_of_the_copies(

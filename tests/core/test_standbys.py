@@ -29,7 +29,7 @@ def closing(round: Round, cause: Cause = Cause.WORKER_FAILED, *, planned: bool =
 
 
 def working(**more: float) -> Agent:
-    """Two linked workers of node a in a world of four."""
+    """Return two linked workers of node a in a world of four."""
     one = Agent.working(ROUND, IN_PLACE, **more)
     one.told(WorkerLinked(0))
     one.told(WorkerLinked(1))
@@ -111,7 +111,7 @@ def test_spares_wait_beside_a_full_world_and_no_more_than_were_asked_for() -> No
     one.answered(Tag.NODE)
     assert one.state.standbys == {2: Life.STARTING}
     one.told(WorkerWaiting(2, 0))
-    one.state = replace(one.state, standbys={**one.state.standbys, 3: Life.STARTING})  # one too many
+    one.state = replace(one.state, standbys={**one.state.standbys, 3: Life.STARTING})  # one worker too many
     one.told(WorkerWaiting(3, 0))
     assert one.one(StopWorkers).slots == (3,)
 

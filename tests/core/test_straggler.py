@@ -1,4 +1,4 @@
-"""Who is a straggler, judged from made-up own times for a step, and from those of a real run without
+"""Which workers are stragglers, judged from made-up times of steps, and from times of a real run without
 stragglers."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HALF_AN_HOUR = int(1800 / PERIOD_S)
 
 
 def watch(world: int, own: Callable[[int, int], float], periods: int = PERIODS) -> Watch:
-    """``own``: of a rank in a period."""
+    """Return a Watch after these periods. ``own``: the own time of a rank in a period."""
     seen = Watch()
     for period in range(periods):
         seen = seen.see([own(rank, period) for rank in range(world)])
@@ -105,8 +105,8 @@ def test_noise_that_would_drown_the_difference_names_nobody() -> None:
 def periods_of(
     dice: random.Random, record: Sequence[Sequence[int]], slow: dict[int, float]
 ) -> list[list[float]]:
-    """Half an hour of periods for each rank, cut from its record in pieces, so that what lasts a while
-    in it does so here too. ``slow``: ranks that take so many times as long."""
+    """Return half an hour of periods for each rank, cut from its record in pieces, so that disturbances last
+    as long as in the record. ``slow``: ranks that take so many times as long."""
     made = []
     for rank, steps in enumerate(record):
         times: list[float] = []
@@ -158,8 +158,9 @@ def test_without_a_step_or_a_measured_wait_its_own_time_is_not_known() -> None:
     assert own_s(begun, page(20, 110.0, 3.0, 10)) is None
 
 
-# Ten steps of 1 s each. For how long each slot waited for others and was delayed in all, how long a
-# quota held up anything on the node, and each slot's own time for a step.
+# Ten steps of 1 s each. For how long each slot has waited for others and was delayed, how long a quota
+# delayed
+# any process of the node, and each slot's own time for a step.
 CASES = {
     "one computes, one waits": ({0: (0.0, 0.0), 1: (4.0, 0.0)}, 0.0, {0: 1.0, 1: 0.6}),
     "one is starved by neighbours, one waits for it": ({0: (0.0, 4.0), 1: (4.0, 0.0)}, 0.0, {0: 0.6, 1: 0.6}),

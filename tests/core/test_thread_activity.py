@@ -125,7 +125,7 @@ def test_a_script_that_is_itself_a_package_is_named_by_its_last_frame() -> None:
 
 
 def test_what_we_put_around_a_call_of_torchs_is_passed_over() -> None:
-    """The measurement of waits is the innermost frame of each waiting worker."""
+    """elasticd measures waits, so its measurement is the innermost frame of each waiting worker."""
     measured = (f"{SITE}/elasticd/worker/boot/elasticd_waits.py", 82, "measured")
     assert at(measured, (C10D, 3000, "all_reduce")) == ("collective", "job.py:40", "all_reduce")
 
@@ -134,7 +134,7 @@ def test_what_we_put_around_a_call_of_torchs_is_passed_over() -> None:
 def test_who_waits_for_what_a_work_brings_waits_for_others_in_the_script_and_in_our_library(
     where: str,
 ) -> None:
-    """Of the script's line there is no text, as it is not the innermost."""
+    """The script's line has no text, since it is not the innermost."""
     measured = (f"{where}/elasticd/worker/boot/elasticd_waits.py", 82, "measured")
     assert at(measured, ("/home/me/job.py", 12, "step")) == ("collective", "job.py:12", "wait")
     ours = (f"{where}/elasticd/worker/world.py", 324, "wait_for")

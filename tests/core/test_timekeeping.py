@@ -30,7 +30,7 @@ def state(phase: Phase, nodes: dict[str, int], **more: object) -> agent.AgentSta
     [
         (Phase.WAITING, {}, {}, Kind.WAITING),
         (Phase.WAITING, {}, {"standbys": {0: Life.WAITING}}, Kind.WAITING),
-        # Nobody waits for others who is not there yet.
+        # A worker that still starts does not wait for others.
         (Phase.WAITING, {}, {"standbys": {0: Life.STARTING}}, Kind.RESTARTING),
         (Phase.LIVE, {"b": 2}, {"standbys": {0: Life.STARTING}}, Kind.RESTARTING),
         (Phase.LIVE, {"b": 2}, {"standbys": {1: Life.STARTING}}, Kind.IDLE),
@@ -51,7 +51,7 @@ def test_who_has_not_joined_yet_is_on_its_way() -> None:
 
 @dataclass
 class Node:
-    """One agent, whose workers all make their steps together."""
+    """One agent. All its workers make their steps together."""
 
     state: agent.AgentState
     began_at: float = 1000.0

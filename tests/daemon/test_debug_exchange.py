@@ -1,4 +1,4 @@
-"""What the nodes of a job with ``--debug`` write to etcd: little, and nothing that etcd refuses."""
+"""What the nodes of a job with ``--debug`` write to etcd: few bytes, and nothing that etcd refuses."""
 
 from __future__ import annotations
 

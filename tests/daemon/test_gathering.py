@@ -38,7 +38,7 @@ RUN = 5
 
 
 class Etcd:
-    """Has a summary, perhaps, and takes what is written."""
+    """An etcd that may have a summary, and keeps what is written."""
 
     def __init__(self, summary: Summary | None = None) -> None:
         self.facts: dict[str, Fact] = {"summary": summary} if summary is not None else {}
@@ -63,7 +63,7 @@ class Etcd:
 
 
 class Link:
-    """Notes what the leader would be told."""
+    """Keeps the messages for the leader."""
 
     def __init__(self) -> None:
         self.told: list[NodeTelemetry] = []
@@ -239,7 +239,7 @@ def test_a_leader_that_is_deposed_while_it_hears_forgets_that_too(monkeypatch: p
 
     def hear(known: Gathered, told: NodeTelemetry) -> Gathered:
         deposing.start()
-        deposing.join(0.2)  # waits for this call to end
+        deposing.join(0.2)  # the other thread waits for this call to end
         return known
 
     monkeypatch.setattr(gathering.gathered, "hear", hear)

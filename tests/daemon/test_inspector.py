@@ -1,4 +1,4 @@
-"""What the agent can see of a worker, and what it keeps as evidence: real processes, and a real page."""
+"""What the agent sees of a worker, and the evidence that it keeps. The processes and the page are real."""
 
 from __future__ import annotations
 

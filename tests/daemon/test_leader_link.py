@@ -1,4 +1,4 @@
-"""The connections to the leader, over real sockets."""
+"""The connections of agents to the leader, over real sockets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from elasticd.daemon.node_saver import etcd_peers
 from elasticd.telemetry import accepting
 
 SECRET = "secret of the job"
-ROUTED = "203.0.113.5"  # an address of the net for documentation, which no interface has
+ROUTED = "203.0.113.5"  # an address that is reserved for documentation, so no interface has it
 PATIENCE_S = 60.0
 
 
@@ -78,7 +78,7 @@ Said = queue.SimpleQueue[dict[str, Any]]
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Said:
-    """The warnings in the log."""
+    """Return the warnings in the log."""
     warnings = Said()
 
     class Log:
@@ -134,7 +134,7 @@ def test_a_leader_that_has_forgotten_a_node_is_told_all_again(cleanup: ExitStack
     there = serve(cleanup, leader)
     link.tell(telemetry("b", 1), there)
     assert leader.next() == telemetry("b", 1)
-    leader.again = ("b",)  # it leads anew
+    leader.again = ("b",)  # the agent leads again
     more = NodeTelemetry("b", "b#1", progress=telemetry("b", 1).progress, last=True)
     link.tell(more, there)
     assert leader.next() == NodeTelemetry("b", "b#1", last=True)
@@ -152,7 +152,7 @@ def test_agents_that_tell_rarely_keep_no_connection(cleanup: ExitStack) -> None:
 
 def test_telling_never_waits_and_a_slow_leader_gets_the_newest_only(cleanup: ExitStack) -> None:
     leader, link = Leader(), sender(cleanup)
-    with socket.create_server(("127.0.0.1", 0)) as deaf:  # takes connections, and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts connections, and answers nothing
         silent = Leadership("z", "z#1", "127.0.0.1", deaf.getsockname()[1], SECRET)
         for step in range(10_000):
             link.tell(telemetry("b", step), silent)
@@ -167,7 +167,7 @@ def test_flush_waits_until_the_leader_has_the_last_and_not_for_a_leader_that_is_
 ) -> None:
     leader, link = Leader(), sender(cleanup)
     there = serve(cleanup, leader)
-    leader.every_s = 1000.0  # the leader wants to hear of it much later
+    leader.every_s = 1000.0  # the leader wants the next message much later
     link.tell(telemetry("b", 1), there)
     leader.next()
     link.tell(telemetry("b", 2), there)
@@ -290,7 +290,7 @@ def test_no_more_strangers_hold_connections_than_is_allowed(
     monkeypatch.setattr(TelemetryListener, "_serve_all", late)
     there = serve(cleanup, leader)
     strangers = [cleanup.enter_context(socket.create_connection((there.host, there.port))) for _ in range(7)]
-    serving.set()  # all are accepted at once
+    serving.set()  # all connections are accepted at once
     for stranger in strangers:
         stranger.settimeout(PATIENCE_S)
     ended = [_is_closed(stranger) for stranger in strangers[: len(strangers) - kept]]
@@ -302,7 +302,7 @@ def test_no_more_strangers_hold_connections_than_is_allowed(
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other end closes the connection, which may come after its first bytes."""
+    """Whether the other end closes the connection. It may send some bytes first."""
     try:
         while connection.recv(NONCE):
             pass
@@ -315,7 +315,7 @@ def _is_closed(connection: socket.socket) -> bool:
 
 def test_who_asks_a_leader_that_is_stopped_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry_follower, "SILENCE_S", 0.05)
-    with accepting.listen("127.0.0.1") as stopped:  # the kernel takes the connection
+    with accepting.listen("127.0.0.1") as stopped:  # the kernel accepts the connection
         there = Leadership("a", "a#1", "127.0.0.1", stopped.getsockname()[1], SECRET)
         with pytest.raises(PeerGone, match="no answer: timed out"):
             ask_leader(there)

@@ -1,4 +1,4 @@
-"""Where the processes of a node log, also those that are started one by one."""
+"""The log files of a node's processes, also of processes that are started one by one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_layout_is_torchs(tmp_path: Path, redirects: str, tee: str, shown: f
         return {rank: {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "4"} for rank in range(3)}
 
     def below(folder: Path, files: Mapping[int, str] | str) -> object:
-        """The same paths for both, whatever the random part of the run's folder."""
+        """Return the same paths for both, whatever the random part of the run's folder."""
         (run,) = folder.iterdir()
         if isinstance(files, str):
             return files.replace(str(run), "RUN")

@@ -49,7 +49,7 @@ ME = agent.Identity("a", "a#1", "127.0.0.1", (0, 1), "host", 1)
 
 
 class Store:
-    """Takes watches, and gives what the test says was seen."""
+    """Accepts watches, and reports what the test gives it."""
 
     def __init__(self) -> None:
         self.requests_s: list[float] = []
@@ -182,7 +182,7 @@ def test_a_process_that_goes_on_in_the_next_round_has_used_no_cpu_time_twice() -
     made, _ = meter()
     made._read(SlotProgress(0, 0, 100, 5, 50.0), 1, 60.0)
     made.used(0, 100, Usage(1 << 20, 90.0))
-    for beat in (SlotProgress(0, 0, 0, 0, 0.0), SlotProgress(0, 0, 100, 0, 0.0)):  # who it is comes later
+    for beat in (SlotProgress(0, 0, 0, 0, 0.0), SlotProgress(0, 0, 100, 0, 0.0)):  # the leader is known later
         made._read(beat, 2, 61.0)
     made.used(0, 100, Usage(1 << 20, 91.0))
     assert value(made.metrics, "worker_cpu_seconds_total", 0) == 91.0
@@ -290,7 +290,7 @@ def test_who_does_not_know_what_is_left_of_the_budget_does_not_tell() -> None:
 
 
 def test_a_slot_that_the_status_leaves_out_is_idle() -> None:
-    """As one above a lowered --max."""
+    """A slot above a lowered --max is such a slot."""
     made, _ = meter()
     made._workers[1] = cast(Any, SimpleNamespace(at=50.0, since=40.0))
     made.update(

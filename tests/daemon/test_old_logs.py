@@ -28,7 +28,7 @@ def test_only_the_newest_runs_keep_their_logs(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_keeps_its_logs_however_many_have_begun_since(tmp_path: Path) -> None:
     now = time.time()
     goes_on = make_run(tmp_path / "long", now - 1_000_000)
-    os.utime(goes_on / TIMELINE, (now - 3600, now - 3600))  # the folder itself is as it was
+    os.utime(goes_on / TIMELINE, (now - 3600, now - 3600))  # the folder itself is unchanged
     make_run(tmp_path / "over", now - 1_000_000)
     for n in range(3):
         make_run(tmp_path / f"later{n}", now - n)

@@ -1,4 +1,5 @@
-"""An agent has as many files open as it needs; its workers have what they would have without it."""
+"""An agent may open as many files as it needs. Its workers keep the limit that they would have without the
+agent."""
 
 from __future__ import annotations
 

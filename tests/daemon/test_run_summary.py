@@ -1,4 +1,4 @@
-"""What a run leaves to its caller: a sentence, an exit code, an error file."""
+"""What a run reports at its end: a sentence, an exit code, an error file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests import forkserver
 def elasticd_run(
     folder: Path, script: str, *options: str, fork: bool = True, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """``fork``: not where an import of torch is what may fail."""
+    """Run the command. ``fork``: not if an import of torch is to fail."""
     (folder / "job.py").write_text(script)
     elasticd = str(Path(sys.executable).with_name("elasticd"))
     argv = [elasticd, "run", "--plain", *options, str(folder / "job.py")]
@@ -149,7 +149,7 @@ SPAM = "import sys\nfor number in range(40_000): print(number)\nprint('and so it
 def test_a_run_whose_reader_has_left_goes_on_to_its_end(tmp_path: Path, stream: str) -> None:
     (tmp_path / "job.py").write_text(SPAM)
     ours, theirs = os.pipe()
-    os.close(ours)  # nobody will ever read
+    os.close(ours)  # a pipe that no process will read
     other = tmp_path / "other"
     try:
         with other.open("w") as file:

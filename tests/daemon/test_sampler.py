@@ -1,4 +1,4 @@
-"""The usage of workers is sampled, whatever their GPUs do."""
+"""The usage of workers is sampled, even if their GPUs do not answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticd.telemetry.gpus import GpuReading
 
 
 class Stuck:
-    """GPUs that answer once; every later request waits for ever."""
+    """GPUs that answer once. Every later request waits for ever."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -44,7 +44,7 @@ def test_a_driver_that_does_not_answer_keeps_no_worker_from_being_looked_at(
     made.pids = {0: os.getpid()}
     asks = made._threads[1]
     asks.start()
-    made._said.put(made._said.get())  # the first answer is there
+    made._said.put(made._said.get())  # the first answer has come
     assert made.sample().gpus == {0: GpuReading(utilization=0.5, xids=(79,))}
     monkeypatch.setattr(usage_sampler, "GPUS_S", 0.01)
     later = made.sample()
@@ -53,5 +53,5 @@ def test_a_driver_that_does_not_answer_keeps_no_worker_from_being_looked_at(
     stuck.holds.wait()
     made.__exit__()
     stuck.let_go.set()
-    made._said.get()  # and it was counted once
+    made._said.get()  # and the answer was counted once
     asks.join()

@@ -1,4 +1,4 @@
-"""Commits through a real etcd: guarded by the round, waiting while etcd is away."""
+"""Commits through a real etcd. A commit is guarded by the round, and waits while etcd is away."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def saved(step: int, round: int) -> Saved:
 
 
 def whole(folder: Path, step: int, round: int) -> Saved:
-    """A checkpoint without a tensor, as a saver leaves it before it is committed."""
+    """Write a checkpoint without a tensor, as a saver does before it commits the checkpoint."""
     name = folder_name(step, round, "0000000a", 1)
     index = encode_index(Index([], {}, {}, {}))
     (folder / name).mkdir()
@@ -103,7 +103,7 @@ class Serving:
     told: queue.SimpleQueue[SaveReport]
 
     def fate(self) -> SaveReport:
-        """The next report of how a checkpoint ended."""
+        """Return the next report of how a checkpoint ended."""
         while (report := self.told.get(timeout=60.0)).fate is Fate.COPIED:
             pass
         return report
@@ -135,7 +135,8 @@ def test_a_commit_is_in_etcd_and_copied_beside_the_checkpoints(server, client, t
 def test_once_the_next_round_has_begun_those_of_the_last_cannot_commit(server, client, tmp_path):
     pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
     round_is(client, 3, Phase.CLOSING)
-    pointer.commit(saved(5, 3), Keep(), 3)  # its workers may be dead: what they handed over counts
+    # the workers may have died: the shards that they handed over count
+    pointer.commit(saved(5, 3), Keep(), 3)
     round_is(client, 4)
     with pytest.raises(CommitRefused, match="saved in round 3, and now it is round 4"):
         pointer.commit(saved(6, 3), Keep(), 3)
@@ -256,11 +257,11 @@ def test_nothing_is_written_to_a_folder_that_etcd_names_and_no_checkpoint_of_the
 def test_what_was_handed_over_in_time_is_committed_though_the_next_round_has_begun(server, client, tmp_path):
     pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
     round_is(client, 3, Phase.CLOSING)
-    assert pointer.witness(3)  # when it was handed over
+    assert pointer.witness(3)  # the time when the shard was handed over
     round_is(client, 5)
     pointer.commit(saved(6, 3), Keep(), 3, in_time=True)
     assert committed(client) == [6]
-    assert not pointer.witness(3)  # whoever of that round lives on comes too late
+    assert not pointer.witness(3)  # workers of that round that still live come too late
     pointer.commit(saved(2, 5), Keep(), 5)
     with pytest.raises(CommitRefused, match="round 5 has committed since"):
         pointer.commit(saved(7, 3), Keep(), 3, in_time=True)
@@ -269,7 +270,7 @@ def test_what_was_handed_over_in_time_is_committed_though_the_next_round_has_beg
 
 
 class Mute:
-    """An etcd that takes what ``pointer`` commits and does not say so; its next calls raise ``then``."""
+    """An etcd that applies what ``pointer`` commits and does not answer. Its next calls raise ``then``."""
 
     def __init__(self, pointer: EtcdPointer, then: StoreError) -> None:
         self._client, self._then = pointer._client, then
@@ -414,7 +415,7 @@ def test_nothing_is_removed_while_others_go_by_a_file_that_cannot_be_written(
     there = FilePointer(tmp_path).read().saved
     assert [open_manifest(Disk(tmp_path), s).step for s in there] == [6 if in_time else 5]
     assert len([n for n in Disk(tmp_path).names() if parse_folder(n)]) == (1 if in_time else 2)
-    if not in_time:  # whoever comes without this etcd will not find it
+    if not in_time:  # a job without this etcd will not find the checkpoint
         last = saver.fate()
         assert (last.fate, last.step) == (Fate.FAILED, 6)
         assert last.why == f"it is committed, but {POINTER} could not be updated: {why}"
@@ -439,7 +440,7 @@ def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tm
 
 
 class Watched(EtcdPointer):
-    """A pointer that tells when it has asked for the round, and commits only when the test permits it."""
+    """A pointer that reports when it has read the round, and commits only when the test permits it."""
 
     def __init__(self, access: EtcdAccess, store: CheckpointStore) -> None:
         super().__init__(access, "j", store)
@@ -460,12 +461,15 @@ def test_a_saver_finishes_for_workers_of_a_round_that_is_over_and_for_no_other(s
     pointer = Watched(server.access, Disk(tmp_path))
     with closing(pointer), serving(lambda _: pointer) as saver:
         round_is(client, 3)
-        hands_over(saver.name, str(tmp_path), 3, 6).close()  # and is killed
-        assert [pointer.witnessed.get(timeout=60.0) for _ in range(2)] == [True, True]  # one for the line
+        hands_over(saver.name, str(tmp_path), 3, 6).close()  # as if the worker was killed
+        assert [pointer.witnessed.get(timeout=60.0) for _ in range(2)] == [
+            True,
+            True,
+        ]  # one for the connection
         round_is(client, 4)
         pointer.may_commit.set()
         assert saver.fate().fate is Fate.COMMITTED
-        late = hands_over(saver.name, str(tmp_path), 3, 9)  # lives on beside the next
+        late = hands_over(saver.name, str(tmp_path), 3, 9)  # the worker lives on beside its successor
         report = saver.fate()
         assert report.fate is Fate.FAILED and "saved in round 3, and now it is round 4" in report.why
         assert committed(client) == [6]
@@ -479,7 +483,7 @@ def test_it_leaves_processors_and_disk_to_the_training_until_its_agent_ends(serv
         line = hands_over(service.name, str(tmp_path), 3, 6)
         for _ in range(5):
             line.send(AskKnown(str(tmp_path)))
-            assert isinstance(line.receive()[0], Known)  # and not that the memory is free
+            assert isinstance(line.receive()[0], Known)  # not the news that the memory is free
         assert os.getpriority(os.PRIO_PROCESS, service._pid) == 19
         service.close()
     line.close()
@@ -488,7 +492,7 @@ def test_it_leaves_processors_and_disk_to_the_training_until_its_agent_ends(serv
 
 
 class Log:
-    """A log; tests can wait for what is ``said``."""
+    """A log that lets tests wait for what is ``said``."""
 
     def __init__(self) -> None:
         self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -501,7 +505,8 @@ class Log:
 
 @pytest.mark.parametrize(
     ("finish_s", "hurried_s"),
-    [(FINISH_S_MAX, None), (FINISH_S_MAX, 0.1), (1000.0, 1000.0)],  # the last was asked to leave before
+    # in the last case the agent was asked to leave before
+    [(FINISH_S_MAX, None), (FINISH_S_MAX, 0.1), (1000.0, 1000.0)],
 )
 def test_an_agent_waits_for_what_was_handed_over_unless_it_is_hurried(
     server, client, tmp_path, monkeypatch, finish_s, hurried_s
@@ -555,7 +560,7 @@ os._exit(0)
 
 
 def test_a_worker_hands_over_nothing_before_its_saver_has_seen_whose_it_is(server, client, tmp_path):
-    """The worker ends right after it has handed over, when the saver could no longer check the process."""
+    """The worker ends right after the handover, when the saver could no longer check the process."""
     round_is(client, 3)
     with Warden.start() as warden:
         service = SaverService(warden, server.access, "j")
@@ -565,7 +570,7 @@ def test_a_worker_hands_over_nothing_before_its_saver_has_seen_whose_it_is(serve
         argv = [sys.executable, "-c", WORKER, service.name, str(tmp_path)]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as worker:
             assert worker.stdout is not None
-            worker.stdout.readline()  # it waits, or has ended
+            worker.stdout.readline()  # the worker waits, or has ended
             saver.resume()
             assert worker.wait() == 0
         service.close()
@@ -595,7 +600,7 @@ def test_a_saver_that_could_not_be_started_is_started_later(tmp_path, monkeypatc
 
 
 def test_a_process_of_the_same_user_that_is_no_worker_plants_nothing(tmp_path):
-    """This one, in the words of a worker: in a real run, whose agent is not its parent's."""
+    """The test's process sends the messages of a worker. In a real run the worker's agent is its ancestor."""
     named, go_on = tmp_path / "named", tmp_path / "go_on"
     os.mkfifo(named)
     os.mkfifo(go_on)
@@ -623,7 +628,7 @@ def test_a_process_of_the_same_user_that_is_no_worker_plants_nothing(tmp_path):
 
 
 def plant(saver: str, path: str) -> None:
-    """Plant a step that resuming would prefer to all others. Raises ChannelClosed."""
+    """Plant a step that workers would prefer to all others when they resume. Raises ChannelClosed."""
     line = hands_over(saver, path, 1, 999_999)
     try:
         while line.receive():

@@ -31,12 +31,11 @@ from elasticd.telemetry.gpus import GpuReading
 from tests.core.build import node, spec, view
 
 PERIOD_S = 5.0
-STEPS = 50  # of a period
+STEPS = 50  # the seconds of a period
 
 
 class Store:
-    """Passes on what one agent writes to all that watch, and to the leader; ``said`` is what the leader says,
-    who writes what it wants to."""
+    """Passes on what one agent writes to all watches and to the leader. ``said``: the leader's verdicts."""
 
     def __init__(self, members: tuple[Member, ...]) -> None:
         self.watches: list[tuple[str, Callable[[Seen], None]]] = []
@@ -79,7 +78,8 @@ class Store:
 
 
 class Agent:
-    """Of one node whose workers take so long for their own part of a step, in lock-step with others."""
+    """The agent of one node. Its workers need so long for their own part of a step, and train in lock-step
+    with others."""
 
     def __init__(self, name: str, store: Store, own_s: Mapping[int, float]) -> None:
         assert store.view.round is not None
@@ -120,7 +120,7 @@ class Agent:
         }
 
     def look(self, now: float) -> None:
-        """Read the workers' pages, and tell the leader."""
+        """Read the workers' pages. Report to the leader."""
         paces = self.of.attend(cast(AgentState, self.state), now, self.said.append)
         if paces is not None:
             self.store.hear(paces)
@@ -172,7 +172,7 @@ def test_a_node_that_neighbours_starve_is_not_named_and_one_that_its_quota_holds
     store = Store(members("a", "b", "c"))
     agents = [Agent(n, store, {0: 0.05, 1: 0.05}) for n in ("a", "b", "c")]
     b = agents[1]
-    b.own_s = {0: 0.065, 1: 0.065}  # with the time that it has no processor
+    b.own_s = {0: 0.065, 1: 0.065}  # with the time in which the worker has no processor
     for period in range(PERIODS + 3):
         b.throttled_s += throttled_s
         for slot in b.delayed_s:

@@ -36,7 +36,8 @@ def test_the_pages_are_read_when_what_the_ledger_depends_on_changes_and_by_the_t
     keeper = Timekeeper(state, 1000.0, pages.progress, lambda slot, after: (999.0,))
     keeper.attend(state, (0, 0.0), 1000.0)
     assert pages.reads == 1
-    for n in range(100):  # the lease is kept, reports are written, other keys change
+    # events that do not concern the timekeeper: the lease is kept, reports are written, other keys change
+    for n in range(100):
         state = replace(state, etcd=replace(state.etcd, lease_until=1005.0 + n))
         state = replace(state, seen={**state.seen, "leader": Entry("leader", None, n, n)})
         keeper.attend(state, (0, 0.0), 1000.0 + n / 1000)

@@ -1,4 +1,4 @@
-"""An audit proves which samples were used once, whoever died when, and names the others."""
+"""An audit proves which samples were used once, whichever workers died when, and names the other samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from elasticd.data.dealing import next_batch, parts_of
 from elasticd.data.order import Sequential, Shuffled
 
 Files = dict[str, list[Note]]
-Happened = list[tuple[str, Note]]  # in whose file, in order of time
+Happened = list[tuple[str, Note]]  # in which file the note is, in order of time
 
 
 def facts(length: int, batch: int, *, seed: int = 0, drop_last: bool = False) -> dict[str, object]:
@@ -66,8 +66,8 @@ def train(
     fails: float = 0.4,
     until: int | None = None,
 ) -> Files:
-    """What workers note of a training in which some die at any instant, and others come. Sometimes all
-    die, and it goes on from an earlier step."""
+    """Return the notes of workers in a training in which some die at any instant, and others join. Sometimes
+    all die, and the training continues from an earlier step."""
     data = facts(length, batch, drop_last=drop_last)
     files: Files = {}
     states = [(0, 0)]  # after each step, the epoch and the position that are committed
@@ -126,8 +126,8 @@ def train(
 
 
 def in_order(files: Files) -> Happened:
-    """An order in which it may have happened: what is committed was taken by all before, a round begins
-    after what it goes on from, and each file is written in its own order."""
+    """Return an order in which the notes may have been written. All workers took the samples before the
+    commit; a round begins after the step from which it continues; each file is written in its own order."""
     rounds = sorted({n.round for notes in files.values() for n in notes if isinstance(n, EntryNote)})
     happened: Happened = []
     for number in rounds:
@@ -183,8 +183,8 @@ def test_a_run_that_crashed_is_proved_as_far_as_it_came():
 
 
 def test_commits_of_several_steps_and_of_none_are_proved_like_others():
-    """The first commit is of three steps, the second of what was worked out without any samples. A worker
-    dies before the third, and its two steps come again."""
+    """The first commit is of three steps. The second is of a result that needed no samples. A worker dies
+    before the third, and its two steps are made again."""
     data = facts(23, 6)
 
     def took(step: int, turn: int, first: int, samples: int, rank: int, world: int) -> BatchNote:
@@ -216,7 +216,7 @@ def test_commits_of_several_steps_and_of_none_are_proved_like_others():
 
 
 def test_a_run_that_goes_on_while_its_notes_are_read_is_proved_so_far():
-    """Each file's size is seen, and then each file read, at some other moment."""
+    """The size of each file is seen first. Each file is read at a later moment."""
     for seed in range(60):
         chance = random.Random(seed)
         files = train(chance, epochs=3)
@@ -239,7 +239,7 @@ def test_a_run_that_goes_on_while_its_notes_are_read_is_proved_so_far():
 
 
 def test_steps_after_the_one_that_is_gone_on_from_are_no_more():
-    """Round 2 began after step 1, and step 2 of round 1 was made by nobody who is still there."""
+    """Round 2 began after step 1. No worker is left that made step 2 of round 1."""
     files = train(random.Random(1), fails=0, epochs=1)
     [name] = [n for n, notes in files.items() if notes[0].rank == 0]
     entered = files[name][0]
@@ -250,8 +250,8 @@ def test_steps_after_the_one_that_is_gone_on_from_are_no_more():
 
 
 def test_a_round_continues_the_round_whose_checkpoint_it_resumed_from():
-    """Round 1 gets to step 4 and dies. Round 2 begins anew, before the saver has committed the checkpoint of
-    step 4, and dies after one step. Round 3 resumes from step 4."""
+    """Round 1 gets to step 4 and dies. Round 2 begins from the start, before the saver has committed the
+    checkpoint of step 4, and dies after one step. Round 3 resumes from step 4."""
     first = train(random.Random(1), fails=0, epochs=1)
     world = next(iter(first.values()))[0].world
 
@@ -266,7 +266,7 @@ def test_a_round_continues_the_round_whose_checkpoint_it_resumed_from():
 
 
 def undisturbed() -> Files:
-    """Four steps in a world of one, so that a note is easily found."""
+    """Return the notes of four steps in a world of one, in which each note is easy to find."""
     files = train(random.Random(0), fails=0, epochs=1)
     world = next(iter(files.values()))[0].world
     assert world > 1, "more than one, to have something to differ from"
@@ -395,7 +395,8 @@ def test_a_stream_is_proved_by_its_positions_and_ends_where_it_ends():
 
 
 def test_rounds_are_counted_anew_by_another_etcd():
-    """Two series: the second goes on from a checkpoint after step 2, and has small numbers again."""
+    """There are two series of rounds. The second continues from a checkpoint after step 2, and has small
+    numbers again."""
     files = train(random.Random(1), fails=0, epochs=1)
     world = next(iter(files.values()))[0].world
 

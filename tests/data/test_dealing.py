@@ -1,5 +1,5 @@
-"""Every sample of an epoch is in one batch, and every sample of a batch is one worker's, in a world of any
-size."""
+"""In a world of any size, every sample of an epoch is in one batch, and every sample of a batch is given to
+one worker."""
 
 from dataclasses import replace
 from itertools import cycle

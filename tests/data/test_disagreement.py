@@ -1,4 +1,4 @@
-"""Where ranks disagree, as a table of what they recorded."""
+"""Where ranks disagree: a table of records, and the sentence for each."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_in_a_round_that_hangs_a_rank_that_is_behind_counts() -> None:
 
 
 def test_groups_are_compared_each_for_itself() -> None:
-    """A rank outside a group is not behind it."""
+    """A rank outside a group is not behind that group."""
     pair = [rank(n, call(1), group=(0, 2)) for n in (0, 2)]
     rest = [rank(n, call(1, "barrier"), group=(1, 3)) for n in (1, 3)]
     assert disagreements([*pair, *rest], hung=True) == ()

@@ -28,7 +28,7 @@ def test_a_position_is_the_same_whoever_asks_for_it_and_whatever_was_asked_befor
 
 
 def test_an_order_stays_what_it_was_in_earlier_versions():
-    """Checkpoints lie on disks, and go on in the middle of an epoch."""
+    """Checkpoints are kept on disks, and may continue in the middle of an epoch."""
     assert Shuffled(10, seed=0).at(0, range(10)) == [1, 6, 9, 7, 2, 3, 5, 8, 4, 0]
     assert Shuffled(10**12, seed=7).at(3, range(2)) == [616356389492, 475572983630]
     assert Weighted([1, 0, 2], seed=1).at(0, range(8)) == [0, 2, 0, 2, 2, 2, 0, 0]

@@ -1,4 +1,4 @@
-"""However the virtual ranks are dealt, their gradients are added up in one order."""
+"""The gradients of virtual ranks are added up in one order, whichever workers have them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elasticd.data.summing import plan_sums
 
 
 def tree(first: int, end: int) -> str:
-    """The obvious way: cut at the largest power of two, and add up both parts."""
+    """Add up in the simplest way: cut at the largest power of two, and add up both parts."""
     if end - first == 1:
         return str(first)
     half = 1
@@ -32,7 +32,7 @@ def added_up(parts: list[tuple[range, str]], virtual_ranks: int) -> list[str]:
 
 
 def subtrees_of(block: range, virtual_ranks: int) -> tuple[range, ...]:
-    """What the worker with this block of virtual ranks hands in."""
+    """Return the sums that the worker with this block of virtual ranks sends."""
     return plan_sums((range(v, v + 1) for v in block), virtual_ranks).left
 
 

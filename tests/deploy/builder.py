@@ -1,7 +1,7 @@
-"""The Dockerfile, built by buildah: no daemon and no registry are needed, each RUN is a chroot.
+"""Builds the Dockerfile with buildah, which needs no daemon and no registry: each RUN is a chroot.
 
-The place of the base image is taken by a root that debootstrap makes, with this machine's Python in
-/usr/local, as in the image.
+In place of the base image there is a root that debootstrap makes, with this machine's Python in /usr/local,
+as in the base image.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Image:
             inside = shlex.quote(f"{self.root}{path}")
             make = f"mkdir -p {inside}" if path.is_dir() else f"mkdir -p $(dirname {inside}); touch {inside}"
             mounts += [make, f"mount --bind {shlex.quote(str(path))} {inside}"]
-        if read_only:  # but for its own folder, which is a volume then
+        if read_only:  # except its own folder, which is a volume then
             uid = self.user.partition(":")[0]
             mounts += [f"mount -t tmpfs -o mode=700,uid={uid} tmpfs {root}{shlex.quote(self.workdir)}"]
             mounts += [f"mount -o remount,ro,bind {root}"]
@@ -81,7 +81,7 @@ class Image:
 
 
 def base_root(folder: Path) -> Path:
-    """A clean Debian with this machine's Python, as the base image is."""
+    """Return a clean Debian with this machine's Python, as in the base image."""
     root = folder / "base"
     subprocess.run(
         ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(root)],
@@ -100,7 +100,7 @@ def base_root(folder: Path) -> Path:
     image.run(["ldconfig"])
     image.run(["python", "-m", "ensurepip"])
     (root / "usr/local/bin/pip").symlink_to("pip3")
-    # What the image brings beside pip is not there to be uninstalled: pip says so, and goes on.
+    # The image cannot uninstall what it has beside pip. pip says so, and continues.
     return root
 
 
@@ -114,7 +114,8 @@ class Builder:
     def build(
         self, dockerfile: Path, context: Path, arguments: Mapping[str, str], binds: Mapping[Path, Path]
     ) -> Image:
-        """``binds``: files and folders of this machine, by their places in each RUN. No image keeps them."""
+        """Build the image. ``binds``: files and folders of this machine, by their places in each RUN. The
+        image does not keep them."""
         base = self._told("from", "scratch")
         self._told("copy", "--quiet", base, base_root(self._folder), "/")
         self._told("config", f"--env=PATH={PATH}", base)

@@ -1,4 +1,4 @@
-"""What a PromQL expression uses, as far as its text tells: metrics, and the labels that they must have."""
+"""What a PromQL expression uses, as far as its text shows: metrics, and the labels that they must have."""
 
 from __future__ import annotations
 

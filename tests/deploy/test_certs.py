@@ -46,7 +46,7 @@ def certs_sh(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def members(certs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Member]]:
-    """Three, as only those prove that members let each other in."""
+    """Three members: one member alone would not prove that members accept each other."""
     flags = (
         "--client-cert-auth",
         f"--trusted-ca-file={certs / 'ca.crt'}",
@@ -95,7 +95,8 @@ def answers(port: int, certs: Path, name: str) -> bool:
     """Whether the server there accepts this certificate and answers. Raises if it is no etcd."""
     context = ssl.create_default_context()
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # it is asked what it thinks of us, not we of it
+    # the question is whether the server accepts this client, not the reverse
+    context.verify_mode = ssl.CERT_NONE
     context.load_cert_chain(certs / f"{name}.crt", certs / f"{name}.key")
     connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=30)
     try:

@@ -65,7 +65,7 @@ def test_images_cannot_change_and_nobody_is_root_without_a_reason(name: str) -> 
     assert SERVICES[name]["cap_drop"] == ["ALL"]
     assert SERVICES[name]["security_opt"] == ["no-new-privileges:true"]
     user = SERVICES[name].get("user")
-    if name in AGENTS:  # the image's own
+    if name in AGENTS:  # the user of the image
         *_, user = re.findall(r"^USER (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert user is not None
     if user.startswith("0:"):

@@ -32,7 +32,8 @@ from tests.etcd.cluster import Authority, Cluster, EtcdOnPorts
 from tests.etcd.conftest import Proxy
 
 ELASTICD = str(Path(sys.executable).with_name("elasticd"))
-NO_TORCH = str(Path(sys.base_prefix) / "bin" / "python3")  # what the tests run in has it only in its venv
+# the tests run with a Python that has torch in its venv only
+NO_TORCH = str(Path(sys.base_prefix) / "bin" / "python3")
 PATIENCE_S = 100
 
 
@@ -46,7 +47,8 @@ class Said:
 
 
 def doctor(*words: str, env: dict[str, str] | None = None, inside: tuple[str, ...] = (), **more: Any) -> Said:
-    """``PYTHON_EXEC`` without torch unless said otherwise: most tests need not wait for its import."""
+    """Run the doctor. ``PYTHON_EXEC`` has no torch unless the test says otherwise: most tests need not wait
+    for its import."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTICD_", "PET_", "GLOO_", "NCCL_"))}
     argv = [*inside, ELASTICD, "doctor", "--json", *words]
     environ = {**kept, "PYTHON_EXEC": NO_TORCH, **(env or {})}
@@ -96,7 +98,8 @@ def candidate(
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
-    """The one to see; every finding has a sentence, and what is not fine says what to do."""
+    """Return the finding that people should see first. Check that every finding has a sentence, and that each
+    one that is not fine says what to do."""
     found = list(findings)
     for finding in found:
         assert finding.says and "\n" not in finding.says and not finding.says.endswith(".")
@@ -113,7 +116,7 @@ def wrong(findings: list[Finding]) -> list[str]:
     return [f.says for f in findings if f.grade is Grade.WRONG]
 
 
-# ---------------------------------------------------------------- a machine that is well
+# ---------------------------------------------------------------- a machine without faults
 
 
 def test_a_machine_that_can_run_a_job_is_said_to_be_fit(etcd: EtcdAccess, tmp_path: Path) -> None:
@@ -227,7 +230,7 @@ def _await_port(endpoint: str) -> None:
             return
         except OSError:
             assert time.monotonic() < give_up_at
-            time.sleep(0.05)  # nobody tells when a port is listened on
+            time.sleep(0.05)  # no event tells when the port is open
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +239,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
 
 
 def until_serving(access: EtcdAccess) -> list[Finding]:
-    """A port is listened on before the member has a leader."""
+    """A member listens at its port before it has a leader."""
     give_up_at = time.monotonic() + PATIENCE_S
     while True:
         found = findings_of_etcd(access)
@@ -404,7 +407,7 @@ def test_loopback_is_no_address_for_other_nodes() -> None:
     assert found.says == "other nodes cannot reach this node at 127.0.0.1, a loopback address"
 
 
-# ---------------------------------------------------------------- what workers run
+# ---------------------------------------------------------------- the Python of the workers
 
 
 def test_a_python_without_torch_is_told() -> None:

@@ -61,7 +61,7 @@ def test_what_is_built_with_is_pinned_by_the_constraints() -> None:
 
 
 def test_what_we_need_is_pinned_loosely_and_the_constraints_are_within() -> None:
-    """Installing into an environment of others must not move what they have."""
+    """An installation into the environment of other packages must not change them."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         needed = [Requirement(line) for line in tomllib.load(file)["project"]["dependencies"]]
     lines = (ROOT / "deploy" / "constraints.txt").read_text().lower().splitlines()
@@ -75,7 +75,7 @@ def test_what_we_need_is_pinned_loosely_and_the_constraints_are_within() -> None
             "torch",
             "structlog",
             "fsspec",
-        ):  # which count months, or are looked at when we run
+        ):  # versions that count months, or that are checked at run time
             assert Version(str(tested.major + 1)) not in one.specifier, f"{one} takes what nobody has tried"
 
 

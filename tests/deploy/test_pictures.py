@@ -25,7 +25,7 @@ def generate() -> ModuleType:
 
 
 def text_of(picture: str) -> str:
-    """Line by line, without the title."""
+    """Return the text of the picture line by line, without the title."""
     lines: dict[float, str] = {}
     for part in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text"):
         if "textLength" in part.attrib:

@@ -1,4 +1,4 @@
-"""The life of a pod: process 1, the termination message, and what a service manager is told."""
+"""The life of a pod: process 1, the termination message, and the messages to a service manager."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def test_process_1_passes_signals_on() -> None:
 
 @in_a_pod
 def test_a_ctrl_c_on_the_terminal_reaches_the_agent_once() -> None:
-    """The kernel sends it to all in the foreground, so process 1 must not send it on as well."""
+    """The kernel sends the signal to all processes in the foreground, so process 1 must not forward it as
+    well."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
@@ -105,7 +106,7 @@ def test_a_ctrl_c_on_the_terminal_reaches_the_agent_once() -> None:
         os.write(terminal, b"\x03")
         _read_until(terminal, b"got 1")
         (inside,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        os.kill(int(inside), signal.SIGTERM)  # after which none can be on its way any more
+        os.kill(int(inside), signal.SIGTERM)  # afterwards no signal can be on its way
         _, status = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(status) == 1, "as many as it got"
     finally:
@@ -206,7 +207,7 @@ class Heard:
             self.next()
 
     def all_there_is(self) -> None:
-        """A datagram to a socket of this machine is there when its sender goes on."""
+        """A datagram to a socket of this machine has arrived when the sender continues."""
         self.socket.setblocking(False)
         try:
             while True:
@@ -271,7 +272,7 @@ def test_a_manager_that_is_gone_or_does_not_read_stops_nobody(tmp_path: Path, he
         pass
 
 
-# ---------------------------------------------------------------- all of it, in a whole agent
+# ---------------------------------------------------------------- a whole agent
 
 
 @in_a_pod

@@ -34,8 +34,8 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl
 
 @dataclass(frozen=True)
 class Told:
-    """What a deployment's etcd is given, and what its guide says to type. ``certs``: whose files lie where
-    etcd looks for its own, and for etcdctl's."""
+    """What the guide of a deployment says. The flags of etcd, and the commands to type. ``certs``: whose
+    files lie where etcd looks for its own, and for etcdctl's."""
 
     job: str
     flags: tuple[str, ...]
@@ -75,7 +75,7 @@ def compose() -> Told:
 
 
 def flags(argv: list[str]) -> tuple[str, ...]:
-    """Return the flags that say which certificates are accepted; the addresses are the test's own."""
+    """Return the flags that say which certificates are accepted. The addresses are those of the test."""
     said = ("--client-cert-auth", "--enable-grpc-gateway", "--trusted-ca", "--cert-file", "--key-file")
     return tuple(flag for flag in argv if flag.startswith(said))
 
@@ -134,7 +134,7 @@ def type_in(etcd: Guarded, folder: Path) -> None:
     typed = "\n".join(["set -e", *etcd.told.lines])
     done = subprocess.run(["sh", "-c", typed], env=env, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0 and "Error" not in done.stderr, (typed, done)
-    for line in ("etcdctl member list", "etcdctl endpoint health"):  # which people and probes go on doing
+    for line in ("etcdctl member list", "etcdctl endpoint health"):  # what people and probes continue to do
         assert subprocess.run(shlex.split(line), env=env, capture_output=True, timeout=60).returncode == 0, (
             line
         )
@@ -155,7 +155,7 @@ def test_one_jobs_certificate_cannot_touch_another_job(guarded: Guarded) -> None
     assert not may_use(guarded.known_by(f"job-{job}"), "other")
     for name in ("job-other", "client"):
         assert not may_use(guarded.known_by(name), job), "it has no role yet"
-    # Its gateway, which would ask with the server's certificate, is closed.
+    # etcd's gateway is closed: it would send requests with the server's own certificate.
     access = guarded.known_by(f"job-{job}")
     context = ssl.create_default_context(cafile=access.cacert)
     context.load_cert_chain(access.cert or "", access.key)

@@ -17,7 +17,7 @@ from tests.etcd.cluster import EtcdOnPorts
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "train.sbatch"
 PATIENCE_S = 90
 
-# Starts its command as srun does on two nodes, and ends with the greatest of their codes.
+# Starts its command as srun does on two nodes, and ends with the greatest of their exit codes.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 for node in n1 n2; do SLURMD_NODENAME=$node "$@" & pids+=($!); echo $! >> "$STAGE/agents"; done
@@ -106,7 +106,7 @@ def test_when_its_time_is_up_it_drains_all_nodes_and_is_queued_again(stage: dict
     assert done.stdout is not None
     for _ in range(2):
         assert done.stdout.readline() == "there\n"
-    done.send_signal(signal.SIGTERM)  # --signal=B:TERM: to the script alone
+    done.send_signal(signal.SIGTERM)  # --signal=B:TERM sends the signal to the script alone
     done.communicate(timeout=PATIENCE_S)
     assert done.returncode == 143
     assert (Path(stage["STAGE"]) / "scancel").read_text() == "--signal=TERM 77\n"

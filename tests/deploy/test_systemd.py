@@ -56,7 +56,7 @@ def test_what_is_worth_another_try_is_restarted_and_nothing_else() -> None:
     }
     assert set(documented) == {0, 1, 2, 3, 4, 5, 6, 7, 130, 143}
     never = {int(c) for c in told["RestartPreventExitStatus"] + told["SuccessExitStatus"]} | {0}
-    # Drained or stopped by somebody: they say when it is to come again, not systemd.
+    # The agent was drained or stopped on purpose: people, not systemd, decide when it starts again.
     assert {code for code, again in documented.items() if again} - never == {3, 4}
     assert never - {130, 143} == {code for code, again in documented.items() if not again}
 

@@ -40,7 +40,7 @@ class Systemd:
             "XDG_RUNTIME_DIR": str(folder / "x"),
         }
         start = f"mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/system && exec {SYSTEMD} --user"
-        # Its own control groups: it takes the one it is in for its to rule, with all who are in there.
+        # Its own control group: systemd takes over the group that it starts in, with all processes there.
         self.cgroups = [base / folder.name for base in HIERARCHIES if (base / "cgroup.procs").exists()]
         for cgroup in self.cgroups:
             cgroup.mkdir()
@@ -64,7 +64,7 @@ class Systemd:
         give_up_at = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < give_up_at and self.process.poll() is None
-            time.sleep(0.1)  # without a bus nobody tells of a unit's changes
+            time.sleep(0.1)  # without a bus no event tells of a unit's changes
 
     def install(self, name: str, *service: str, **env: str) -> str:
         """Install the unit, changed only in the user who runs it and in its paths. ``service``: lines to
@@ -100,7 +100,7 @@ def may() -> bool:
 
 
 pytestmark = [
-    pytest.mark.slow,  # not for its time, but as it makes control groups on the machine it runs on
+    pytest.mark.slow,  # slow, so that it does not always make control groups on the machine
     pytest.mark.skipif(not may(), reason="a systemd of one's own needs systemd, root and namespaces"),
 ]
 

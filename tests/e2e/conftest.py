@@ -29,7 +29,7 @@ class Etcd:
         os.close(pidfd)
 
     def start(self) -> None:
-        """Again, with all it had."""
+        """Start the server again, with the data that it had."""
         self._server.start()
 
     def hang(self) -> None:
@@ -46,7 +46,7 @@ class Etcd:
 
 @pytest.fixture(scope="session")
 def shared_etcd() -> Iterator[str]:
-    """An etcd for tests that do not disturb it; each has a job of its own."""
+    """An etcd for tests that do not disturb it. Each test has a job of its own."""
     etcd = Etcd()
     yield etcd.url
     etcd.close()
@@ -62,7 +62,7 @@ def etcd() -> Iterator[Etcd]:
 
 @pytest.fixture
 def line(etcd: Etcd) -> Iterator[Line]:
-    """A connection to that etcd, for an agent that alone is to be cut off."""
+    """A connection to that etcd, for a single agent that is to be cut off."""
     host, _, port = etcd.url.removeprefix("http://").partition(":")
     line = Line(host, int(port))
     yield line
@@ -71,7 +71,7 @@ def line(etcd: Etcd) -> Iterator[Line]:
 
 @pytest.fixture
 def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[str | None], Cluster]]:
-    """Makes clusters on an etcd, and checks at the end that they leave nothing behind."""
+    """Makes clusters on an etcd. Checks at the end that the clusters leave nothing behind."""
     made: list[Cluster] = []
 
     def make(url: str | None) -> Cluster:

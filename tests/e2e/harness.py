@@ -1,6 +1,6 @@
-"""Several agents of one job on this machine, with nothing simulated: ``elasticd run``, etcd, signals.
-Tests wait for the agents' JSON log, for what workers do (the stage), and for what etcd holds. News wakes
-each wait, so none polls."""
+"""Several agents of one job on this machine, with nothing simulated: ``elasticd run``, etcd, signals. Tests
+wait for lines of the agents' JSON log, for messages of the workers (to the stage), and for changes in etcd.
+Each of these wakes the wait, so no test polls."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ T = TypeVar("T")
 ELASTICD = str(Path(sys.executable).with_name("elasticd"))
 PLAYER = str(Path(__file__).parent / "programs" / "player.py")
 FAKE_TORCH = str(Path(__file__).parents[1] / "procs" / "programs" / "faketorch")
-PATIENCE_S = 120.0  # a machine may be busy; nothing waits longer than it must
+PATIENCE_S = 120.0  # a machine may be busy; no test waits longer than it must
 MARK = "ELASTICD_E2E_MARK"
 
-# Short enough that nothing waits for long; the lease is long enough for a machine that is busy.
+# Short times, so that tests end soon. The lease is long enough for a busy machine.
 PACE = {
     "--grow-cooldown": "0.1",
     "--join-timeout": "120",
@@ -64,14 +64,14 @@ POLICY = {"settle_s": 0.3, "broken_s": 1}
 
 @dataclass(frozen=True)
 class World:
-    """A round whose workers all train, in rank order."""
+    """A round in which all workers train. Workers are in rank order."""
 
     round: int
     players: tuple[Player, ...]
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Of each rank."""
+        """the node of each rank"""
         return tuple(p.node for p in self.players)
 
     @property
@@ -127,12 +127,13 @@ class Agent:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL, to the agent alone."""
+        """Send SIGKILL to the agent alone."""
         self.process.kill()
         self.process.wait()
 
     def end(self, patience_s: float = PATIENCE_S) -> int:
-        """Wait until it has ended by itself and all it said was read; its exit code."""
+        """Wait until the agent has ended by itself and all its output was read. Return the agent's
+        exit code."""
         try:
             self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -144,11 +145,11 @@ class Agent:
 
     @property
     def screen(self) -> str:
-        """Return what it printed to stderr for people, without its log."""
+        """Return what the agent printed to stderr for people, without its log."""
         return "\n".join(self.text)
 
     def find(self, event: str, **fields: Any) -> list[dict[str, Any]]:
-        """The events of this name that have these fields."""
+        """Return the events of this name that have these fields."""
         return [
             e
             for e in tuple(self.events)
@@ -180,7 +181,7 @@ class Agent:
 
 @dataclass(frozen=True)
 class Said:
-    """What a short command said."""
+    """The output and the exit code of a short command."""
 
     code: int
     out: str
@@ -208,7 +209,7 @@ class Cluster:
         self.limits = (1, 8)
         self.pace = dict(PACE)
         self.policy = dict[str, float](POLICY)
-        # Short, as multiprocessing makes sockets in it whose paths may have 107 characters.
+        # A short path: multiprocessing makes sockets in this folder, whose paths may have 107 characters.
         self.tmp = Path(tempfile.mkdtemp(prefix="e2e-"))
         for place in ("run", "state"):
             (folder / place).mkdir(mode=0o700)
@@ -223,7 +224,7 @@ class Cluster:
         program: Sequence[str] = (PLAYER,),
         env: dict[str, str] | None = None,
     ) -> list[Agent]:
-        """Start an agent of each name; an empty one has the agent find its own."""
+        """Start an agent for each name. An agent with an empty name chooses its own."""
         return [self._start(name, slots, options, program, env or {}) for name in names]
 
     def _start(
@@ -236,13 +237,14 @@ class Cluster:
         argv += [part for option in self.pace.items() for part in option]
         argv += [f"--policy={self._policy_file()}"]
         argv += [*options, *program]
-        fork = not any(variable.startswith("LD_") for variable in env)  # which have no effect on a fork
+        # LD_ variables have no effect on a fork
+        fork = not any(variable.startswith("LD_") for variable in env)
         agent = Agent(name, argv, self.environment(name) | env, self.folder, self.news, fork=fork)
         self.agents.append(agent)
         return agent
 
     def _policy_file(self) -> Path:
-        """A file of its own for each agent, as the next may have another policy."""
+        """Write a policy file for one agent: the next agent may have another policy."""
         file = self.folder / f"policy{len(self.agents)}.toml"
         file.write_text("".join(f"{name} = {value}\n" for name, value in self.policy.items()))
         return file
@@ -252,7 +254,8 @@ class Cluster:
         return [f"--etcd={self.etcd}"] if self.etcd else []
 
     def environment(self, node: str = "") -> dict[str, str]:
-        """A user's, with folders of its own and a mark that all processes of this test inherit."""
+        """Return a user's environment, with folders of its own, and a mark that all processes of this test
+        inherit."""
         ours = ("PET_", "ELASTICD_", "TORCH", "OMP_", "PYTEST_", "ETCD", "E2E_")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         return kept | {
@@ -260,7 +263,7 @@ class Cluster:
             "TMPDIR": str(self.tmp),
             "XDG_RUNTIME_DIR": str(self.folder / "run"),
             "XDG_STATE_HOME": str(self.folder / "state"),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"),  # else torch leaves one in TMPDIR
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"),  # else torch leaves a cache in TMPDIR
             "OMP_NUM_THREADS": "1",
             "E2E_NODE": node,
             "E2E_STAGE": self.stage.name,
@@ -284,7 +287,7 @@ class Cluster:
     # ------------------------------------------------------------ waiting
 
     def until(self, holds: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T:
-        """Wait until this is true; returns what it was."""
+        """Wait until the function returns a true value. Return this value."""
         with self.news:
             found: T | None = None
 
@@ -299,7 +302,7 @@ class Cluster:
         return found
 
     def until_said(self, agent: Agent, event: str, *, times: int = 1, **fields: Any) -> dict[str, Any]:
-        """Wait for an event in the agent's log. Return the last of the wanted ones."""
+        """Wait for events in the agent's log. Return the last of them."""
 
         def said() -> list[dict[str, Any]]:
             assert agent.process.poll() is None or agent.find(event, **fields), (
@@ -358,7 +361,7 @@ class Cluster:
                 os.close(fd)
 
     def orphan_of(self, player: Player) -> int:
-        """Have a worker leave behind a grandchild in another session. Return the grandchild's pid."""
+        """Have a worker leave a grandchild in another session behind. Return the grandchild's pid."""
         player.tell("leave_orphan")
         pid: int = self.until(lambda: player.did("orphan"), f"{player} left an orphan")[0]["pid"]
         return pid
@@ -369,19 +372,19 @@ class Cluster:
         warden.kill()
 
     def finish(self) -> None:
-        """Let all workers end well, also those that start later."""
+        """Let all workers finish, also those that start later."""
         with self.news:
             self.stage.direct = lambda player: Script(steps=0)
             for player in self.stage.players:
                 player.tell("finish")
 
     def finishes(self, *agents: Agent) -> None:
-        """Let the job end well; all these agents must end with 0."""
+        """Let the job finish. All these agents must end with 0."""
         self.finish()
         for agent in agents:
             assert agent.end() == 0, f"{agent} said:\n{agent.said()}"
 
-    # ------------------------------------------------------------ what etcd holds
+    # ------------------------------------------------------------ the records in etcd
 
     @property
     def access(self) -> EtcdAccess:
@@ -397,7 +400,7 @@ class Cluster:
         return fact
 
     def ledger(self, node: str) -> NodeLedger | None:
-        """The ledger of the node that the leader last wrote."""
+        """Return the ledger of the node that the leader wrote last."""
         summary = self.fact("summary", Summary)
         nodes = summary.nodes if summary is not None else ()
         return next((told.ledger for told in nodes if told.node == node), None)
@@ -428,14 +431,14 @@ class Cluster:
     # ------------------------------------------------------------ the end
 
     def state(self) -> str:
-        """Return everything that is known, to find out why a test failed."""
+        """Return all that is known of the job, to find out why a test failed."""
         players = "\n".join(f"  {p!r} {[m['is'] for m in p.heard]}" for p in self.stage.players[-20:])
         agents = "\n".join(f"--- {agent!r}\n{agent.said()}" for agent in self.agents)
         return f"workers:\n{players}\n{agents}"
 
     def close(self, *, check: bool = True) -> None:
-        """Kill what still runs, as a power cut would. Then nothing may be left, and no two worlds may have
-        trained at once."""
+        """Kill all processes that still run, as a power cut would. Check that nothing is left, and that no
+        two worlds trained at once."""
         try:
             for agent in self.agents:
                 if agent.process.poll() is None:
@@ -483,8 +486,8 @@ def marked(mark: str) -> list[int]:
 
 
 def assert_nothing_left(cluster: Cluster) -> None:
-    """Wait until nothing of the agents, which have ended, is left: no process (and so no port, as
-    only processes hold ports), no shared memory, no file but logs."""
+    """The agents have ended. Wait until nothing of them is left: no process (and so no port, since only
+    processes hold ports), no shared memory, no file but logs."""
     deadline = time.monotonic() + PATIENCE_S
     while left := marked(cluster.mark):
         assert time.monotonic() < deadline, f"still there: {[_describe(pid) for pid in left]}"
@@ -500,16 +503,16 @@ def assert_nothing_left(cluster: Cluster) -> None:
 
 
 def _is_of_an_older_torch(path: Path) -> bool:
-    """Whether this is a folder that some torch before 2.13 makes when it is imported, and removes at its
-    exit. A killed process leaves the folder behind."""
+    """Whether this is a folder that torch before 2.13 makes when it is imported, and removes at its exit. A
+    process that is killed leaves the folder behind."""
     if torchparts.release(torchparts.installed()) >= (2, 13) or not path.is_dir():
         return False
     return all(inside.name.startswith(("_remote_module", "__pycache__")) for inside in path.iterdir())
 
 
 def _what_runs(agent: int) -> str:
-    """Return the processes below the agent, where their threads wait, and their native stacks if gdb is
-    there."""
+    """Return the processes below the agent, the places where their threads wait, and their native stacks if
+    gdb is installed."""
     told = []
     for pid in descendants(agent):
         told += [_describe(pid), thread_report(pid)]

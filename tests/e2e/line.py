@@ -10,13 +10,13 @@ import threading
 
 
 class Line:
-    """A connection to one address; ``port`` is where clients connect."""
+    """A connection to one address. Clients connect to ``port``."""
 
     def __init__(self, host: str, port: int) -> None:
         self._far = (host, port)
         self._listener = socket.socket()
         self._listener.bind(("127.0.0.1", 0))
-        self._listener.listen(0)  # a queue that two can fill, so that a third is not even refused
+        self._listener.listen(0)  # two clients fill this queue, so that a third client gets no answer at all
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[socket.socket, socket.socket] = {}
         self._queued: list[socket.socket] = []
@@ -32,7 +32,7 @@ class Line:
         self._thread.start()
 
     def cut(self) -> None:
-        """Cut the line. Once this returns, nothing passes, and nobody can connect."""
+        """Cut the line. Once this returns, nothing passes, and no client can connect."""
         self._idle.clear()
         self._whole.clear()
         os.write(self._wake, b"x")
@@ -69,7 +69,7 @@ class Line:
                     self._whole.wait()
                     if self._closing:
                         return
-                    break  # what was ready before is looked at anew
+                    break  # some sockets were ready before the cut: ask again
                 if key.fileobj is self._listener:
                     self._join()
                 else:

@@ -35,7 +35,7 @@ _DURATION = r"(\d+)(ms|s|m|h)"
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-# ---------------------------------------------------------------- what is asked
+# ---------------------------------------------------------------- the queries
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Query:
 
 
 def queries() -> list[Query]:
-    """All that the dashboards ask, for any run and node. Marks are asked for as curves are. A rate
-    is taken over five minutes, as where Grafana shows some days."""
+    """Return all queries of the dashboards, those of marks included. Rates are taken over five minutes, as
+    Grafana takes them if it shows some days."""
 
     def of_all(expr: str) -> str:
         return re.sub(r'="\$(run|node)"', '=~".+"', expr).replace("$__rate_interval", "5m")
@@ -77,7 +77,8 @@ def texts(panel: str, board: str) -> dict[float, str]:
     return {float(number): text["text"] for number, text in mapping["options"].items()}
 
 
-# What would show nothing after a mere kill, by the test of test_alerts_fire.py that has it show something.
+# Queries that show nothing after a mere kill. The tests of test_alerts_fire.py have each of them show
+# something.
 SHOWN_BY = {
     "test_workers_that_are_killed": {("fleet", "Firing alerts")},
     "test_a_worker_that_lags_behind": {
@@ -115,8 +116,8 @@ def names(kind: str) -> list[str]:
 
 
 def hastened(haste: int) -> dict[str, Any]:
-    """Return the rules with all times divided by this factor, and nothing else changed: windows, ``for:``,
-    and limits that are times of a minute or more."""
+    """Return the rules with all times divided by this factor: windows, ``for:``, and limits that are times of
+    a minute or more. Nothing else changes."""
 
     def shorter(duration: str) -> str:
         amount, unit = re.fullmatch(_DURATION, duration).groups()  # type: ignore[union-attr]
@@ -139,7 +140,8 @@ def hastened(haste: int) -> dict[str, Any]:
 
 
 class Answer:
-    """What a query returned: for each set of labels, the values over time, the last at the end."""
+    """The result of a query: for each set of labels the values over time. The last value is the
+    present one."""
 
     def __init__(self, series: list[tuple[Mapping[str, str], list[float]]]) -> None:
         self.series = series
@@ -151,25 +153,26 @@ class Answer:
         return "; ".join(f"{dict(labels)}: {values[-1]:g}" for labels, values in self.series) or "nothing"
 
     def over(self, **labels: object) -> list[float]:
-        """The values of the one series with these labels, whatever others it has."""
+        """The values of the one series that has these labels, whatever other labels it has."""
         wanted = {(k, str(v)) for k, v in labels.items()}
         found = [values for has, values in self.series if wanted <= set(has.items())]
         assert len(found) == 1, f"{len(found)} series have {labels}: {self}"
         return found[0]
 
     def __call__(self, **labels: object) -> float:
-        """Its last value."""
+        """Return the last value of that series."""
         return self.over(**labels)[-1]
 
     def by(self, *names: str) -> dict[tuple[str, ...], float]:
-        """The last values by the values of these labels, which tell them apart."""
+        """Return the last values by the values of these labels, which distinguish the series."""
         found = {tuple(has.get(name, "") for name in names): values[-1] for has, values in self.series}
         assert len(found) == len(self.series), f"{names} do not tell them apart: {self}"
         return found
 
 
 class Prometheus:
-    """Listens on loopback; keeps all below ``folder``. ``how``: more for its scrape config."""
+    """A Prometheus on loopback. It keeps all files below ``folder``. ``how``: further lines of its scrape
+    config."""
 
     def __init__(self, folder: Path, by: Mapping[str, Any], how: Mapping[str, Any] = {}) -> None:
         assert SERVER is not None
@@ -189,7 +192,8 @@ class Prometheus:
             "rule_files": ["rules.yml"],
             "alerting": {"alertmanagers": [{"static_configs": [{"targets": [self.alerts.address]}]}]},
             "scrape_configs": [
-                # Prometheus reads the file before it watches it: a change in between waits for a refresh
+                # Prometheus reads the file before it watches the file, so it notices a change in between at
+                # the next refresh
                 {
                     "job_name": "elasticd",
                     "file_sd_configs": [{"files": ["targets.json"], "refresh_interval": "1s"}],
@@ -246,12 +250,12 @@ class Prometheus:
         self.alerts.close()
 
     def forget(self, *agents: Agent) -> None:
-        """Scrape them no more."""
+        """Stop scraping these agents."""
         self._watched = [agent for agent in self._watched if agent not in agents]
         self.watch()
 
     def watch(self, *agents: Agent) -> None:
-        """Scrape these agents too; they have started."""
+        """Scrape these agents, too. They must have started."""
         self._watched += agents
         urls = [urllib.parse.urlsplit(a.find("agent.started")[0]["http"]) for a in self._watched]
         new = self._targets.with_suffix(".new")
@@ -266,14 +270,15 @@ class Prometheus:
         return said["data"]
 
     def query(self, expr: str) -> Answer:
-        """As it is now."""
+        """Return the present answer to the query."""
         found = self._ask("query", query=expr)["result"]
         return Answer([(one["metric"], [float(one["value"][1])]) for one in found])
 
     def over_time(self, expr: str) -> Answer:
-        """Return the values since this server began, as a curve shows them: gaps where there is no value."""
+        """Return the values since this server began, as a curve shows them: with gaps where there is no
+        value."""
         end = time.time()
-        start = end - (end - self.began_at) // EVERY_S * EVERY_S  # so that the last is as it is now
+        start = end - (end - self.began_at) // EVERY_S * EVERY_S  # so that the last value is the present one
         found = self._ask("query_range", query=expr, start=start, end=end, step=EVERY_S)
         series = [
             (one["metric"], [float(v) for _, v in one["values"] if v != "NaN"]) for one in found["result"]
@@ -287,8 +292,8 @@ class Prometheus:
         return [self.query(q.expr) if q.now else self.over_time(q.expr) for q in asked]
 
     def until(self, expr: str, holds: Callable[[Answer], T]) -> T:
-        """Wait until this is true of the answer to a query. It can only be asked again: nobody is told
-        that something was scraped."""
+        """Wait until the condition holds for the answer to a query. This polls, since no event tells of a
+        scrape."""
         patient_until = time.monotonic() + PATIENCE_S
         while not (found := holds(answer := self.query(expr))):
             assert time.monotonic() < patient_until, (
@@ -298,12 +303,12 @@ class Prometheus:
         return found
 
 
-# ---------------------------------------------------------------- who is told of alerts
+# ---------------------------------------------------------------- the receiver of alerts
 
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert as it was sent: its ``labels``, and its summary."""
+    """An alert as it was sent: its ``labels`` and its summary."""
 
     labels: Mapping[str, str]
     summary: str
@@ -311,7 +316,7 @@ class Alert:
 
 
 class Alerts:
-    """Stands in for an Alertmanager: receives each alert that begins or ends to fire."""
+    """Stands in for an Alertmanager: receives each alert when it begins and when it ends."""
 
     def __init__(self) -> None:
         self.told: list[Alert] = []
@@ -342,7 +347,7 @@ class Alerts:
             self._news.notify_all()
 
     def of(self, name: str, **labels: object) -> list[Alert]:
-        """Return what was received of this alert so far."""
+        """Return the messages about this alert so far."""
         wanted = {("alertname", name), *((k, str(v)) for k, v in labels.items())}
         return [alert for alert in self.told if wanted <= set(alert.labels.items())]
 

@@ -1,4 +1,4 @@
-"""The stage: workers of a test report to it what they do, and get orders from it."""
+"""The stage: the workers of a test report their steps to it, and get orders from it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 @dataclass
 class Script:
-    """What a worker is to do: ``steps`` to make before it ends well (None: for ever);
-    ``on_sigterm``: "die", "save" (and end with 0) or "ignore"."""
+    """What a worker is to do. ``steps``: the steps before it ends well (None: for ever). ``on_sigterm``:
+    "die", "save" (and end with 0) or "ignore"."""
 
     steps: int | None = None
     on_sigterm: str = "die"
@@ -81,7 +81,7 @@ class Player:
         return [m for m in self.heard if m["is"] == what]
 
     def tell(self, do: str, **fields: Any) -> None:
-        """Give an order; a worker that is gone does not hear it."""
+        """Give an order. A worker that has ended does not get the order."""
         try:
             self.conn.sendall(json.dumps({"do": do, **fields}).encode() + b"\n")
         except OSError:
@@ -89,10 +89,10 @@ class Player:
 
 
 class Stage:
-    """Listens to all workers of a test in one thread. ``direct`` says how each is to begin."""
+    """Listens to all workers of a test in one thread. ``direct`` returns what each new worker is to do."""
 
     def __init__(self, changed: threading.Condition) -> None:
-        self.name = f"elasticd-e2e-{uuid.uuid4().hex}"  # in the abstract namespace: no file
+        self.name = f"elasticd-e2e-{uuid.uuid4().hex}"  # in the abstract namespace, so without a file
         self.players: list[Player] = []
         self.direct: Callable[[Player], Script] = lambda player: Script()
         self._changed = changed
@@ -163,7 +163,7 @@ class Stage:
     def _greet(self, conn: socket.socket, hello: dict[str, Any]) -> None:
         try:
             player = Player(conn, hello["pid"], hello["env"], hello["argv"])
-        except ProcessLookupError:  # killed as soon as it was here
+        except ProcessLookupError:  # the worker was killed as soon as it had connected
             return
         self._of[conn] = player
         self.players.append(player)
@@ -174,7 +174,7 @@ class Stage:
 
 
 def overlaps(players: list[Player]) -> list[tuple[Player, Player]]:
-    """Return the workers of one job that made a step after a later round had begun to train: there must be
+    """Return the workers of one job that made a step after a later round had begun to train. There must be
     none."""
     return [
         (old, new)

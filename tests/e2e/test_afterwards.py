@@ -1,4 +1,4 @@
-"""What the commands show of a run while it lasts, and after it is over or has crashed."""
+"""What the commands show of a run: while the run lasts, after its end, and after a crash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def standalone(clusters: Callable[[str | None], Cluster]) -> Cluster:
 
 
 def told(cluster: Cluster, *command: str, of: str = "") -> str:
-    """Return what the command prints once that has the text in it: events are written with a delay."""
+    """Return the output of the command, once the output has the text: events are written with a delay."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         said = cluster.command(*command, etcd=False)

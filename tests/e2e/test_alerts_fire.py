@@ -1,5 +1,5 @@
-"""Each alert fires when its cause really happens to a run, and resolves when the cause is over; meanwhile
-the panels show what happened. A real Prometheus evaluates the rules, with all their times shortened."""
+"""Each alert fires when its cause really happens to a run, and resolves when the cause is over. Meanwhile the
+panels show what happened. A real Prometheus evaluates the rules, with all their times shortened."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from tests.etcd import cluster as etcds
 Serve = Callable[[dict[str, Any]], Prometheus]
 
 PROGRAMS = Path(__file__).parent / "programs"
-HASTE = 60  # a minute of the rules is a second
+HASTE = 60  # a minute in the rules takes a second
 
 
 def scenario(test: Callable[..., None]) -> Callable[..., None]:
-    """It takes minutes, and a Prometheus."""
+    """Mark a test that takes minutes and needs a Prometheus."""
     return pytest.mark.slow(needs_prometheus(test))
 
 
 def begin(prometheus: Prometheus, cluster: Cluster, *agents: Agent) -> None:
-    """Scrape them from now on."""
+    """Scrape these agents from now on."""
     for agent in agents:
         cluster.until_said(agent, "agent.started")
     prometheus.watch(*agents)
@@ -90,7 +90,7 @@ def test_workers_that_are_killed(cluster: Cluster, serve: Serve) -> None:
     out = alerts.fires("ElasticdSlotQuarantined", run=run)
     assert out.summary == f"{run}: 1 slots are in quarantine because they failed alone"
     alerts.resolves("ElasticdSlotQuarantined")
-    # One that does not end when it is asked to, so that the next round is long in coming.
+    # A worker that does not end when it is asked to, so that the next round forms late.
     world = cluster.world(3, after=world)
     world.tell("begin", steps=None, on_sigterm="ignore")
     cluster.goes_on(world)
@@ -141,7 +141,7 @@ def test_workers_that_are_stopped_slow_or_idle(cluster: Cluster, serve: Serve) -
     assert hung.summary == f"{run}: a worker in slot 1 of a hung"
     assert [e["ranks"] for e in a.find("workers.hung")] == [[stopped.rank]]
     second = cluster.world(3, after=first)
-    # One that is slow.
+    # A worker that is slow.
     (slow,) = (p for p in second.players if p.slot == 2)
     slow.tell("pace", step_s=0.2)
     (mean,) = (q.expr for q in queries() if q.panel == "Time of a step, mean")
@@ -155,7 +155,7 @@ def test_workers_that_are_stopped_slow_or_idle(cluster: Cluster, serve: Serve) -
     (spent,) = prometheus.shows("Where the time goes", "job")
     assert max(spent.over(kind="hung")) > 0
     alerts.resolves("ElasticdWorkerHung")
-    # None makes steps any more, and then they do.
+    # No worker makes steps for a while.
     second.tell("pace", step_s=1000.0)
     alerts.fires("ElasticdStalled", run=run)
     (since,) = prometheus.shows("Since the last step", "job")
@@ -200,7 +200,7 @@ def test_nodes_that_are_lost(cluster: Cluster, serve: Serve) -> None:
     (a,) = cluster.start("a", slots=2)
     cluster.until_said(a, "leader.elected")
     b, c = cluster.start("b", "c")
-    begin(prometheus, cluster, b, c)  # and not who knows of all nodes
+    begin(prometheus, cluster, b, c)  # do not scrape a: the leader knows all nodes
     full = cluster.world(4)
     absent = alerts.fires("ElasticdTargetAbsent", run=run)
     assert absent.summary == f"{run}: Prometheus does not scrape 1 of the job's nodes"
@@ -261,7 +261,7 @@ def test_an_etcd_that_is_away_or_slow(
     etcd.wake()
     alerts.resolves("ElasticdEtcdUnreachable", node="a")
     alerts.resolves("ElasticdEtcdUnreachable", node="b")
-    # It answers, but always late.
+    # etcd answers, but always late.
     while not alerts.of("ElasticdEtcdSlow"):
         etcd.hang()
         time.sleep(0.8)
@@ -297,7 +297,8 @@ def test_an_etcd_that_is_full(
         cluster = clusters(f"http://{etcd.endpoints[0]}")
         alerts, run = prometheus.alerts, cluster.job
         cluster.limits = (1, 1)
-        cluster.pace["--node-ttl"] = "30"  # a full etcd has no new lease for an agent that was starved
+        # a full etcd grants no new lease to an agent whose renewal was late
+        cluster.pace["--node-ttl"] = "30"
         (a,) = cluster.start("a")
         begin(prometheus, cluster, a)
         world = cluster.world(1)
@@ -397,12 +398,12 @@ def test_checkpoints_that_are_no_longer_made(cluster: Cluster, serve: Serve, tmp
     assert samples(node="a", slot=0) > 0
     took, waited = prometheus.shows("Time for a checkpoint", "job")
     assert waited(run=run) > 0 and 0 < took(run=run) < time.time() - saved_at
-    # They are made faster than they can be committed, until one is left out.
+    # Checkpoints are made faster than they can be committed, until one is left out.
     worker.tell("hurry")
     (hurried,) = cluster.until(lambda: worker.did("hurried"), "a save is left out")
     assert hurried["durable"]
     prometheus.until('elasticd_checkpoints_total{result="skipped"}', lambda found: found and found() == 1)
-    # What it is to be written to is no folder any more.
+    # The folder of checkpoints is replaced by a file.
     (tmp_path / "checkpoints").rename(tmp_path / "away")
     (tmp_path / "checkpoints").write_text("in the way")
     worker.tell("save")

@@ -1,4 +1,4 @@
-"""Which samples workers really used, through kills and resizes: proved by their notes alone."""
+"""The samples that workers really used, through kills and resizes. The workers' notes alone prove which."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 AUDITED = str(Path(__file__).parent / "programs" / "audited.py")
 AUDIT = ("--audit",)
 EVERY = {"audit_every": 5}
-STOPPED = 143  # an agent's exit code
+STOPPED = 143  # the exit code of an agent
 
 
 def workers_of(agent: Agent) -> list[int]:
-    """Return the workers that ever entered a round and are not known to be gone."""
+    """Return the workers that have entered a round and are not known to have ended."""
     pids = {int(line.split()[-1]) for line in agent.out if "entered" in line}
     return sorted(pid for pid in pids if os.path.exists(f"/proc/{pid}"))
 
@@ -33,7 +33,7 @@ def step_of(*agents: Agent) -> int:
 
 
 def go_on(cluster: Cluster, *agents: Agent, last: int = 1000) -> None:
-    """Wait until some more steps are committed, if there are so many."""
+    """Wait until some more steps are committed, if the training has more."""
     goal = min(step_of(*agents) + 4, last)
     cluster.until(lambda: step_of(*agents) >= goal, f"step {goal}")
 
@@ -41,7 +41,7 @@ def go_on(cluster: Cluster, *agents: Agent, last: int = 1000) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_each_sample_is_used_once_through_kills_and_resizes(cluster: Cluster, seed: int) -> None:
-    """Random ones, while loading processes fetch ahead."""
+    """The samples are drawn at random, and loading processes fetch ahead."""
     chance = random.Random(seed)
     epochs = 8
     cluster.limits = (1, 3)
@@ -74,11 +74,12 @@ def test_each_sample_is_used_once_through_kills_and_resizes(cluster: Cluster, se
         "half of the notes prove nothing"
     )
     for folder in cluster.tmp.glob("pymp-*"):
-        shutil.rmtree(folder)  # multiprocessing's, of workers that were killed while others loaded for them
+        # shared memory of multiprocessing: processes still loaded for workers that were killed
+        shutil.rmtree(folder)
 
 
 def test_a_run_that_takes_other_samples_than_it_should_is_found_out(cluster: Cluster) -> None:
-    """It fetches sample 1 where it was told to fetch sample 0."""
+    """The dataset fetches sample 1 when it is asked for sample 0."""
     cluster.limits = (1, 1)
     program = (AUDITED, "2", "0", "0")
     cluster.policy |= EVERY
@@ -127,7 +128,8 @@ def test_learning_rates_follow_a_batch_that_grows_with_the_world_and_nothing_is_
 def test_what_a_crashed_run_has_committed_is_proved_and_compared_with_an_undisturbed_one(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """All that there is of it is killed at once. The other run goes wrong after the eighth step."""
+    """All processes of the run are killed at once. The losses of the other run are wrong after the eighth
+    step."""
     cluster.limits = (2, 2)
     program = (AUDITED, "40", "0", "0.02", "consistent")
     cluster.policy |= EVERY
@@ -143,7 +145,7 @@ def test_what_a_crashed_run_has_committed_is_proved_and_compared_with_an_undistu
     rounds, *found, verdict = said.out.splitlines()
     committed = int(rounds.removeprefix("steps 1 to ").split(",")[0])
     assert last <= committed <= last + 2, "what was said before and what may have been committed since"
-    epochs, rest = divmod(committed, 7)  # steps of an epoch
+    epochs, rest = divmod(committed, 7)  # the steps of an epoch
     expected = [f"epoch {epoch}: 103 of 103 samples used" for epoch in range(epochs)]
     assert found == [
         *expected,

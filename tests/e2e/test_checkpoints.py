@@ -1,4 +1,4 @@
-"""Checkpoints under an agent: its saver, committed through its etcd."""
+"""Checkpoints of a job: the agent's saver writes them, and commits them in the job's etcd."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whatever the worlds were and whatever happened to them, the weights and the optimizer's state are the
-same in the end, to the last bit."""
+"""In consistent mode the weights and the optimizer's state have the same bits at the end, whatever the worlds
+were and whatever happened to the workers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 PROGRAM = Path(__file__).parent / "programs" / "consistent.py"
 STEPS = {"digits": 30, "gpt": 34}
 ACCIDENTS = ("kill", "stop", "sleep")
-DRAINED = 143  # an agent's exit code
+DRAINED = 143  # the exit code of an agent
 
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """scikit-learn's pictures, as programs read them. Importing it takes seconds."""
+    """Write scikit-learn's pictures to a file for the programs: an import of scikit-learn takes seconds."""
     package = find_spec("sklearn")
     assert package is not None and package.origin is not None
     table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
@@ -49,7 +49,7 @@ class Training:
         return str(PROGRAM), self.kind, str(self.folder)
 
     def results(self) -> set[str]:
-        """Return the results of the workers that were there at the end."""
+        """Return the results of the workers of the last world."""
         found = [json.loads(path.read_text()) for path in self.folder.glob("*.result")]
         assert found and all(f["done"] == STEPS[self.kind] for f in found), found
         assert all(f["last"] < f["first"] for f in found), "it learns"
@@ -87,8 +87,8 @@ def undisturbed(training: Training, cluster: Cluster, size: int) -> set[str]:
 
 
 def disturbed(training: Training, cluster: Cluster, first: int, nodes: int = 1) -> set[str]:
-    """Workers have their accidents where the schedule says so; whenever they wait for it, the job is scaled,
-    and a node leaves that another takes the place of. Any two nodes have room for the largest world."""
+    """Train with the accidents of the schedule. Whenever the workers wait for a world, scale the job, and
+    replace a node by another one. Any two nodes have room for the largest world."""
     cluster.limits = (2, first)
     cluster.policy |= {"hang_floor_s": 0.03, "part_s": 10}
     options = ("--max-restarts=100",)
@@ -121,8 +121,8 @@ def disturbed(training: Training, cluster: Cluster, first: int, nodes: int = 1) 
             else:
 
                 def spread(size: int = size) -> bool:
-                    """Whether another node's worker has entered the world: the state is lost if all
-                    workers that have it are lost."""
+                    """Whether the world has a worker of another node. If not, the loss of the node would lose
+                    the state."""
                     here = [p.did("entered") for p in cluster.stage.players if not p.gone]
                     return any(entered and entered[-1]["world"] == size for entered in here)
 
@@ -179,8 +179,8 @@ def test_random_schedules_of_kills_hangs_drains_and_lost_nodes_end_alike_on_seve
 
 
 def random_schedule(chance: random.Random, steps: int, nodes: int = 1) -> tuple[dict[str, Any], int]:
-    """Six resizes and five accidents; and the size to begin with. On several nodes, some of the resizes come
-    with a node that leaves, and workers hang, too."""
+    """Draw six resizes, five accidents, and the size of the first world. On several nodes a node leaves at
+    some of the resizes, and some workers hang."""
     ways = ("", "", "drained", "drained", "lost") if nodes > 1 else ("",)
     waits = []
     for at in sorted(chance.sample(range(1, steps), 6)):

@@ -87,7 +87,7 @@ def test_a_script_without_a_mistake_is_said_to_agree(alone: Cluster) -> None:
 
 @pytest.mark.slow
 def test_workers_that_keep_their_process_agree_through_a_kill(alone: Cluster) -> None:
-    """Each round has records of its own, and nobody is blamed for the call that a lost peer interrupted."""
+    """Each round has records of its own. No rank is blamed for a collective that a lost peer interrupted."""
     alone.limits = (1, 3)
     residents = Residents(alone)
     [agent] = residents.start("a", slots=3, options=("--debug",))

@@ -36,12 +36,12 @@ def test_a_job_that_is_to_stop_at_a_loss_that_is_no_number_does_and_its_ledger_k
     (part,) = runs.of_job(standalone.folder / "state" / "elasticd", standalone.job)
     told = events.read([part.folder])
     saved = [e["step"] for e in told if e["event"] == "checkpoint.committed"]
-    assert saved[:3] == [10, 20, 30]  # of the last it may hear too late
+    assert saved[:3] == [10, 20, 30]  # the worker may hear of the last one too late
     ended = told[-1]
     assert (ended["event"], ended["code"], ended["outcome"]) == ("agent.ended", 6, "diverged")
     spent = ended["time"]["a"]
     times = [float(at) for _, _, at in made]
-    # Steps 31 to 35 were made again, after the first step 35 and before step 36.
+    # Steps 31 to 35 were made twice: the second time after the first step 35, and before step 36.
     assert 0 < spent["replayed"] < times[40] - times[34], spent
     assert spent["checkpoint"] > 0 and spent["productive"] > 0, spent
 
@@ -84,7 +84,8 @@ def test_a_job_that_goes_back_to_the_same_loss_again_and_again_ends_in_a_sentenc
 def test_all_workers_go_back_to_the_checkpoint_though_one_alone_has_a_loss_that_is_no_number(
     standalone: Cluster, tmp_path: Path
 ) -> None:
-    """Those that could keep their process, and have made the step in which the other went wrong, too."""
+    """Workers go back that could keep their process, and that have made the step in which the loss of the
+    other was NaN."""
     standalone.limits = (2, 2)
     options = ("--on-nonfinite=rollback", "--spares=1")
     (a,) = standalone.start("a", slots=3, options=options, program=(ASTRAY, str(tmp_path)))

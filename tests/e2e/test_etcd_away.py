@@ -35,7 +35,7 @@ def test_nobody_restarts_when_etcd_is_killed_and_started_again_during_training(
     for agent in (a, b):
         cluster.until_said(agent, "etcd.back")
     cluster.goes_on(world)
-    # It is under control again, and still in the same round.
+    # The job is under control again, and still in the same round.
     assert cluster.command("stop", cluster.job).code == 0
     assert [a.end(), b.end()] == [143, 143]
     assert {p.round for p in cluster.stage.players} == {world.round}
@@ -52,7 +52,7 @@ def test_nobody_restarts_when_etcd_is_away_for_longer_than_every_lease(
     etcd.hang() if how == "hangs" else etcd.kill()
     for agent in (a, b):
         cluster.until_said(agent, "etcd.away", cut_off=False)
-    # By their own clock: they step long after the leases would have run out.
+    # By the workers' own clocks they still make steps long after the leases would have run out.
     last = max(p.last_at for p in world.players)
     ttl_s = float(cluster.pace["--node-ttl"])
     cluster.until(
@@ -77,7 +77,7 @@ def test_a_node_that_alone_is_cut_off_stops_its_workers_before_the_others_go_on_
     line.cut()
     second = cluster.world(1, after=first)
     assert second.nodes == ("a",)
-    # That no step of the old world came after is what Cluster.close looks at.
+    # Cluster.close checks that no step of the old world came after this.
     cluster.until_gone(first.on("b"))
     assert b.find("etcd.away", cut_off=True)
     cluster.goes_on(second)
@@ -165,7 +165,7 @@ def test_a_round_forms_although_etcd_dies_in_the_middle_of_it(clusters: MakeClus
     cluster.direct(lambda player: Script(on_sigterm="ignore"))
     a, b = cluster.start("a", "b")
     first = cluster.world(2)
-    # One worker ignores its SIGTERM, so that the closing round is not yet released when etcd dies.
+    # One worker ignores SIGTERM, so the closing round is not released yet when etcd dies.
     first.players[0].tell("exit", code=5)
     cluster.until(lambda: first.players[1].did("asked"), "the other worker is asked to end")
     etcd.kill()
@@ -221,7 +221,7 @@ def test_one_of_three_etcds_may_be_killed_and_another_leader_elected(
         leader = three.leader()
         leader.kill()
         cluster.goes_on(first, steps=100)
-        # The two that are left are enough for everything else, too.
+        # The two members that are left are enough for all other requests, too.
         first.players[0].tell("exit", code=5)
         second = cluster.world(2, after=first)
         leader.start()

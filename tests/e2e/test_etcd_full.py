@@ -1,4 +1,5 @@
-"""etcd has used up its space: elasticd says so, training goes on, and so does the rest once there is room."""
+"""etcd has used up its quota. elasticd says so, and training continues. Once there is room, everything else
+continues, too."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def test_a_full_etcd_is_told_and_a_worker_that_died_meanwhile_is_replaced_once_t
         etcd.start()
         cluster = clusters(f"http://{etcd.endpoints[0]}")
         cluster.limits = (2, 2)
-        cluster.pace["--node-ttl"] = "30"  # a full etcd has no new lease for an agent that was starved
+        # a full etcd grants no new lease to an agent whose renewal was late
+        cluster.pace["--node-ttl"] = "30"
         a, b = cluster.start("a", "b")
         first = cluster.world(2)
         assert not json.loads(cluster.command("status", cluster.job, "--json").out)["etcd_full"]

@@ -1,5 +1,5 @@
-"""The GPTs of ``workers/`` through kills and resizes, from each tier that keeps their state. Each run ends
-as an undisturbed one would."""
+"""The GPTs of ``workers/`` through kills and resizes. Their state comes from each tier: workers, memory of
+nodes, disk. Each run ends as an undisturbed one would."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from tests.e2e.harness import PATIENCE_S, Agent, Cluster, assert_nothing_left, m
 
 WORKERS = Path(__file__).parents[2] / "workers"
 DATA = str(Path(os.__file__).parent / "asyncio")
-STEPS = 600  # on a busy machine many go by until processes are there that are waited for
+STEPS = 600  # enough steps for a busy machine, on which the job trains on while new processes start
 SHAPE = f"--layers=2 --heads=2 --width=32 --context=32 --lr=1e-3 --steps={STEPS} --log-every=1"
 OPTIONS = ("--replicate=1", "--checkpoint-every=1", "--hang-after=off", "--max-restarts=100")
-ROUNDING = 2e-3  # of a loss whose sums were added up in other orders; from step to step it changes by 0.09
+# of a loss whose sums were added up in another order; from step to step the loss changes by 0.09
+ROUNDING = 2e-3
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Training:
-    """One job of such a script; ``resumed`` says, oldest first, where its worlds had their state from."""
+    """One job of such a script. ``resumed`` says, oldest first, from where its worlds had their state."""
 
     def __init__(self, cluster: Cluster, script: str, *flags: str) -> None:
         self.cluster, self.script, self.flags = cluster, script, flags
@@ -83,8 +84,8 @@ class Training:
         assert lives() and goal < STEPS
 
     def until_saved(self, world: int) -> None:
-        """Wait until all shards of a world of that size have been written, and copied before that: what it
-        has not handed over yet is in no memory but its own."""
+        """Wait until the saver has all shards of a world of that size, and has written them. Until a shard is
+        handed over, only its worker has it."""
         begun = max(step for _, step, size in self.resumed if size == world)
         self.cluster.until(
             lambda: [
@@ -94,7 +95,7 @@ class Training:
         )
 
     def workers(self, *nodes: str) -> list[int]:
-        """Their processes."""
+        """Return the processes of the workers."""
 
         def known() -> list[int]:
             round = self.cluster.round
@@ -119,7 +120,7 @@ class Training:
         send(signal.SIGCONT, pids)
 
     def kill(self, pids: list[int]) -> None:
-        """All of them at once."""
+        """Kill all of these processes at once."""
         send(signal.SIGSTOP, pids)
         send(signal.SIGKILL, pids)
 
@@ -186,7 +187,7 @@ def files_of(pid: int) -> list[str]:
 
 
 def held(agent: Agent) -> dict[str, int]:
-    """Return the bytes by kind that its status page shows."""
+    """Return the bytes by kind that the status page shows."""
     page = agent.find("agent.started")[0]["http"]
     with urllib.request.urlopen(f"{page}status", timeout=PATIENCE_S) as answer:
         (own,) = json.load(answer)["nodes"]
@@ -203,8 +204,8 @@ def test_memory_of_checkpoints_and_copies_is_shown_and_gone_when_it_is_killed(
     training.goes_on(2)
 
     def settled() -> bool:
-        """Whether each node holds two buffers of its own and copies of both from the other node, according
-        to every source."""
+        """Whether each node holds two buffers of its own, and copies of both buffers of the other node,
+        according to every source."""
         said = json.loads(cluster.command("status", cluster.job, "--json").out)["nodes"]
         shown = {n["node"]: {"own": n["own_bytes"], "replicas": n["replica_bytes"]} for n in said}
         a, b = shown["a"], shown["b"]

@@ -1,4 +1,5 @@
-"""Workers that hang are found, named with their place, and replaced; workers that only take long are not."""
+"""Workers that hang are found, named with the line where they are, and replaced. Workers that only need long
+are not."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.e2e.test_scrape import fetch, url_of
 
 PROGRAM = Path(__file__).parent / "programs" / "hang.py"
 STUCK = PROGRAM.with_name("stuck.py")
-# So that the limits that are learned from steps of some ten milliseconds are seconds, not half minutes.
+# Limits are learned from steps of some ten milliseconds. With these settings they are seconds, not half
+# minutes.
 RESTARTS = ("--max-restarts=20",)
 HASTY = {"hang_floor_s": 0.03}
 
@@ -27,8 +29,8 @@ def _line(word: str) -> str:
 
 
 def _files(ranks: int, recorders: Iterable[int]) -> set[str]:
-    """Return the evidence files of a hang, of all nodes together. ``recorders``: the ranks whose flight
-    recorder was written."""
+    """Return the files with the evidence of a hang, of all nodes together. ``recorders``: the ranks whose
+    flight recorder was written."""
     kept = {f"rank-{rank}.txt" for rank in range(ranks)}
     return {"conclusion.txt"} | kept | {f"flight-recorder-{rank}.json" for rank in recorders}
 
@@ -51,12 +53,13 @@ def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(clust
     cluster.limits = (3, 3)
     cluster.policy |= HASTY
     faults = ["loading", "stopped", "missing", "mismatched", "deadlock"]
-    # At last nothing is wrong, but one computes for long, and then sleeps until a program has ended.
+    # In the last round nothing hangs. One worker computes for long, and then sleeps until a program has
+    # ended.
     program = [str(PROGRAM), ",".join([*faults, "evaluation"])]
     (a,) = cluster.start("a", slots=3, options=RESTARTS, program=program, env={"EVALUATION_S": "4"})
-    for times in range(1, 1 + len(faults)):  # each takes its while
+    for times in range(1, 1 + len(faults)):  # every fault is found after some time
         cluster.until_said(a, "workers.hung", times=times)
-        if times == 3:  # the one before has been charged by now, and much has happened since
+        if times == 3:  # by then the failure before has been charged
             shown = json.loads(fetch(f"{url_of(a)}status"))["last_failure"]["message"]
             page = html.unescape(fetch(url_of(a)))
     assert a.end() == 0, a.said()
@@ -93,7 +96,7 @@ def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(clust
 
 
 def _evidence(cluster: Cluster, round: int) -> set[str]:
-    """The files of a hang that all nodes together have kept."""
+    """Return the files with the evidence of hangs that all nodes together have kept."""
     told = [e for agent in cluster.agents for e in agent.find("workers.hung", round=round)]
     assert len({e["conclusion"] for e in told}) == 1, "all say the same"
     return {file.name for e in told for file in (cluster.folder / e["evidence"]).iterdir()}

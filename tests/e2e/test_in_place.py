@@ -1,4 +1,4 @@
-"""Workers that keep their process lose no committed step, whatever happens to others."""
+"""Workers that keep their process lose no committed step, whatever happens to other workers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Residents:
         return self.cluster.start(*names, slots=slots, options=options, program=(RESIDENT,), env=env)
 
     def world(self, size: int, *, after: int = 0) -> tuple[int, list[Player]]:
-        """Wait for a round after that one in which so many workers have committed some steps; its
-        number, and they in rank order."""
+        """Wait for a later round in which this many workers have committed some steps. Return its number and
+        its workers in rank order."""
 
         def formed() -> tuple[int, list[Player]] | None:
             found: dict[int, dict[int, Player]] = defaultdict(dict)
@@ -52,8 +52,8 @@ class Residents:
         return self.cluster.until(formed, f"{size} workers train in a round after {after}")  # type: ignore[return-value]
 
     def finish(self, *agents: Agent) -> None:
-        """Have all stop after the same step, and see that all steps until there were committed, once,
-        alike by all of their world."""
+        """Have all workers stop after the same step. Check that each step until then was committed once by
+        each worker, with the same loss in the whole world."""
         with self.cluster.news:
             players = self.cluster.stage.players
             last = max(m["step"] for p in players for m in p.did("committed")[-1:]) + 30
@@ -83,7 +83,8 @@ def residents(cluster: Cluster) -> Residents:
 
 
 def are_measured_as_they_say(agent: Agent, workers: list[Player]) -> None:
-    """What is scraped of them is what they have committed and told, a second ago at most."""
+    """The metrics that an agent serves are what its workers have committed and reported, at most a second
+    ago."""
     least = {w: w.did("committed")[-1]["step"] for w in workers}
 
     def caught_up() -> Scraped | None:
@@ -134,7 +135,7 @@ def test_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and
     residents.cluster.limits = (2, 3)
     (a,) = residents.start("a", slots=3)
     first, before = residents.world(3)
-    os.kill(before[0].pid, signal.SIGKILL)  # rank 0, which is nothing special
+    os.kill(before[0].pid, signal.SIGKILL)  # rank 0 dies like any other rank
     second, after = residents.world(3, after=first)
     assert {p.pid for p in after} > {p.pid for p in before[1:]}
     after[1].tell("go_wrong", text="the loss is not a number")
@@ -177,7 +178,7 @@ def test_survivors_of_a_killed_worker_do_not_wait_long_for_one_that_sleeps(resid
     residents.cluster.policy |= {
         "hang_floor_s": 0.5,
         "part_s": 3600,
-    }  # five seconds to leave, thirty in a round
+    }  # five seconds to leave, and thirty in a round
     (a,) = residents.start("a", slots=3)
     first, before = residents.world(3)
     before[1].tell("sleep", seconds=3600)
@@ -206,7 +207,7 @@ def test_survivors_that_are_all_in_code_of_their_own_for_long_keep_their_process
     residents.cluster.until(lambda: all(p.did("dwelling") for p in before), "all are in code of their own")
     os.kill(before[0].pid, signal.SIGKILL)
     residents.cluster.until_said(a, "workers.leaving")
-    residents.cluster.until_said(a, "standby.ready")  # which takes a process
+    residents.cluster.until_said(a, "standby.ready")  # the replacement has started
     for player in before[1:]:
         player.tell("go_on")
     _, after = residents.world(3, after=first)
@@ -309,7 +310,7 @@ def test_a_node_that_leaves_or_comes_and_scaling_restart_nobody_elsewhere(reside
 
 
 def test_a_sharded_job_waits_for_workers_with_the_memory_that_its_state_needs(residents: Residents) -> None:
-    """Each worker has memory for a third of the state and of its copies, as they are told."""
+    """Each worker has memory for a third of the state and of its copies: ``--memory`` says so."""
     residents.cluster.limits = (1, 3)
     a, b, c = residents.start("a", "b", "c", slots=1, options=("--memory=6300",), REDUNDANCY="1")
     first, before = residents.world(3)
@@ -372,7 +373,8 @@ def test_a_drained_node_of_several_workers_hands_over_all_its_shards(residents: 
 
 @pytest.mark.slow
 def test_a_job_of_one_worker_moves_to_another_node_and_loses_no_step(residents: Residents) -> None:
-    """The other node has no worker when the first is asked to leave, as no more than one is wanted."""
+    """The other node has no worker yet when the first node is asked to leave, since the job has one worker
+    only."""
     residents.cluster.limits = (1, 1)
     (a,) = residents.start("a", slots=1)
     first, before = residents.world(1)

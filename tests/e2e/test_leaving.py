@@ -70,7 +70,7 @@ def test_drain_asks_one_node_to_leave_from_anywhere(cluster: Cluster) -> None:
     second = cluster.world(1, after=first)
     assert second.nodes == ("b",) and second.restarts == 0
     assert first.on("a")[0].did("saved")
-    # The drain was of that agent; a new one of the same name is welcome.
+    # The drain was for that agent. A new agent of the same name may join.
     (a,) = cluster.start("a")
     third = cluster.world(2, after=second)
     assert cluster.spec.drain == ()
@@ -88,7 +88,7 @@ def test_stop_ends_the_job_on_all_nodes_with_143_after_saving(cluster: Cluster) 
     assert all(player.did("saved") for player in world.players)
     assert cluster.round.outcome is Outcome.STOPPED
     assert all("was stopped" in agent.screen for agent in agents)
-    # What was stopped can be started again, and goes on counting.
+    # A job that was stopped can be started again, and continues to count.
     cluster.direct(lambda player: Script())
     a, b = cluster.start("a", "b")
     cluster.world(2, after=world)

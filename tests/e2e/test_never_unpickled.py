@@ -14,7 +14,7 @@ from tests.e2e.harness import Cluster
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """A pickle that makes a file when it is unpickled."""
 
     def __init__(self, crater: Path) -> None:
         self._crater = crater
@@ -25,11 +25,11 @@ class Bomb:
 
 def bombs(crater: Path) -> list[bytes]:
     raw = pickle.dumps(Bomb(crater))
-    return [raw, base64.b64encode(raw)]  # torch's c10d back end wants it in base64
+    return [raw, base64.b64encode(raw)]  # torch's c10d back end expects base64
 
 
 def test_the_bomb_works(tmp_path: Path) -> None:
-    pickle.loads(bombs(tmp_path / "crater")[0])  # its own doing
+    pickle.loads(bombs(tmp_path / "crater")[0])  # the test unpickles it itself
     assert (tmp_path / "crater").exists()
 
 
@@ -61,7 +61,7 @@ def test_pickles_in_a_rounds_store_do_nothing(cluster: Cluster, tmp_path: Path) 
     first = cluster.world(2)
     env = first.players[0].env
     store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=60))
-    # Where stock torch keeps its rendezvous' state and what its agents read of each other.
+    # The keys where stock torch keeps its rendezvous' state, and where its agents read each other's records.
     for bomb in bombs(crater):
         for key in (
             f"torch.rendezvous.{cluster.job}",

@@ -1,4 +1,4 @@
-"""Agents that die or stop suddenly, and what happens to their workers and to other nodes'."""
+"""Agents die or stop suddenly. What happens to their workers, and to the workers of other nodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_node_that_came_first_leads_and_has_rank_0_is_not_special(cluster: C
     second = cluster.world(2, after=first)
     assert second.nodes == first.nodes[1:], "survivors keep their order"
     assert b.find("leader.elected") or c.find("leader.elected")
-    # And it comes back as if nothing had been.
+    # The node comes back as if nothing had happened.
     (a,) = cluster.start("a")
     third = cluster.world(3, after=second)
     assert third.nodes == (*second.nodes, "a")
@@ -61,7 +61,8 @@ def test_an_agent_stopped_past_its_lease_never_trains_beside_the_new_world(clust
     a, b = cluster.start("a", "b")
     first = cluster.world(2)
     b.signal(signal.SIGSTOP)
-    second = cluster.world(1, after=first)  # the stage records any step of the old one: see Cluster.close
+    # the stage records a step of the old world, if there is one: see Cluster.close
+    second = cluster.world(1, after=first)
     assert second.nodes == ("a",)
     cluster.until_gone(first.on("b"))
     b.signal(signal.SIGCONT)

@@ -13,7 +13,7 @@ from tests.e2e.stage import Script
 
 
 def take_all_but(agent: Agent, left: int) -> None:
-    """Act as if all descriptors but these were in use, the reserve too."""
+    """Act as if all descriptors but these were in use, the reserve included."""
     used = len(os.listdir(Path("/proc", str(agent.pid), "fd")))
     resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, (used + left, used + left))
 

@@ -83,7 +83,7 @@ def test_without_either_output_passes_as_it_came(cluster: Cluster) -> None:
 
 
 class Terminal:
-    """A pseudo-terminal, with all that was written to it."""
+    """A pseudo-terminal that keeps all that was written to it."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self.screen = pyte.HistoryScreen(columns, rows, history=100_000, ratio=1.0)
@@ -98,19 +98,19 @@ class Terminal:
         while True:
             try:
                 data = os.read(self._ours, 65536)
-            except OSError:  # the last process that had it open is gone
+            except OSError:  # the last process that had the terminal open has ended
                 return
             self.written += data
             self._stream.feed(data)
 
     def close(self) -> None:
-        """Once nobody writes any more."""
+        """Close the terminal, once no process writes to it any more."""
         self._reader.join(PATIENCE_S)
         os.close(self._ours)
 
     @property
     def lines(self) -> list[str]:
-        """Return the lines on the screen, and those that have scrolled away."""
+        """Return the lines on the screen, after the lines that have scrolled away."""
         columns = self.screen.columns
         above = ["".join(line[x].data for x in range(columns)) for line in self.screen.history.top]
         return [line.rstrip() for line in (*above, *self.screen.display)]

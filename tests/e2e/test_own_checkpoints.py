@@ -20,7 +20,7 @@ def test_a_script_that_tells_of_its_checkpoints_is_resized_right_after_one_and_m
     folder = cluster.folder / "out"
     folder.mkdir()
     cluster.limits = (1, 2)
-    cluster.pace["--shutdown-timeout"] = "100"  # of which a node that leaves may wait for half
+    cluster.pace["--shutdown-timeout"] = "100"  # a node that leaves may wait for half of this time
     (a,) = cluster.start("a", program=(SNAPSHOTS, str(folder)))
     cluster.until_said(a, "checkpoint.told", times=2)
     (b,) = cluster.start("b", program=(SNAPSHOTS, str(folder)))

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes real runs: each panel and each rule says what really happened.
+"""A real Prometheus scrapes real runs. Each panel and each rule shows what really happened.
 
 What happened is known from the agents' event logs, and from the workers themselves.
 """
@@ -44,7 +44,7 @@ def counted(cluster: Cluster, event: str, by: str) -> Counter[str]:
 
 
 def whole(increase: float) -> int:
-    """Return the counter as an integer: Prometheus extrapolates a little beyond what it scraped."""
+    """Return the counter as an integer: Prometheus extrapolates a little beyond what it has scraped."""
     return round(increase)
 
 
@@ -55,7 +55,8 @@ Shows = Callable[[str], list[Answer]]
 
 @dataclass(frozen=True)
 class Killed:
-    """A job of three workers on two nodes, whose worker on b was killed: ``at``, by the monotonic clock."""
+    """A job of three workers on two nodes, whose worker on b was killed. ``at``: when, by the monotonic
+    clock."""
 
     cluster: Cluster
     second: World
@@ -67,7 +68,7 @@ class Killed:
         return max(player.first_at for player in self.second.players) - self.at
 
     def steps(self, node: str, slot: str) -> int:
-        """Return the steps made in the slot so far, according to its workers."""
+        """Return the steps that the slot's workers say they have made so far."""
         played = self.cluster.stage.players
         return sum(p.step for p in played if (p.node, str(p.slot)) == (node, slot))
 
@@ -83,14 +84,15 @@ def test_a_kill_is_seen_by_panels_and_rules_as_it_was(cluster: Cluster, serve: S
     _no_curve_is_of_one_worker(prometheus)
     _rows_are_told_apart(prometheus)
     assert not prometheus.alerts.told
-    # No query is one that Prometheus does not take, and no record is without a value.
+    # Prometheus accepts all queries, and each recording rule has a value.
     empty = {(q.board, q.panel) for q in queries() if not all(prometheus.shows(q.panel, q.board))}
     assert empty == {place for places in SHOWN_BY.values() for place in places}
     for name in names("record"):
         assert prometheus.query(name), name
     (fault,) = prometheus.query("run_cause:elasticd_faults:increase15m > 0").by("cause")
     assert fault == ("worker_failed",)
-    # As it lies somewhere in its bucket, whose end is at most two and a half times its beginning.
+    # Prometheus knows only the bucket of the time; the end of a bucket is at most two and a half times its
+    # beginning.
     most_s = max(0.05, 2.5 * killed.really_s + 0.01)
     assert 0 < prometheus.query("run:elasticd_recover_seconds:p90_1h")() < most_s
     cluster.finishes(*cluster.agents)
@@ -114,7 +116,7 @@ def _kill_one_of_three(cluster: Cluster, prometheus: Prometheus) -> Killed:
 
 
 def _steps_are_counted_exactly(prometheus: Prometheus, killed: Killed) -> None:
-    """Over all workers of a slot."""
+    """Count the steps of all workers of a slot together."""
     made = {place: killed.steps(*place) for place in SLOTS}
     for query in ("elasticd_worker_resident_memory_bytes", "elasticd_worker_cpu_seconds_total > 0"):
         prometheus.until(query, lambda found: len(found.series) == 3)
@@ -143,7 +145,7 @@ def _the_job_is_shown(shows: Shows, killed: Killed, began_at: float) -> None:
     waiting, unit = shows("Workers that wait")
     assert (set(waiting.by("slot_state").values()), unit(run=run)) == ({0}, 1)
     (causes,) = shows("Rounds by cause")
-    # The first round may have been formed before the first scrape, whence no increase is seen.
+    # Prometheus may have scraped first when the first round had formed; then there is no increase to see.
     began = {cause: whole(n) for (cause,), n in causes.by("cause").items() if cause != "start"}
     assert (
         began == counted(killed.cluster, "round.formed", "cause") - Counter(start=1) == {"worker_failed": 1}
@@ -183,14 +185,15 @@ def _the_job_is_shown(shows: Shows, killed: Killed, began_at: float) -> None:
 
 
 def _rows_are_told_apart(prometheus: Prometheus) -> None:
-    """Grafana joins the columns of a table where all their labels are equal."""
+    """Check that labels are equal in the columns of a table: Grafana joins columns by equal labels."""
     for board, panel, by in (("fleet", "Each job", {"run"}), ("job", "Each worker", {"node", "slot"})):
         for column in prometheus.shows(panel, board):
             assert all(labels.keys() == by for labels, _ in column.series), column
 
 
 def _no_curve_is_of_one_worker(prometheus: Prometheus) -> None:
-    """Nor of one node, as there may be hundreds. The marks of failures say on which node."""
+    """Check that no curve is of one worker or one node, since there may be hundreds. The marks of failures
+    name the node."""
     for query in queries():
         if query.board != "workers" and not query.now and query.panel != "Failures":
             for labels, _ in prometheus.over_time(query.expr).series:
@@ -229,7 +232,7 @@ def _its_workers_are_shown(shows: Shows, killed: Killed) -> None:
 
 
 def _all_jobs_are_shown(shows: Shows, killed: Killed) -> None:
-    """Of which there is one."""
+    """There is one job."""
     run = killed.cluster.job
     assert [shows(n)[0]() for n in ("Jobs", "Workers", "Agents scraped", "Alerts")] == [1, 3, 2, 0]
     phase, workers, unit, good, since, left, alerts = (column(run=run) for column in shows("Each job"))

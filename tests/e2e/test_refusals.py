@@ -1,4 +1,4 @@
-"""What an agent refuses, with one sentence and without leaving anything behind."""
+"""The configurations and jobs that an agent refuses, with one sentence, and leaving nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeCluster = Callable[[str | None], Cluster]
 
 
 def refused(agent: Agent) -> str:
-    """Return the one sentence of an agent that ended with 2."""
+    """Return the one sentence of an agent that ended with exit code 2."""
     assert agent.end() == 2, agent.said()
     assert len(agent.text) == 1, f"not one sentence:\n{agent.screen}"
     assert agent.screen.startswith("elasticd: ")
@@ -104,7 +104,7 @@ def test_a_finished_job_that_is_started_again_says_so_and_trains_again_once_it_i
     cluster.goes_on(world)
     cluster.finishes(*first)
     workers = len(cluster.stage.players)
-    for again in cluster.start("a", "b"):  # at the same time, each on its own
+    for again in cluster.start("a", "b"):  # several agents at the same time, each on its own
         assert again.end() == 7
         assert "nothing was done" in again.screen and "elasticd forget" in again.screen
     assert len(cluster.stage.players) == workers
@@ -134,7 +134,7 @@ def test_a_job_whose_nodes_were_all_killed_can_be_forgotten_once_their_leases_ha
 
 
 def test_an_etcd_that_is_not_there_is_one_sentence(clusters: MakeCluster) -> None:
-    with socket.socket() as taken:  # bound, but nobody listens
+    with socket.socket() as taken:  # the port is bound, but no process listens
         taken.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         (a,) = clusters(f"http://{endpoint}").start("a")
@@ -152,7 +152,8 @@ def test_the_wrong_scheme_for_etcd_is_one_sentence(
 
 @pytest.mark.slow
 def test_something_else_in_etcds_place_is_one_sentence(clusters: MakeCluster) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections, never answers
+    # a server that accepts connections and never answers
+    with socket.create_server(("127.0.0.1", 0)) as mute:
         cluster = clusters(f"http://127.0.0.1:{mute.getsockname()[1]}")
         (a,) = cluster.start("a")
         assert "etcd" in refused(a)
@@ -184,7 +185,7 @@ def test_a_standalone_run_of_a_name_that_runs_already_is_refused(
 def test_a_job_whose_dataset_has_changed_is_refused_in_one_sentence_at_once(
     clusters: MakeCluster, tmp_path: Path
 ) -> None:
-    """Each run is another one, with another etcd: they have the checkpoints in common."""
+    """Each run has another etcd. The runs have only the folder of checkpoints in common."""
     options = (f"--checkpoints={tmp_path / 'kept'}", "--checkpoint-every=2")
     program = (AUDITED, "2", "0", "0")
     ended = []

@@ -1,4 +1,4 @@
-"""Checkpoints of a job on S3, and what the job does if there is none to resume from."""
+"""Checkpoints of a job on S3, and what the job does if there is no checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_store_that_nothing_can_be_written_to_is_refused_at_the_start(s3, wher
 
 
 def trained() -> dict[str, Any]:
-    """As the program has it."""
+    """Return the state that the program trains."""
     model = torch.nn.Linear(64, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 64)).sum().backward()

@@ -1,4 +1,4 @@
-"""Worlds that grow and shrink, by nodes and by the operator."""
+"""Worlds grow and shrink: nodes join and leave, and the operator changes the limits."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def fetch(url: str, **headers: str) -> str:
 
 
 def served_at(url: str) -> str | None:
-    """The job that is served there, if one is."""
+    """Return the job that is served at that address, if there is one."""
     try:
         job: str = json.loads(fetch(f"{url}status"))["job"]
     except OSError:
@@ -72,7 +72,7 @@ def ready(agent: Agent) -> bool:
 
 
 def eventually(holds: Callable[[], T]) -> T:
-    """Scrape until the condition holds: nothing tells the client of a change."""
+    """Scrape until the condition holds: no event tells the client of a change."""
     patient_until = time.monotonic() + PATIENCE_S
     while not (found := holds()):
         assert time.monotonic() < patient_until, "it never came to be"

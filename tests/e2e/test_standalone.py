@@ -1,4 +1,4 @@
-"""Runs without --etcd, on an etcd of their own."""
+"""Runs without --etcd, which start an etcd of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def alone(clusters: MakeCluster) -> Cluster:
 
 
 def etcd_of(cluster: Cluster) -> int:
-    """The pid of its embedded etcd."""
+    """Return the pid of the run's own etcd."""
     (pid,) = (pid for pid in marked(cluster.mark) if psutil.Process(pid).name() == "etcd")
     return pid
 
@@ -101,7 +101,7 @@ def test_it_goes_on_when_its_etcd_is_killed(alone: Cluster) -> None:
     alone.until_said(a, "etcd.restarted")
     assert etcd_of(alone) != pid
     alone.goes_on(world)
-    # And is under control again: a worker that dies is replaced.
+    # The agent is in control again: a worker that dies is replaced.
     world.players[0].tell("exit", code=5)
     second = alone.world(2, after=world)
     assert (second.round, second.restarts) == (world.round + 1, 1)
@@ -123,7 +123,7 @@ def test_nothing_is_left_when_its_agent_is_killed(alone: Cluster) -> None:
 def test_ctrl_c_drains_it_and_its_etcd_is_there_until_the_end(alone: Cluster) -> None:
     (a,) = alone.start("a", slots=2)
     alone.world(2)
-    # As a terminal does: to the whole process group.
+    # Send the signal to the whole process group, as a terminal does.
     os.killpg(os.getpgid(a.pid), signal.SIGINT)
     assert a.end() == 130
     assert not a.find("etcd.restarted")
@@ -140,7 +140,7 @@ def test_an_agent_that_is_stopped_or_starved_for_longer_than_a_lease_costs_its_w
     alone.until(lambda: all(p.last_at > last + 6 for p in world.players), "workers outlive three leases")
     a.signal(signal.SIGCONT)
     alone.goes_on(world)
-    world.players[0].tell("exit", code=5)  # it is in charge: this one is replaced
+    world.players[0].tell("exit", code=5)  # the agent is in control: this worker is replaced
     second = alone.world(2, after=world)
     assert (second.round, second.restarts) == (world.round + 1, 1)
     assert not a.find("workers.hung") and not a.find("lease.lost")

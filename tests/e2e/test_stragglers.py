@@ -16,14 +16,14 @@ from elasticd.core.straggler import PERIODS
 from tests.e2e.harness import Agent, Cluster
 
 PROGRAM = str(Path(__file__).parent / "programs" / "uneven.py")
-CONTROL_GROUPS = Path("/sys/fs/cgroup/cpu")  # of version 1
+CONTROL_GROUPS = Path("/sys/fs/cgroup/cpu")  # control groups of version 1
 
 Burden = Callable[..., None]
 
 
 @pytest.fixture
 def burden() -> Iterator[Burden]:
-    """Keeps processors busy with so many processes: the given processors, or any."""
+    """Keep the given processors, or any processors, busy with so many processes."""
     made: list[subprocess.Popen[bytes]] = []
 
     def start(count: int, processors: set[int] | None = None) -> None:
@@ -39,7 +39,7 @@ def burden() -> Iterator[Burden]:
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group for processes that end before it does."""
+    """Make a control group for processes that end before the group is removed."""
     made = Path(tempfile.mkdtemp(prefix="elasticd-", dir=CONTROL_GROUPS))
     yield made
     made.rmdir()
@@ -132,7 +132,7 @@ def test_a_worker_that_its_node_s_quota_holds_up_is_named(
     program = (PROGRAM, "busy", "1", "1.0", str(tmp_path))
     (a,) = cluster.start("a", slots=2, program=program)
     (b,) = cluster.start("b", slots=1, program=program)
-    (group / "cgroup.procs").write_text(str(b.pid))  # before it has started others
+    (group / "cgroup.procs").write_text(str(b.pid))  # before the worker has started others
     compare(cluster, a, b, periods=1)
     (group / "cpu.cfs_quota_us").write_text("10000")  # of 100,000: a tenth of a processor
     named = cluster.until_anyone_said("worker.straggling")

@@ -1,4 +1,4 @@
-"""What a run says of a worker that waits until the kernel has taken another process down."""
+"""What a run says about a worker that waits until the kernel has taken down another process."""
 
 from __future__ import annotations
 

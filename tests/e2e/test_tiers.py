@@ -1,4 +1,4 @@
-"""The loss of a node loses no step, and nothing is read from disk that is in some node's memory."""
+"""The loss of a node loses no step. State that a node has in memory is not read from disk."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_lone_worker_that_is_drained_leaves_every_step_to_the_newcomer(cluster
     a.signal(signal.SIGTERM)
     residents.world(1, after=first)
     assert a.end() == 128 + signal.SIGTERM
-    residents.finish(b)  # which sees that each step was made, and once
+    residents.finish(b)  # the test sees that each step was made once
     committed = FilePointer(store_at(cluster.folder / "kept")).read().saved
     assert committed and committed[-1].step > 0
 

@@ -1,5 +1,5 @@
-"""The main paths on the oldest and on the newest release of torch that elasticd supports, each in a Python of
-its own. Several GB are fetched for each, as what the registry has for Linux is built for CUDA."""
+"""The main paths on the oldest and on the newest release of torch that elasticd supports, each in a Python
+environment of its own. The builds for Linux are made for CUDA, so several GB are fetched for each release."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from elasticd import torchparts
 
 ROOT = Path(__file__).parents[2]
-# What the tests below import beside elasticd.
+# the packages that the tests below import beside elasticd
 TESTING = [
     "pytest", "pytest-timeout", "psutil", "hypothesis", "pyyaml", "cryptography", "prometheus-client", "pyte",
 ]  # fmt: skip

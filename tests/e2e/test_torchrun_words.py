@@ -1,4 +1,4 @@
-"""What scripts rely on under torchrun: elasticd keeps it."""
+"""elasticd keeps what scripts rely on under torchrun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def free_port() -> int:
 
 
 def test_ranks_meet_at_the_master_port_in_every_round(cluster: Cluster) -> None:
-    """Although each round's store has a port of its own, perhaps on another node."""
+    """Each round's store has a port of its own, perhaps on another node."""
     cluster.limits = (2, 2)
     port = free_port()
     where = f"--init-method=tcp://localhost:{port}"

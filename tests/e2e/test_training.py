@@ -1,4 +1,4 @@
-"""Real training, DDP over gloo, through failures."""
+"""Real training with DDP over gloo, through failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DDP = [str(Path(PLAYER).with_name("ddp.py"))]
 
 
 def until_the_last_round(player: Player) -> Script:
-    """The first world trains for ever, a later one for a while; collectives keep ranks in step."""
+    """Let the first world train for ever, and a later world for a while; collectives keep ranks in step."""
     return Script(steps=None if player.round == 1 else 10)
 
 
@@ -39,10 +39,10 @@ def test_training_goes_on_after_a_worker_is_killed_and_only_its_death_is_charged
 
 @pytest.mark.parametrize("lost", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_training_goes_on_after_a_node_is_lost_and_nothing_is_charged(cluster: Cluster, lost: str) -> None:
-    """Node a leads, has rank 0 and hosts the round's store; b does not."""
+    """Node a leads, has rank 0 and hosts the round's store. Node b does none of these."""
     cluster.limits = (1, 2)
     cluster.direct(until_the_last_round)
-    cluster.policy["settle_s"] = 60  # so that the first world is of both
+    cluster.policy["settle_s"] = 60  # the first world has workers of both nodes
     (a,) = cluster.start("a", program=DDP)
     cluster.until_said(a, "leader.elected")
     (b,) = cluster.start("b", program=DDP)

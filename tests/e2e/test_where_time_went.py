@@ -19,12 +19,12 @@ from tests.e2e.test_scrape import fetch, scrape, url_of
 
 def trained_s(cluster: Cluster, node: str) -> float:
     """Return the time from the first to the last step of each worker of the node, by the workers' own
-    account."""
+    reports."""
     return sum(p.last_at - p.first_at for p in cluster.stage.players if p.node == node and p.step)
 
 
 def began_at(cluster: Cluster, node: str) -> float:
-    """When the first of the node's agents began, in seconds since the epoch."""
+    """Return when the first of the node's agents began, in seconds since the epoch."""
     state = cluster.folder / "state" / "elasticd"
     parts = [r.folder for r in runs.of_job(state, cluster.job) if r.node == node]
     return float(events.read(parts)[0]["at"])
@@ -60,7 +60,7 @@ def test_the_ledger_agrees_with_the_workers_own_account_of_their_steps(cluster: 
 
 @pytest.fixture
 def seed() -> int:
-    """A new seed each time; LEDGER_SEED replays one."""
+    """A new seed each time. LEDGER_SEED sets the seed, to replay a test."""
     drawn = int(os.environ.get("LEDGER_SEED", random.randrange(1 << 32)))
     print(f"LEDGER_SEED={drawn}")
     return drawn
@@ -74,8 +74,8 @@ def newest(cluster: Cluster) -> dict[str, Agent]:
 def hurt(
     cluster: Cluster, world: World, fault: str, dice: random.Random, unsure_s: dict[str, float]
 ) -> World:
-    """Disturb the job, and return the next world. ``unsure_s``: by node, the worker time whose kind nobody
-    can know."""
+    """Disturb the job. Return the next world. ``unsure_s``: by node, the worker time whose kind no one can
+    know."""
     victim = dice.choice(world.players)
     match fault:
         case "kill" | "crash" | "stop":
@@ -104,7 +104,7 @@ FAILURES = ("kill", "crash", "raise")
 @pytest.mark.parametrize(
     ("faults", "times", "ends_s"),
     [
-        (FAILURES, 5, 0.5),  # how long its last workers take to end is much of so short a run
+        (FAILURES, 5, 0.5),  # the end of the last workers takes a large share of so short a run
         pytest.param((*FAILURES, "stop", "drain", "lose"), 20, 0.0, marks=pytest.mark.slow),
     ],
     ids=["briefly", "for long"],
@@ -159,7 +159,7 @@ def test_an_agent_that_is_killed_goes_on_with_the_ledger_it_left(cluster: Cluste
     spent, wall_s = after.slots[0].spent, after.at - began_at(cluster, "a")
     assert sum(spent.values()) == pytest.approx(wall_s, rel=0.01), "the time between too"
     productive_s, by_workers_s = spent[Kind.PRODUCTIVE], trained_s(cluster, "a")
-    off_s = max(0.02 * by_workers_s, 0.5)  # how long its last worker takes to end
+    off_s = max(0.02 * by_workers_s, 0.5)  # the end of the last worker takes a while
     assert by_workers_s - (killed_at - kept.at) - off_s <= productive_s <= by_workers_s + off_s
     print(
         f"{productive_s:.2f} s of {by_workers_s:.2f} s, killed {killed_at - kept.at:.2f} s after it was kept"

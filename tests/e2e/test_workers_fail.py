@@ -1,4 +1,4 @@
-"""What happens when workers fail, and what it costs the restart budget."""
+"""What happens when workers fail, and which failures the restart budget is charged for."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_slot_that_always_fails_alone_is_left_out_and_the_others_go_on(cluster
     cluster.direct(direct)
     cluster.policy |= {"quarantine_after": 2, "quarantine_s": 1000}
     (a,) = cluster.start("a")
-    cluster.until_said(a, "job.waiting")  # were b first, too few would be left without its slot 1
+    cluster.until_said(a, "job.waiting")  # if b were first, too few workers would remain without its slot 1
     (b,) = cluster.start("b", slots=2)
     cluster.until_anyone_said("slot.quarantined", slot=1)
     world = cluster.world(2)

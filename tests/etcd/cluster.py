@@ -40,15 +40,15 @@ class Authority:
         self.cert = self._write(name, self._sign(self._name, self._key, ca=True), self._key)[0]
 
     def issue(self, name: str, *addresses: str, expires_h: float = 24.0) -> tuple[Path, Path]:
-        """A certificate and its key, for a client and for a server at these IP addresses. ``expires_h``:
-        hours from now, negative for an expired one."""
+        """Issue a certificate and its key, for a client and for a server at these IP addresses.
+        ``expires_h``: hours from now; negative for an expired certificate."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         return self._write(name, self._sign(subject, key, addresses=addresses, expires_h=expires_h), key)
 
     def trusting(self) -> ssl.SSLContext:
-        """A context of a client that trusts this authority, whose certificates have fewer extensions than
-        Python 3.13 asks for."""
+        """Return a client's context that trusts this authority, whose certificates have fewer extensions than
+        Python 3.13 requires."""
         context = ssl.create_default_context(cafile=self.cert)
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         return context
@@ -123,7 +123,7 @@ class EtcdOnPorts(Embedded):
 
 @dataclass
 class Member:
-    """One member of a cluster, and its process."""
+    """One member of a cluster, and the member's process."""
 
     name: str
     client: int
@@ -155,9 +155,9 @@ class Member:
 
 
 class Cluster:
-    """Several members of one etcd, started by ``with`` or ``start``, which return once etcd serves.
-    ``hosts``: for each member its address, and the words that begin a command to be run there; by default
-    loopback and none."""
+    """Several members of one etcd, started by ``with`` or ``start``. Both return once etcd serves. ``hosts``:
+    for each member its address, and the words that begin a command to be run there; by default loopback and
+    no words."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class Cluster:
 
 
 class GuardedEtcd(Cluster):
-    """One etcd with TLS, which lets in clients with a certificate of ``authority``."""
+    """One etcd with TLS. It accepts clients with a certificate of ``authority``."""
 
     def __init__(self, folder: Path) -> None:
         self.authority = Authority(folder, "authority")
@@ -229,7 +229,7 @@ class GuardedEtcd(Cluster):
         super().__init__(folder, 1, flags=(*flags, f"--cert-file={cert}", f"--key-file={key}"), tls=True)
 
     def known_as(self, name: str) -> EtcdAccess:
-        """Return the access with a certificate of this common name."""
+        """Return the access of a client with a certificate of this common name."""
         cert, key = self.authority.issue(name)
         return EtcdAccess(
             self.endpoints, tls=True, cacert=self.authority.cert, cert=cert, key=key, timeout_s=5.0

@@ -53,9 +53,9 @@ def write(store: EtcdStore, total: int) -> None:
 
 
 class Proxy:
-    """A TCP proxy on loopback that can go mute: it still takes connections, but passes nothing.
+    """A TCP proxy on loopback. While it is mute, it accepts connections and passes nothing on.
 
-    ``delay_s``: how long whatever it passes on takes.
+    ``delay_s``: by how much everything that it passes on is delayed.
     """
 
     def __init__(self, target: tuple[str, int], delay_s: float = 0.0) -> None:
@@ -117,7 +117,7 @@ def server() -> Iterator[Embedded]:
 
 @pytest.fixture
 def etcd(server: Embedded) -> Iterator[Embedded]:
-    """An etcd without a key. A test may stop its process."""
+    """An etcd without keys. A test may stop its process."""
     await_serving(server.access)
     with Client(server.access) as client:
         client.delete_raw(b"/", prefix=True)
@@ -153,7 +153,7 @@ def heard() -> Heard:
 
 @pytest.fixture
 def deaf() -> Iterator[str]:
-    """An endpoint that connections to time out: its backlog is full, so the kernel drops SYNs."""
+    """An endpoint to which connections time out: its backlog is full, so the kernel drops SYNs."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.socket())
         server.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What a large job writes in a day fills no etcd, even if etcd compacts nothing."""
+"""The writes of a large job in a day do not fill etcd, even if etcd compacts nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.etcd.cluster import EtcdOnPorts
 
 NODES = 1000
 DAY_S = 86_400
-LOST_EVERY_S = 3600  # a node, after which the world forms again
-QUOTA = 2 << 30  # bytes: etcd's default, which the manifests leave as it is
+LOST_EVERY_S = 3600  # a node is lost once in this time, and the world forms again
+QUOTA = 2 << 30  # bytes: etcd's default, which the manifests keep
 AT_ONCE = 64  # writes in a transaction
 
 

@@ -109,9 +109,9 @@ def test_a_watch_gone_mute_is_noticed_and_made_anew(
     monkeypatch.setattr(watcher, "QUIET_S", 0.2)
     monkeypatch.setattr(watcher, "ANSWER_S", 0.5)
     kept = [(name, value) for name, value in connection._OPTIONS if "keepalive" not in name]
-    monkeypatch.setattr(connection, "_OPTIONS", kept)  # gRPC must not notice the silence first
+    monkeypatch.setattr(connection, "_OPTIONS", kept)  # the test must notice the silence before gRPC does
     near = open_store(etcd.access)
-    # The endpoint in front goes mute without a word; the other one serves.
+    # The first endpoint goes mute. The other one serves.
     far = open_store(EtcdAccess((proxy.endpoint, etcd.endpoint)))
     far.watch("", heard, prefix=True)
     heard.until(lambda: heard)

@@ -30,12 +30,12 @@ from .cluster import Cluster, GuardedEtcd, Member, await_serving
 from .conftest import Heard, write
 
 PATIENCE_S = 240.0
-PASSWORD = os.urandom(8).hex()  # random: another run of the tests may go on beside this one
+PASSWORD = os.urandom(8).hex()  # random: another run of the tests may use the same names at the same time
 
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
-    """An etcd with passwords of root and of guest, who may not read elasticd's keys."""
+    """An etcd with passwords for root and for guest, who may not read elasticd's keys."""
     with Cluster(tmp_path_factory.mktemp("locked"), 1) as cluster:
         with grpc.insecure_channel(cluster.endpoints[0]) as channel:
             auth = rpc.AuthStub(channel)
@@ -99,7 +99,7 @@ def test_an_etcd_that_forgot_our_login_is_logged_into_again(
     for connection in store._link._connections:
         assert connection._tokens
         connection._tokens = {0: "forgotten.1"}
-    locked.kill()  # so that the watch is requested again too
+    locked.kill()  # the watch must be requested again, too
     locked.start()
     await_serving(as_user(locked, "root", "s3cret"))
     again = len(news)
@@ -126,7 +126,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedEtcd]:
 
 @pytest.fixture
 def shared(guarded: GuardedEtcd) -> tuple[EtcdAccess, EtcdAccess]:
-    """An etcd without a key, as root and as ``a``."""
+    """An access to an etcd without keys, as root and as ``a``."""
     root = guarded.known_as("root")
     with Client(root) as client:
         client.delete_raw(b"/", prefix=True)
@@ -134,7 +134,7 @@ def shared(guarded: GuardedEtcd) -> tuple[EtcdAccess, EtcdAccess]:
 
 
 class ShellJob:
-    """Nodes of the job ``a``, whose workers write their environment down and say how many they are. All
+    """Nodes of the job ``a``. The workers write down their environment and the size of their world. All
     commands get their secrets from the environment."""
 
     def __init__(self, access: EtcdAccess, folder: Path) -> None:
@@ -181,8 +181,8 @@ class ShellJob:
         return done.returncode, done.stdout + done.stderr
 
     def screen(self, *argv: str, wanted: tuple[str, ...]) -> None:
-        """Press Ctrl-C once the command has drawn all that is wanted on a terminal. The command begins with
-        that signal ignored, as one in the background of a script."""
+        """Run a command on a terminal. Press Ctrl-C once the command has drawn all wanted texts. The command
+        starts with that signal ignored, like a background command of a script."""
         master, slave = pty.openpty()
         termios.tcsetwinsize(slave, (40, 120))
         command = ["env", "--ignore-signal=INT", *self.command(*argv)]
@@ -268,8 +268,8 @@ def test_plain_torchrun_runs_within_a_role_of_its_own(
     assert "permission denied" in done.stderr
 
 
-# Has a saver run, and looks for the password in the environment and the memory of every process that it may
-# look at. It is told the password backwards.
+# Starts a saver. Looks for the password in the environment and memory of every process that it may read.
+# It gets the password backwards, so that it does not find its own copy.
 _THIEF = """
 import os, re, sys
 import torch
@@ -322,10 +322,10 @@ def test_a_worker_cannot_read_the_password_of_its_agent_or_its_saver(
     piped = b""
     if way == "environment":
         env["ELASTICD_ETCD_PASSWORD"] = PASSWORD
-    else:  # standard input, which a script cannot read again
+    else:  # standard input, which a script cannot read a second time
         options += ["--etcd-password-file=/dev/stdin"]
         piped = f"{PASSWORD}\n".encode()
-    # As in a container: root may look into everybody's memory, unless this right is taken away.
+    # As in a container: root may read the memory of all processes, unless this right is taken away.
     tame = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
     command = [*tame, str(Path(sys.executable).with_name("elasticd")), "run", *options]
     command += [

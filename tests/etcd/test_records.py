@@ -20,7 +20,7 @@ from elasticd.etcd.errors import BadRecord, NewerRecord
 
 @cache
 def drawn(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of a type. Fields with defaults are drawn too."""
+    """Draw a value of a type. Fields with defaults are drawn, too."""
     if kind is facts.Limits:
         return st.builds(
             lambda low, more: facts.Limits(low, low + more), st.integers(1, 999), st.integers(0, 999)
@@ -84,7 +84,7 @@ def test_a_fact_comes_back_as_it_went(kind: type, data: st.DataObject) -> None:
     key, fact = KEYS[kind], data.draw(drawn(kind))
     value = records.encode(key, fact)
     assert json.loads(value)["v"] == 1
-    assert records._decoded(key, value) == fact  # the codec alone: some drawn values are not valid
+    assert records._decoded(key, value) == fact  # tests the codec alone: some drawn values are not valid
 
 
 def test_output_that_is_no_text_is_written_as_far_as_it_is() -> None:

@@ -77,7 +77,7 @@ def test_a_reused_process_number_is_not_the_run(runtime: Path, monkeypatch: pyte
 def test_a_run_in_another_container_is_let_be(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = data(runtime)
     register("train", "127.0.0.1:1", 7, 5.0, folder)
-    with monkeypatch.context() as there:  # in a container that sees no process of this one
+    with monkeypatch.context() as there:  # as in a container that sees no process of this one
         there.setattr(registry, "_namespace", lambda: 1)
         there.setattr(registry, "_start_of", lambda pid: 0)
         assert standalone_runs() == []

@@ -27,17 +27,17 @@ from elasticd.etcd.roles import Roles, all_below
 from .cluster import GuardedEtcd
 from .conftest import PATIENCE_S
 
-TRIES = 25  # so that a request is under way when roles change
+TRIES = 25  # so many that a request is under way when roles change
 
 
 class Guarded(GuardedEtcd):
-    """An etcd whose roles the command makes."""
+    """An etcd. The command makes its roles."""
 
     def by_password(self, user: str, password: str) -> EtcdAccess:
         return replace(self.known_as("nobody"), username=user, password=password)
 
     def role(self, *argv: str | Path, said: str = "", by: str = "root") -> subprocess.CompletedProcess[str]:
-        """Run the command as that user, with ``said`` on its standard input."""
+        """Run the command as that user, with ``said`` on standard input."""
         return elasticd("etcd-role", *options(self.known_as(by)), *map(str, argv), said=said)
 
     def made(self, *argv: str | Path, said: str = "") -> list[str]:
@@ -47,14 +47,14 @@ class Guarded(GuardedEtcd):
         return done.stdout.splitlines()
 
     def refused(self, *argv: str | Path, said: str = "", by: str = "root") -> str:
-        """Return the sentence with which the command refuses."""
+        """Return the sentence with which the command fails."""
         done = self.role(*argv, said=said, by=by)
         assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1, done
         return done.stderr
 
 
 def elasticd(*argv: str, said: str = "") -> subprocess.CompletedProcess[str]:
-    """The command, in this process."""
+    """Run an elasticd command in this process."""
     out, err = io.StringIO(), io.StringIO()
     with mock.patch("sys.stdin", io.StringIO(said)), redirect_stdout(out), redirect_stderr(err):
         code = _exit_code(argv)

@@ -1,1 +1,1 @@
-"""Scripts as users write them, run unmodified by torchrun and by elasticd."""
+"""Scripts as users write them, run without changes by torchrun and by elasticd."""

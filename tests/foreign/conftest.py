@@ -33,7 +33,7 @@ class Ended:
     err: str
 
     def printed(self, *lines: str) -> bool:
-        """Whether stdout is these lines and nothing else, in whatever order the workers came.
+        """Whether stdout has these lines and nothing else, in any order.
 
         Unbuffered Python writes a line and its end one after the other, so that ends may come late.
         """
@@ -47,7 +47,7 @@ class Ended:
 
 @dataclass
 class Launcher:
-    """Starts programs in ``folder`` as a user would; ``name`` is torchrun or elasticd.
+    """Starts programs in ``folder``, as a user would. ``name``: torchrun or elasticd.
 
     ``mended``: with the variable without which torchrun's restarts on one node do not work.
     """
@@ -58,7 +58,7 @@ class Launcher:
     started: list[Running] = field(default_factory=list)
 
     def command(self) -> list[str]:
-        if self.name == "torchrun":  # which leaves a folder in the temporary one unless it is told another
+        if self.name == "torchrun":  # without this option torchrun leaves a folder in the temporary one
             return ["torchrun", f"--log-dir={self.folder / 'logs'}"]
         return ["elasticd", "run"]
 
@@ -111,10 +111,10 @@ class Launcher:
                     running.process.wait()
 
 
-# What torchrun does changes with torch alone: it need not be tried each time.
+# torchrun changes with torch alone, so these cases need not run each time.
 @pytest.fixture(params=[pytest.param("torchrun", marks=pytest.mark.slow), "elasticd"])
 def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Launcher]:
-    """Each launcher: a test says what torchrun does, and that elasticd does the same."""
+    """Run the test with each launcher: it says what torchrun does, and that elasticd does the same."""
     launcher = Launcher(request.param, tmp_path)
     yield launcher
     launcher.close()
@@ -131,7 +131,7 @@ def launchers(tmp_path: Path) -> Iterator[tuple[Launcher, Launcher]]:
 
 @pytest.fixture
 def elasticd(tmp_path: Path) -> Iterator[Launcher]:
-    """Where torchrun itself fails."""
+    """Return elasticd as the launcher, for cases in which torchrun itself fails."""
     launcher = Launcher("elasticd", tmp_path)
     yield launcher
     launcher.close()

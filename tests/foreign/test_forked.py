@@ -1,4 +1,5 @@
-"""Restarts of real jobs, whose workers are forked from a process that has torch imported, or not."""
+"""Restarts of real jobs. Their workers are forked from a process that has imported torch, or are new
+processes."""
 
 import time
 
@@ -11,7 +12,7 @@ READY = "zygote.ready"
 
 def wait_for(running: Running, text: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while text not in running.err.read_text():  # a log file tells nobody that it grows
+    while text not in running.err.read_text():  # no event tells that a log file grows
         assert running.process.poll() is None, running.err.read_text()
         assert time.monotonic() < deadline, running.err.read_text()
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Scripts in the style of the public tutorials, and some that come inside packages."""
+"""Scripts in the style of the public tutorials, and scripts that are parts of packages."""
 
 import json
 import signal
@@ -14,7 +14,7 @@ from .conftest import PATIENCE_S, PROGRAMS, Launcher
 
 
 def alone(program: str, *arguments: str) -> str:
-    """Return what it prints under plain python, without a launcher."""
+    """Return the output of the script under plain python, without a launcher."""
     command = [sys.executable, str(PROGRAMS / program), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -62,7 +62,7 @@ def test_a_recorded_error_is_told_and_fails_the_job(launcher: Launcher) -> None:
 def test_sigterm_to_the_launcher_reaches_the_scripts_own_handler(launcher: Launcher) -> None:
     running = launcher.start(PROGRAMS / "graceful.py", launcher.folder)
     deadline = time.monotonic() + PATIENCE_S
-    while len(list(launcher.folder.glob("ready-*"))) < 2:  # torchrun tells nobody that workers are up
+    while len(list(launcher.folder.glob("ready-*"))) < 2:  # torchrun does not tell when workers have started
         assert running.process.poll() is None, running.err.read_text()
         assert time.monotonic() < deadline, running.err.read_text()
         time.sleep(0.05)
@@ -111,8 +111,8 @@ def test_accelerates_own_training_checks_pass(launcher: Launcher) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "way"), [("test_ops", "path"), ("test_sync", "module")])
 def test_accelerates_other_checks_pass(launcher: Launcher, script: str, way: str) -> None:
-    """Without a GPU these scripts join a gloo group and leave it, sometimes before the other rank has
-    joined. They may then have to start again, also under torchrun."""
+    """Without a GPU these scripts join a gloo group and leave it, sometimes before the other rank has joined.
+    Then they have to start again, also under torchrun."""
     module = f"accelerate.test_utils.scripts.{script}"
     origin = find_spec(module)
     assert origin is not None
@@ -136,7 +136,7 @@ def test_a_scripts_flags_are_its_own_whatever_they_are_called(elasticd: Launcher
 
 @pytest.mark.parametrize("arguments", [["--", "a", "--", "", "two words", "ü"], ["--help"]], ids=str)
 def test_arguments_arrive_to_the_letter(elasticd: Launcher, arguments: list[str]) -> None:
-    """torchrun swallows a leading -- and answers --help itself."""
+    """torchrun drops a leading --, and answers --help itself."""
     ended = elasticd.run(PROGRAMS / "argv.py", *arguments, nproc=1)
     assert ended.status == 0, ended.err
     assert json.loads(ended.out) == arguments

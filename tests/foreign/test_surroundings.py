@@ -8,10 +8,10 @@ import pytest
 
 from .conftest import PROGRAMS, Launcher
 
-# There in both, but different from run to run, also between two of torchrun's.
+# Variables that both set, and whose values differ from run to run, also with torchrun.
 PER_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 
-# What elasticd says beyond torchrun.
+# Variables that only elasticd sets.
 OURS = {
     f"ELASTICD_{name}"
     for name in (
@@ -50,16 +50,16 @@ def test_a_worker_cannot_tell_who_started_it(launchers: tuple[Launcher, Launcher
         assert set(expected) - set(found) == set()
         same = set(expected) - PER_RUN
         assert {k: found[k] for k in same} == {k: expected[k] for k in same}
-        # Before Python 3.13 a mapping keeps its descriptor: that of the heartbeat's page.
+        # Before Python 3.13 a mapping keeps a descriptor open: that of the heartbeat's page.
         our["open files"] = [path for path in our["open files"] if path != found["ELASTICD_PAGE"]]
         assert our == their
 
 
 def test_each_run_has_an_id_of_its_own_which_outlives_its_restarts(launcher: Launcher) -> None:
-    """Scripts name sockets and shared memory by it, which an earlier run may have left."""
+    """Scripts name sockets and shared memory by the id. An earlier run may have left some."""
     runs = [launcher.run(PROGRAMS / "run_id.py", restarts=1) for _ in range(2)]
     assert [run.status for run in runs] == [0, 0], runs
     (first,), (second,) = ({*run.out.split()} for run in runs)
-    # Of two workers, started twice: one may be ended by the other's failure before it says anything.
+    # Two workers are started twice: one may be ended by the other's failure before it prints anything.
     assert all(len(run.out.split()) in (3, 4) for run in runs), runs
     assert first != second

@@ -1,5 +1,5 @@
-"""What can only be seen on an NVIDIA GPU. One is enough: ``pytest tests/gpu`` on a machine that has one, with
-a torch built for CUDA. Anywhere else each test is left out, and says why."""
+"""Tests that need an NVIDIA GPU. One is enough: ``pytest tests/gpu`` on a machine that has one, with a torch
+built for CUDA. Everywhere else each test is skipped with the reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.conftest import opened  # noqa: F401  # what tests here are given
+from tests.checkpoint.conftest import opened  # noqa: F401  # fixtures for the tests in this folder
 from tests.e2e.conftest import cluster, clusters, shared_etcd  # noqa: F401
 from tests.worker.conftest import crew  # noqa: F401
 

@@ -1,5 +1,5 @@
-"""What the workers of tests/gpu/test_in_place.py run: a small model on the GPU that all of them share, whose
-steps are the same in a world of one and of two; and what they note of it."""
+"""What the workers of tests/gpu/test_in_place.py run: a small model on the GPU that all of them share. Its
+steps are the same in a world of one and of two. The workers write down what they do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def alone_consistently(_address: str, folder: str) -> None:
 
 
 def work(address: str, folder: str, name: str, dies_at: int = -1, waits_at: int = -1) -> None:
-    """Each rank computes the same, whose mean is exact. ``waits_at``: where, once, a gate is closed."""
+    """Train. Each rank computes the same gradients, whose mean is exact. ``waits_at``: where the worker waits
+    once for the test."""
     share_the_gpu()
     begin(address, folder, name)
     journal = Journal(folder, name)

@@ -1,4 +1,4 @@
-"""Checkpoints of what is on a GPU: copied through pinned memory while training goes on."""
+"""Checkpoints of tensors on a GPU, which are copied through pinned memory while training goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.checkpoint.conftest import assert_same, tensors_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
-CYCLES = 4_000_000_000  # of the GPU's clock: two seconds, far longer than a save takes
+CYCLES = 4_000_000_000  # cycles of the GPU's clock: two seconds, far longer than a save takes
 
 
 def training_on_gpu(seed: int) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def step(state: dict[str, Any]) -> None:
 
 
 def keep_busy() -> torch.cuda.Event:
-    """Have the GPU do something else first. Return what happened once that is over."""
+    """Let the GPU be busy first. Return what happens once that is over."""
     over = torch.cuda.Event()
     torch.cuda._sleep(CYCLES)
     over.record()
@@ -98,7 +98,7 @@ def test_memory_that_is_pinned_is_let_go_with_it_and_a_refusal_hurts_nobody() ->
     image = torch.frombuffer(memory.map, dtype=torch.uint8)
     gpu.pin(memory)
     assert image.is_pinned()
-    gpu.pin(memory)  # a second time, which CUDA refuses
+    gpu.pin(memory)  # a second copy, which CUDA refuses
     assert torch.ones(1, device="cuda").item() == 1.0
     del memory
     assert not image.is_pinned()

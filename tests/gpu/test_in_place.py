@@ -1,5 +1,5 @@
-"""Workers that keep their process, their CUDA context and what they have on the GPU, while NCCL's
-communicators are aborted and made anew."""
+"""Workers keep their process, their CUDA context and their tensors on the GPU, while NCCL's communicators are
+aborted and made again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_communicator_of_one_is_made_anew_as_often_as_need_be(crew: Crew, tmp_
     hand = crew.start(work, str(tmp_path), "0", waits_at=2)
     crew.form(hand)
     gate.until_somebody_waits()
-    crew.close()  # as for a failure: what is under way is aborted
+    crew.close()  # as after a failure: operations under way are aborted
     gate.open()
     has_ended_well(crew, tmp_path, "0", hand)
     assert crew.settled == [(1, 1), (2, 1)]

@@ -1,5 +1,5 @@
-"""``elasticd run`` with scripts that use CUDA and know nothing of it. Two ranks are two nodes that share the
-GPU: a node offers no more slots than it has GPUs."""
+"""``elasticd run`` with scripts that use CUDA, and do not import elasticd. Two ranks are two nodes that share
+the GPU, since a node offers no more slots than it has GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENV = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def trains(cluster: Cluster, *agents: Agent, steps: int = 5) -> None:
-    """Wait until each has made so many steps more."""
+    """Wait until each rank has made so many further steps."""
     for agent in agents:
         cluster.until_said(agent, "agent.started")
 
@@ -32,7 +32,7 @@ def trains(cluster: Cluster, *agents: Agent, steps: int = 5) -> None:
 
 
 def worker(folder: Path, *, other_than: int = 0) -> tuple[int, bool]:
-    """The pid of rank 0, and whether it was forked."""
+    """Return the pid of rank 0, and whether the process was forked."""
 
     def told() -> tuple[int, bool] | None:
         path = folder / "pid-0"

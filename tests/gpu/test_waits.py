@@ -1,5 +1,5 @@
-"""How long a GPU waits for other ranks, by its own clock. tests/procs/test_waits_on_a_gpu.py tests the
-questions to it."""
+"""How long a GPU waits for other ranks, by its own clock. tests/procs/test_waits_on_a_gpu.py tests the same
+code with a simulated clock."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ NAMES = sorted(set(re.findall(r"`(elasticd(?:\.\w+)+)`", WALKS)))
 
 
 def defined(name: str) -> bool:
-    """Whether a module, or a class or function in one, has this dotted name."""
+    """Whether this dotted name is a module, or a class or function in one."""
     parts = name.split(".")
     for i in range(len(parts), 0, -1):
         module = ROOT.joinpath(*parts[:i])

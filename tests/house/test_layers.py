@@ -1,5 +1,5 @@
-"""Who may import what. The arrows between packages are import-linter's, in pyproject.toml; these are the
-rules about single files and about what comes from outside."""
+"""Which module may import which. import-linter checks the arrows between packages, as pyproject.toml has
+them. Here are the rules about single files, and about packages from outside."""
 
 import ast
 import sys
@@ -14,7 +14,8 @@ MODULES = sorted(HOUSE.rglob("*.py"))
 
 
 def imports(module: Path) -> Iterator[str]:
-    """Full names of everything the module imports, wherever in it, such as ``etcd3`` or ``a.b.c``."""
+    """Return the full names of everything that the module imports at any place, such as ``etcd3`` or
+    ``a.b.c``."""
     package = module.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(module.read_text(), module)):
         if isinstance(node, ast.Import):
@@ -76,7 +77,7 @@ def imports_torch_at_once(module: Path) -> bool:
 
 
 def test_torch_is_imported_late_where_people_wait_for_an_answer():
-    """It costs 1.5 s, which ``elasticd status`` must not pay."""
+    """An import of torch takes 1.5 s, for which people would wait at each ``elasticd status``."""
     assert not [name(m) for m in MODULES if imports_torch_at_once(m) and not may_wait_for_torch(m)]
 
 

@@ -1,4 +1,4 @@
-"""The core decides; the daemon looks, writes and kills. Six of its modules ask the core what to do."""
+"""The core decides. The daemon looks, writes and kills. Six of its modules ask the core what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIES = {
     "observer.py",
     "round_watch.py",
     "timekeeper.py",
-}  # between the core's decisions and the world; the simulator drives them, too
+}  # modules between the core's decisions and the edges; the simulator runs them, too
 REASONS = "elasticd.core.reasons"
 ORDERS = {"condemn", "fence", "leave", "stop"}  # calls of ``core.ports.Procs`` that end workers
 
@@ -69,7 +69,7 @@ def makes_reasons(file: Path) -> bool:
 
 
 def test_the_daemon_gives_no_reasons_of_its_own() -> None:
-    """A reason says why something was decided. Who makes one decides."""
+    """A reason says why something was decided, so a module that makes a reason decides."""
     assert not [file.name for file in DAEMON if makes_reasons(file)]
 
 
@@ -91,7 +91,7 @@ def test_the_daemon_ends_workers_only_where_it_carries_out_actions_of_the_core()
 
 
 def reached(*starts: str) -> set[str]:
-    """All modules of the core that these import, directly or not."""
+    """Return all modules of the core that these modules import, directly or not."""
     seen: set[str] = set()
     todo = list(starts)
     while todo:

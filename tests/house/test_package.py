@@ -19,7 +19,7 @@ IMPORTED_AS = {"grpcio": "grpc", "protobuf": "google", "nvidia_ml_py": "pynvml"}
 
 
 def modules(requirements: list[str]) -> set[str]:
-    """What each package is imported as."""
+    """Return the modules that each package provides."""
     packages = {re.split(r"[<>=\[ ]", line)[0].replace("-", "_") for line in requirements}
     return {IMPORTED_AS.get(package, package) for package in packages}
 
@@ -27,7 +27,8 @@ def modules(requirements: list[str]) -> set[str]:
 def test_what_is_imported_from_outside_is_a_dependency_or_in_an_extra() -> None:
     known = modules([*PROJECT["dependencies"], *(line for extra in FOR_JOBS for line in EXTRAS[extra])])
     known |= sys.stdlib_module_names | {"sitecustomize"}
-    known |= {"accelerate", "lightning", "transformers"}  # the integrations': the script has imported its own
+    # packages for the integrations: a script has installed its own library
+    known |= {"accelerate", "lightning", "transformers"}
     found = {
         name(module): unknown
         for module in MODULES

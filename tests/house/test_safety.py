@@ -7,11 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OURS = sorted([*(ROOT / "elasticd").rglob("*.py"), *(ROOT / "workers").rglob("*.py")])
-# DCP's metadata is a pickle: read there by an unpickler that knows DCP's record types and nothing else.
+# DCP's metadata is a pickle. An unpickler reads it that accepts DCP's record types and nothing else.
 RESTRICTED = "elasticd/checkpoint/format/metadata.py"
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
-# begin.py runs before anything of others can be imported, and names this user's own paths. probe.py prints
-# into a pipe.
+# begin.py runs before modules of other people can be imported, and names this user's own paths. probe.py
+# prints into a pipe.
 PRINTS = {"elasticd/cli/say.py", "elasticd/cli/begin.py", "elasticd/cli/doctor/probe.py"}
 
 
@@ -49,7 +49,7 @@ def test_torch_loads_weights_only():
                 value = {k.arg: k.value for k in node.keywords}.get("weights_only")
                 found += [] if isinstance(value, ast.Constant) and value.value is True else [place]
             case ast.Attribute(attr="recv_object_list" | "broadcast_object_list" | "all_gather_object"):
-                found.append(place)  # they unpickle what others send
+                found.append(place)  # they unpickle what other processes send
     assert not found
 
 
@@ -63,7 +63,7 @@ def test_commands_print_through_what_cleans_text():
 
 
 def test_where_there_are_threads_decoders_are_made_before_them():
-    """msgspec looks at a class when it first decodes it, and crashes where two threads do that at once."""
+    """msgspec looks at a class when it first decodes the class. It crashes if two threads do that at once."""
     found = []
     for _, place, node in nodes("elasticd/(checkpoint/(?!client)|daemon|etcd|torchrun)"):
         match node:

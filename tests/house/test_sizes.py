@@ -1,4 +1,4 @@
-"""The state of an agent stays small enough to be kept in mind."""
+"""The state of an agent stays small enough for people to remember."""
 
 from __future__ import annotations
 

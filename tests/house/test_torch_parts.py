@@ -44,7 +44,7 @@ def found(of: str) -> Any:
 
 
 def is_there(part: Private) -> bool:
-    """Whether this torch should have the part: NCCL's parts are in builds for CUDA only."""
+    """Whether this build of torch should have the part: only builds for CUDA have NCCL's parts."""
     import torch
 
     installed = torchparts.release(torch.__version__)
@@ -137,7 +137,7 @@ def test_releases_are_refused_below_the_oldest_and_noted_above_the_newest(
 
 
 def test_a_run_on_an_old_release_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    """Torch itself is never imported: what pip has noted of it is enough."""
+    """Torch is not imported for this: the notes that pip has kept about torch are enough."""
     (tmp_path / "torch-2.6.0.dist-info").mkdir()
     (tmp_path / "torch-2.6.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.6.0\n")
     (tmp_path / "job.py").write_text("")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.conftest import clusters, shared_etcd  # noqa: F401  # what tests here are given
+from tests.e2e.conftest import clusters, shared_etcd  # noqa: F401  # fixtures for the tests in this folder
 from tests.e2e.harness import Cluster
 
 

@@ -1,4 +1,5 @@
-"""Jobs of the programs here that have an accident: a worker is killed, or the world is resized."""
+"""Jobs that run the programs of this folder and have an accident: a worker is killed, or the world is
+resized."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 from tests.integrations.ledger import Ledger, read
 
 PROGRAMS = Path(__file__).parent / "programs"
-SLICE_S = 0.02  # between looks at a folder
-SAMPLES, EPOCHS = 53, 2  # of each program
+SLICE_S = 0.02  # seconds between two looks at a folder
+SAMPLES, EPOCHS = 53, 2  # steps of each program
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class Trained:
 
 
 def killed(cluster: Cluster, program: str, *arguments: str, limits: tuple[int, int] = (2, 2)) -> Trained:
-    """Train with as many workers as the larger limit, of which one is killed after step 6."""
+    """Train with as many workers as the larger limit. Kill one of them after step 6."""
     cluster.limits = limits
     agent = start(cluster, program, *arguments, accident="kill:6", slots=max(limits))
     return ended(cluster, agent)
 
 
 def resized(cluster: Cluster, program: str, *arguments: str, sizes: tuple[int, int] = (2, 3)) -> Trained:
-    """Train with as many workers as the first size, and after step 6 with as many as the second."""
+    """Train with as many workers as the first size; after step 6, with as many as the second."""
     before, after = sizes
     cluster.limits = (1, before)
     agent = start(cluster, program, *arguments, accident="wait:6", slots=max(sizes))
@@ -82,7 +83,7 @@ def ended(cluster: Cluster, agent: Agent) -> Trained:
 
 
 def until(cluster: Cluster, agent: Agent, holds: Callable[[], object]) -> None:
-    """Wait for files in the cluster's folder, of which nothing tells."""
+    """Wait for files in the cluster's folder. No event tells of them."""
     while not holds():
         assert agent.process.poll() is None, agent.said()
         select.select([], [], [], SLICE_S)

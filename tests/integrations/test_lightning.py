@@ -1,4 +1,4 @@
-"""A fit with Lightning: what it refuses, and where it goes on after a world has ended at any point."""
+"""A fit with Lightning: what it refuses, and where it continues after a world has ended at any point."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUIET = {
     "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False,
 }  # fmt: skip
-SAMPLES, EPOCHS, STEPS = 10, 2, 3  # STEPS: of an epoch, with batches of 2, and a largest world of 2
+SAMPLES, EPOCHS, STEPS = 10, 2, 3  # STEPS: the steps of an epoch, with batches of 2, and a largest world of 2
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +25,10 @@ def _needs_lightning() -> None:
 
 
 class Training:
-    """A training whose process stays in one world after another.
+    """A training whose process is in one world after another.
 
     ``log``: what was committed, in order. ``commits``: the number of commits. ``ends``: called with the name
-    of each point that the training passes, may end the world there.
+    of each point that the training passes; it may end the world there.
     """
 
     def __init__(self, folder: Path, ends: Callable[[str], None]) -> None:
@@ -69,7 +69,7 @@ class Training:
         with _present(Present(self._state, self._progress, [self.model])):
             try:
                 elastic = ElasticFit(self._folder, every=1000)
-                plugins = elastic.world["plugins"][1:]  # of a single process, without torchelastic's
+                plugins = elastic.world["plugins"][1:]  # a single process, without torchelastic
                 trainer = Trainer(
                     max_epochs=EPOCHS, val_check_interval=2, callbacks=[elastic], plugins=plugins, **QUIET
                 )
@@ -127,7 +127,7 @@ def _module(log: list[Any], ends: Callable[[str], None]) -> Any:
 
 
 def _state(commit: Callable[[], None], *, nobody_stays: bool = False) -> Any:
-    """What in_place uses of a State."""
+    """Return the parts of a State that in_place uses."""
     world = SimpleNamespace(nobody_stays=lambda: nobody_stays)
     return SimpleNamespace(commit=commit, _loop=SimpleNamespace(committed=SimpleNamespace(world=world)))
 
@@ -146,8 +146,8 @@ def _present(kept: Any) -> Iterator[None]:
 def test_in_place_it_goes_on_as_if_no_world_had_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a world has ended at any point, the training has the samples, validations, hooks, learning rates,
-    random numbers and weights of one that is undisturbed."""
+    """After a world has ended at any point, the training has the same samples, validations, hooks, learning
+    rates, random numbers and weights as an undisturbed one."""
     from elasticd.worker.world.group import WorldChanged
 
     for name, value in {"ELASTICD_WORLD_MAX": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}.items():

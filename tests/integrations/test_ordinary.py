@@ -1,4 +1,4 @@
-"""A DDP script with a loop of its own counts samples, and goes on with those that are left."""
+"""A DDP script with a loop of its own counts samples, and continues with those that are left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.harness import Cluster
 from tests.integrations import jobs
 
-SAMPLES = 48  # each world here gets as many for each worker, so that DistributedSampler fills nothing up
+SAMPLES = 48  # a number that each world can share evenly, so that DistributedSampler repeats no sample
 ARGUMENTS = ("1", "3", str(jobs.EPOCHS), str(SAMPLES))
 
 

@@ -19,7 +19,8 @@ def program(request: pytest.FixtureRequest) -> str:
 
 
 def use_all_samples(trained: Trained) -> bool:
-    """Whether each sample was used in each epoch. DistributedSampler fills the last batch of an epoch up."""
+    """Whether each sample was used in each epoch. DistributedSampler may repeat some to fill the last batch
+    up."""
     used = [sample for step in trained.ledger.made.values() for sample in step]
     return all(used.count(sample) >= EPOCHS for sample in range(SAMPLES)) and len(used) <= EPOCHS * 54
 

@@ -14,8 +14,8 @@ from tests.integrations import jobs
 
 @dataclass(frozen=True)
 class Framework:
-    """``program``: in ``programs``. ``unfinished``: a checkpoint in its folder that was not finished; its
-    name ends with a slash if it is a folder. ``sizes``: of the worlds before and after a resize."""
+    """``program``: in ``programs``. ``unfinished``: the name of a checkpoint in its folder that was not
+    finished; the name ends with a slash for a folder. ``sizes``: of the worlds before and after a resize."""
 
     module: str
     program: str
@@ -35,7 +35,7 @@ SLOW = pytest.mark.slow
 
 
 def each(*, slow: tuple[str, ...]) -> pytest.MarkDecorator:
-    """Give a test each framework; the tests of some are slow ones."""
+    """Run a test with each framework. Slow frameworks have slow tests."""
     names = [pytest.param(name, marks=[SLOW] if name in slow else []) for name in FRAMEWORKS]
     return pytest.mark.parametrize("framework", names, indirect=True)
 

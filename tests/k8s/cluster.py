@@ -36,7 +36,7 @@ class Controller:
     succeeded: set[int] = field(default_factory=set)
     failed: str = ""
     counted: int = 0  # failures that a Job counts
-    held: set[int] = field(default_factory=set)  # indices for which no machine can be had at present
+    held: set[int] = field(default_factory=set)  # indices for which there is no machine at present
 
     @property
     def name(self) -> str:
@@ -47,14 +47,14 @@ class Controller:
         return self.made.kind == "Job"
 
     def set_env(self, name: str, value: str) -> None:
-        """``kubectl set env``: a new template, whose pods replace the present ones."""
+        """Act as ``kubectl set env``: make a new template, whose pods replace the present ones."""
         container = {**self.made.container, "env": [dict(e) for e in self.made.container["env"]]}
         (entry,) = [e for e in container["env"] if e["name"] == name]
         entry["value"] = value
         self.made = replace(self.made, spec={**self.made.spec, "containers": [container]})
 
     def restart(self) -> None:
-        """``kubectl rollout restart``: a template that differs in nothing that matters."""
+        """Act as ``kubectl rollout restart``: make a new template without a real difference."""
         self.made = replace(self.made)
 
     @property
@@ -64,7 +64,7 @@ class Controller:
         return len(here) == self.wanted and all(one.made is self.made and one.ready for one in here)
 
     def reconcile(self) -> None:
-        """Start what is missing, delete what is too much or of an old template."""
+        """Start pods that are missing. Delete pods that are too many, or of an old template."""
         over = bool(self.failed or self.succeeded) and self.is_job
         for index, one in list(self.pods.items()):
             if index >= self.wanted or over:
@@ -76,7 +76,8 @@ class Controller:
             self._roll()
 
     def _roll(self) -> None:
-        """Replace pods as a StatefulSet does: the last first, each once the pods after it are ready."""
+        """Replace pods as a StatefulSet does: the last one first, and each once the pods after it are
+        ready."""
         assert self.manifest["spec"].get("updateStrategy", {}).get("type", "RollingUpdate") == "RollingUpdate"
         for index in reversed(range(self.wanted)):
             one = self.pods.get(index)
@@ -133,7 +134,7 @@ class Cluster:
         self.network = Network()
         self.selector = selectors.DefaultSelector()
         self.all: list[Pod] = []
-        self.history: list[tuple[Pod, str]] = []  # every line that any pod wrote, as they came
+        self.history: list[tuple[Pod, str]] = []  # every line that any pod has written, in order
         self._timers: list[tuple[float, Callable[[], None]]] = []
         (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         programs = f"{find_etcd().parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -153,7 +154,7 @@ class Cluster:
         self.controllers[name].wanted = wanted
 
     def delete(self, one: Pod) -> None:
-        """SIGTERM, and SIGKILL when the grace period is over."""
+        """Delete the pod: SIGTERM, and SIGKILL when the grace period is over."""
         if one.deleted or one.code is not None:
             return
         one.deleted = True
@@ -172,11 +173,11 @@ class Cluster:
 
     def lose(self, one: Pod) -> None:
         """Lose the pod's machine, without notice."""
-        one.disrupted = True  # as the pod garbage collector marks it
+        one.disrupted = True  # as the garbage collector of pods marks it
         one.signal(signal.SIGKILL)
 
     def forget(self, claim_of: Pod) -> None:
-        """Lose the disk of a pod that is gone as well."""
+        """Lose the disk of a pod that has ended as well."""
         assert claim_of.code is not None
         for folder in self._claims.glob(f"*-{claim_of.name}"):
             shutil.rmtree(folder)
@@ -209,7 +210,7 @@ class Cluster:
     def start(self, owner: Controller, name: str, index: int, facts: Mapping[str, str]) -> Pod:
         templates = owner.manifest["spec"].get("volumeClaimTemplates", ())
         claims = {c["metadata"]["name"]: self._claims / f"{c['metadata']['name']}-{name}" for c in templates}
-        while (self._places.folder / name).exists():  # a StatefulSet's pod has the name of its predecessor
+        while (self._places.folder / name).exists():  # a pod of a StatefulSet has the name of its predecessor
             (self._places.folder / name).rename(self._places.folder / f"{name}.{len(self.all)}")
         one = pods_.start(name, index, owner.made, facts, self.network, self._places, claims)
         self.all.append(one)
@@ -231,7 +232,7 @@ class Cluster:
         said = [line.decode(errors="replace") for line in lines]
         one.lines += said
         self.history += [(one, line) for line in said]
-        if not data:  # all its processes are gone, and the last of them was process 1
+        if not data:  # all its processes have ended, and the last of them was process 1
             self.selector.unregister(one.process.stdout)
             one.process.stdout.close()
             one.code = pods_.exit_code(one.process.wait())
@@ -266,12 +267,13 @@ class Cluster:
         return "\n".join(f"--- {one!r}\n" + "\n".join(one.lines[-25:]) for one in self.all)
 
     def close(self) -> None:
-        """End what still runs, as a power cut would. Then nothing may be left."""
+        """End everything that still runs, as a power cut would. Check that nothing is left."""
         for one in self.here():
             one.signal(signal.SIGKILL)
         for one in self.all:
             os.close(one.pidfd)
-            one.process.wait()  # process 1 ends after all others of its namespace, and this after it
+            # process 1 ends after all others of its namespace, and this process after process 1
+            one.process.wait()
             if one.process.stdout is not None:
                 one.process.stdout.close()
         for key in list(self.selector.get_map().values()):
@@ -334,7 +336,7 @@ class Probe:
 
     def _done(self, asked: socket.socket, good: bool) -> None:
         if self._socket is not asked:
-            return  # answered long since
+            return  # the answer came long ago
         self._cluster.selector.unregister(asked)
         asked.close()
         self._socket = None
@@ -352,7 +354,7 @@ class Probe:
         period_s = self._told.get("periodSeconds", 10)
         self._again(
             period_s if one.ready or self._kind != "readinessProbe" else 0.5
-        )  # sooner than Kubernetes
+        )  # sooner than Kubernetes would
 
     def _again(self, seconds: float) -> None:
         self._cluster._after(seconds, self.ask)

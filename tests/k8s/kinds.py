@@ -1,7 +1,8 @@
-"""The custom kinds that we use, as their makers publish them: of each, the words we use and their types.
+"""The custom kinds that the manifests use, as their makers publish them: for each, the fields that the
+manifests use, and their types.
 
-Closed: a word that is not here is an error, so whoever uses a new one looks it up first. From the
-CustomResourceDefinitions of kueue 0.15 (v1beta2) of prometheus-operator 0.80 and of cert-manager 1.18.
+A field that is not here is an error, so that a new field is looked up first. From the
+CustomResourceDefinitions of kueue 0.15 (v1beta2), prometheus-operator 0.80 and cert-manager 1.18.
 """
 
 from __future__ import annotations

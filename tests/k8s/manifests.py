@@ -1,4 +1,4 @@
-"""The objects that k8s/ builds, and functions to look at them."""
+"""The objects that k8s/ builds, and functions to read them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Object = Mapping[str, Any]
 
 @functools.cache
 def build(folder: str) -> tuple[Object, ...]:
-    """The objects that kustomize makes of a folder of k8s/. Skips the test where there is no kustomize."""
+    """Return the objects that kustomize makes of a folder of k8s/. Skip the test where there is no
+    kustomize."""
     command = _kustomize()
     done = subprocess.run([*command, K8S / folder], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, f"{folder} cannot be built:\n{done.stderr}"
@@ -47,7 +48,7 @@ def overlay(name: str) -> tuple[Object, ...]:
 
 @dataclass(frozen=True)
 class Pods:
-    """The pods that an object makes: how many, and of what template."""
+    """The pods that an object makes: their number and their template."""
 
     kind: str
     name: str
@@ -66,7 +67,7 @@ class Pods:
         return self.labels.get("app.kubernetes.io/name") == "elasticd"
 
     def facts(self, name: str, index: int) -> dict[str, str]:
-        """Return what the downward API says of the pod of this name and index."""
+        """Return what the downward API says about the pod of this name and index."""
         instance = "app.kubernetes.io/instance"
         return {
             "metadata.name": name,
@@ -94,14 +95,14 @@ class Pods:
 
 
 def expanded(text: str, env: Mapping[str, str]) -> str:
-    """Replace ``$(NAME)`` where the name is known by then. Kubernetes leaves other names as they are."""
+    """Replace ``$(NAME)`` if the name is known by then. Kubernetes leaves other names as they are."""
     for name, value in env.items():
         text = text.replace(f"$({name})", value)
     return text
 
 
 def pods(objects: tuple[Object, ...]) -> list[Pods]:
-    """Return all pods that these objects make, of whatever kind the objects are."""
+    """Return all pods that these objects make, of any kind of object."""
     return [found for o in objects for found in _pods(o)]
 
 
@@ -135,7 +136,7 @@ def matches(selector: Object, labels: Mapping[str, str]) -> bool:
 
 
 def quantity(text: str | int) -> float:
-    """4Gi, 500m, 2: in units."""
+    """Return a quantity such as 4Gi, 500m or 2 as a number."""
     text = str(text)
     for suffix, factor in {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": 1e-3, "": 1}.items():
         if suffix and text.endswith(suffix):

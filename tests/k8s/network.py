@@ -1,5 +1,5 @@
 """A network of pods on one machine: a namespace with a bridge, to which each pod's namespace is connected.
-Nothing has a name outside, so all of it ends with the processes in the namespaces."""
+Nothing has a name outside, so the network ends with the processes in the namespaces."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ UNDER_US = (
     "setpriv",
     "--pdeathsig",
     "KILL",
-)  # what is started with this ends with the test, however that ends
+)  # processes that are started with this end with the test, however it ends
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def why_not(folder: Path) -> str:
-    """Return why there can be no pods on this machine; empty if there can."""
+    """Return why this machine cannot have pods; empty if it can."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"needs {', '.join(missing)} (packages iproute2, util-linux and openssl)"
     script = (
@@ -38,7 +38,7 @@ def why_not(folder: Path) -> str:
 
 
 class Network:
-    """To be used by one thread. Pods have addresses in 10.244.0.0/16, the node has 10.244.0.1."""
+    """Use it from one thread only. Pods have addresses in 10.244.0.0/16, and the node has 10.244.0.1."""
 
     def __init__(self) -> None:
         self._holder = subprocess.Popen(
@@ -54,20 +54,20 @@ class Network:
         _ip(self._holder.pid, "link set pods up")
 
     def next_address(self) -> str:
-        """Return an address that was never used: a pod that comes back has another."""
+        """Return an address that was never used: a pod that comes back gets another one."""
         self._given += 1
         return f"10.244.{self._given // 250}.{self._given % 250 + 1}"
 
     def plug(self, pid: int, address: str) -> None:
-        """Give the namespace of this process a cable with this address."""
+        """Connect the namespace of this process to the bridge, with this address."""
         cable = _cable(address)
         _ip(self._holder.pid, f"link add {cable} type veth peer name eth0 netns {pid}")
         _ip(self._holder.pid, f"link set {cable} master pods up")
         _ip(pid, "link set lo up", f"addr add {address}/16 dev eth0", "link set eth0 up")
 
     def cut(self, pid: int) -> None:
-        """Lose all packets that this pod sends to other pods. The kubelet of its own node still reaches
-        the pod, as it does where the network between nodes fails."""
+        """Lose all packets that this pod sends to other pods. The kubelet of its own node still reaches the
+        pod, as in a cluster when the network between nodes fails."""
         _ip(
             pid,
             "neigh replace 10.244.255.254 lladdr 02:00:00:00:00:01 dev eth0 nud permanent",  # nobody's
@@ -79,7 +79,7 @@ class Network:
         _ip(pid, "route del 10.244.0.0/17", "route del 10.244.0.1/32")
 
     def lose(self, pid: int, *addresses: str) -> None:
-        """Lose the packets that this pod sends to these pods; those from them arrive."""
+        """Lose the packets that this pod sends to these pods. Packets in the other direction arrive."""
         _ip(
             pid,
             "neigh replace 10.244.255.254 lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
@@ -87,18 +87,18 @@ class Network:
         )
 
     def find(self, pid: int, *addresses: str) -> None:
-        """The end of ``lose``."""
+        """End ``lose``: all packets arrive again."""
         _ip(pid, *(f"route del {address}/32" for address in addresses))
 
     def unplug(self, address: str) -> None:
-        """Nothing passes, either way."""
+        """Let no packets pass, in either direction."""
         _ip(self._holder.pid, f"link set {_cable(address)} down")
 
     def plug_in(self, address: str) -> None:
         _ip(self._holder.pid, f"link set {_cable(address)} up")
 
     def slow(self, address: str, kbit_s: int) -> None:
-        """Limit what is sent to this pod to this rate; a packet that would wait for a second is lost."""
+        """Limit the rate of what is sent to this pod. A packet that would wait for a second is lost."""
         limit = f"rate {kbit_s}kbit burst 4kb latency 1000ms"
         _tc(self._holder.pid, "add", _cable(address), "root", "tbf", *limit.split())
 
@@ -106,17 +106,17 @@ class Network:
         _tc(self._holder.pid, "del", _cable(address), "root")
 
     def enter(self) -> None:
-        """Move the calling thread, and all that it starts later, to the node."""
+        """Move the calling thread, and everything that it starts later, into the namespace of the node."""
         _enter(self._space)
 
     def socket(self) -> socket.socket:
-        """A TCP socket of the node, which reaches all pods; the kubelet's, so to speak."""
+        """Return a TCP socket of the node, which reaches all pods, as the kubelet does."""
         with self._inside():
             return socket.socket()
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """Within it, the calling thread alone is there."""
+        """Within this block, only the calling thread is in that namespace."""
         own = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             _enter(self._space)

@@ -22,14 +22,14 @@ PROGRAM = Path(__file__).parent / "programs" / "container.py"
 
 @dataclass(frozen=True)
 class Places:
-    """Where on this machine the things are that pods are given. ``own_names``: a pod's own name resolves,
-    as it does but on a host's network."""
+    """Where files lie on this machine that pods get. ``own_names``: whether a pod's own name resolves, as it
+    does except in a host's network."""
 
     folder: Path
     resolver: Path
     own_names: bool
     secrets: Mapping[str, Path]
-    path: str  # of programs, as the image has it
+    path: str  # folders of programs, as in the image
 
 
 @dataclass
@@ -40,12 +40,12 @@ class Pod:
     address: str
     folder: Path
     env: Mapping[str, str]
-    own_names: list[str]  # what the kubelet writes into its /etc/hosts
+    own_names: list[str]  # the lines that the kubelet writes into the pod's /etc/hosts
     process: subprocess.Popen[bytes]
-    pid: int  # of its process 1, seen from here
-    pidfd: int  # of the same
+    pid: int  # the pid of its process 1, seen from here
+    pidfd: int  # a pidfd of the same process
     lines: list[str] = field(default_factory=list)
-    begun: bytes = b""  # of the next line
+    begun: bytes = b""  # the number of the next line to read
     deleted: bool = False
     disrupted: bool = False
     ready: bool = False
@@ -61,14 +61,14 @@ class Pod:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def execute(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """As ``kubectl exec`` does."""
+        """Run a command in the pod, as ``kubectl exec`` does."""
         inside = ["nsenter", "-t", str(self.pid), "-a", "--root"]
-        into_root = ["sh", "-c", 'cd / && exec "$0" "$@"']  # which nsenter leaves to who is inside
+        into_root = ["sh", "-c", 'cd / && exec "$0" "$@"']  # nsenter leaves this to the process inside
         command = [*inside, *setpriv(self.made.spec), "--", *into_root, *argv]
         return subprocess.run(command, env=dict(self.env), capture_output=True, text=True, timeout=60)
 
     def names(self, known: list[str]) -> None:
-        """Have these lines stand for the cluster's DNS, beside those of its own."""
+        """Stand in for the cluster's DNS: add these lines to the pod's own /etc/hosts."""
         (self.folder / "hosts").write_text("\n".join([*self.own_names, *known]) + "\n")
 
     def workers(self) -> list[int]:
@@ -85,11 +85,11 @@ class Pod:
 
     @property
     def last_words(self) -> str:
-        """What ``kubectl describe`` shows."""
+        """Return what ``kubectl describe`` shows."""
         return (self.folder / "termination-log").read_text()
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the events of this name that it logged."""
+        """Return the events of this name that the pod has logged."""
         found = [json.loads(line) for line in self.lines if line.startswith("{")]
         return [event for event in found if event.get("event") == name]
 
@@ -132,13 +132,14 @@ def start(
         else:
             source = claims.get(mount["name"], folder / mount["name"])
             if claim := volume.get("persistentVolumeClaim"):
-                source = places.folder / "claims" / claim["claimName"]  # the same for all who name it
+                # the same folder for all pods that name it
+                source = places.folder / "claims" / claim["claimName"]
             source.mkdir(exist_ok=True)
             if source.stat().st_gid != owner:
                 os.chown(source, 0, owner)
                 source.chmod(0o2770)
         binds.append((str(source), target, readonly))
-        for ours in {ROOT, Path(sys.prefix)}:  # a clone under /tmp is to be seen through the pod's own
+        for ours in {ROOT, Path(sys.prefix)}:  # a clone under /tmp must be visible through the pod's own /tmp
             if ours.is_relative_to(target):
                 (source / ours.relative_to(target)).mkdir(parents=True, exist_ok=True)
                 binds.append((str(ours), str(ours), True))
@@ -164,7 +165,7 @@ def start(
     said = process.stdout.readline()
     assert said.strip().isdigit(), said + process.stdout.read()
     pid = int(said)
-    pidfd = os.pidfd_open(pid)  # it cannot have been reaped: it waits for our word
+    pidfd = os.pidfd_open(pid)  # the process cannot have been reaped: it waits for a message of the test
     network.plug(pid, address)
     process.stdin.write(b"go\n")
     process.stdin.close()
@@ -210,7 +211,7 @@ def exit_code(status: int) -> int:
 
 
 def trained(line: str) -> int | None:
-    """Return the step that a worker reported as made or resumed."""
+    """Return the step that a worker has reported as made or as resumed."""
     found = re.match(r"(?:\[\w+\]:)?(?:step +(\d+) |resumed after step (\d+) )", line)
     return int(found[1] or found[2]) if found else None
 

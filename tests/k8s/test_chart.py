@@ -1,4 +1,4 @@
-"""The chart makes the same objects as kustomize. The other tests of this folder check those."""
+"""The chart makes the same objects as kustomize, which the other tests of this folder check."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ if worse := [one for one in found if one["severity"] > 1]:
 
 
 def chart(release: str, **values: Any) -> tuple[Object, ...]:
-    """The objects that Helm makes. Raises Refused if Helm, or its linter, has a complaint.
+    """Return the objects that Helm makes. Raises Refused if Helm, or its linter, has a complaint.
 
-    Helm is a library in Go, which brings threads and signal handlers along: it runs in a process of its own.
+    Helm is a library in Go, which brings threads and signal handlers along. So it runs in a process of its
+    own.
     """
     asked = json.dumps([str(K8S), release, values])
     argv = [sys.executable, "-c", HELM]
@@ -58,7 +59,8 @@ def values(name: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """With what has a name in the order of names, and without the namespace, which a release brings."""
+    """Return the objects with named lists sorted by name, and without the namespace, which a release
+    brings."""
     match value:
         case dict():
             return {key: plain(inner) for key, inner in value.items() if key != "namespace"}
@@ -82,7 +84,7 @@ def trainers(objects: tuple[Object, ...]) -> Pods:
 def test_the_objects_are_those_of_kustomize(name: str) -> None:
     made = chart("train", **(values(name) if name in VALUES else {}))
     expected = by_name(overlay(name))
-    del expected["Namespace", "elasticd"]  # a release is put into one
+    del expected["Namespace", "elasticd"]  # a release is put into a namespace
     assert by_name(made) == expected
     assert len(made) == len(expected)
     for index in (0, 1):

@@ -106,7 +106,7 @@ def test_certificates_are_made_for_the_members_and_put_where_pods_look() -> None
         v["secret"]["secretName"] for p in pods(overlay("base")) for v in p.spec["volumes"] if "secret" in v
     }
     created = {words[6]: words[7:] for words in commands() if words[3:6] == ["create", "secret", "generic"]}
-    del created["elasticd-http"]  # of the component http-tls, whose certificate is the reader's own
+    del created["elasticd-http"]  # files of the component http-tls, whose certificate is the reader's own
     assert set(created) == looked_for
     for sources in created.values():
         keys = [re.match(r"--from-file=([a-z.]+)=certs/([a-z.-]+)$", source) for source in sources]
@@ -150,7 +150,7 @@ def test_nobody_but_etcds_members_has_a_certificate_of_their_authority() -> None
 
 
 def claim_of_the_guide() -> list[Any]:
-    """The volumes that it says to have instead, so that snapshots outlive all pods."""
+    """Return the volumes that the guide gives, so that snapshots outlive all pods."""
     (block,) = [b for b in re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL) if "claimName" in b]
     volumes: list[Any] = yaml.safe_load(block)["volumes"]
     return volumes

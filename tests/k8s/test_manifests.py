@@ -27,7 +27,7 @@ from tests.k8s.manifests import (
 )
 
 ALL = ["base", *OVERLAYS]
-RETRIED = {3, 4, 130, 143}  # as docs/exit-codes.md has them
+RETRIED = {3, 4, 130, 143}  # as in docs/exit-codes.md
 FINAL = {1, 2, 5, 6, 7}
 GPUS = 8
 
@@ -141,7 +141,7 @@ def test_resources_are_asked_for_and_memory_is_bounded(name: str) -> None:
         resources = made.container["resources"]
         assert {"cpu", "memory"} <= set(resources["requests"])
         assert quantity(resources["limits"]["memory"]) >= quantity(resources["requests"]["memory"])
-        if made.trains:  # a node of the job that is evicted for memory it was not promised is no use
+        if made.trains:  # a node of the job must not be evicted for memory that it was not promised
             assert resources["limits"]["memory"] == resources["requests"]["memory"]
         gpus = {r: resources[r].get("nvidia.com/gpu") for r in ("requests", "limits")}
         assert gpus["requests"] == gpus["limits"]
@@ -196,7 +196,7 @@ def test_every_selector_selects_something(name: str) -> None:
     ]
     for rule in policy_rules(objects, "ingress", "egress"):
         selectors += [p["podSelector"] for p in rule.get("from", rule.get("to", ())) if "podSelector" in p]
-    if name == "existing-etcd":  # its etcd is elsewhere; what lets pods to one within does no harm
+    if name == "existing-etcd":  # its etcd is elsewhere, so this policy does no harm
         selectors = [s for s in selectors if s["matchLabels"]["app.kubernetes.io/name"] != "etcd"]
     for selector in selectors:
         assert selector.get("matchLabels"), "selects everything"
@@ -310,7 +310,7 @@ def env_of(made: Pods, index: int) -> dict[str, str]:
 
 
 def planned(made: Pods, index: int, tmp_path: Path, args: list[str] | None = None) -> Planned:
-    """What the agent of this pod is told, by the parser of the real command; but paths are moved."""
+    """Return what the agent of this pod would do, by the parser of the real command. Paths are moved."""
     for file in ("ca.crt", "tls.crt", "tls.key"):
         (tmp_path / file).write_text("x")
     env = env_of(made, index)
@@ -331,7 +331,7 @@ def planned(made: Pods, index: int, tmp_path: Path, args: list[str] | None = Non
 def test_the_real_command_line_takes_what_the_pods_are_told(name: str, tmp_path: Path) -> None:
     made = trainers(name)
     first, second = (planned(made, i, tmp_path) for i in (0, 1))
-    # About an option that means nothing there would be another note. The address of a pod is loopback here.
+    # An option without effect would cause another note. The address of a pod is loopback here.
     (note,) = [note for note in first.notes if "a loopback address" not in note]
     assert "0.0.0.0:9408" in note and "--http-token-file" in note
     config = first.config
@@ -363,7 +363,8 @@ def test_variables_are_defined_before_they_are_used(name: str) -> None:
 def test_etcd_knows_all_its_flags(name: str) -> None:
     said = subprocess.run([find_etcd(), "--help"], capture_output=True, text=True, timeout=30)
     known = set(re.findall(r"--[a-z-]+", said.stdout + said.stderr))
-    known.add("--enable-grpc-gateway")  # not in its help; tests/deploy/test_roles.py starts an etcd with it
+    # not in etcd's help; tests/deploy/test_roles.py starts an etcd with it
+    known.add("--enable-grpc-gateway")
     (etcd,) = stores(name)
     command, *flags = etcd.argv(env_of(etcd, 0))
     assert command == "etcd" and flags

@@ -49,7 +49,8 @@ def test_dashboards_do_not_overwrite_each_other_or_others() -> None:
 
 
 def test_targets_bear_the_job_that_the_rules_ask_for() -> None:
-    """The operator calls a target's job <namespace>/<name> unless it is told a label to take it from."""
+    """The operator calls a target's job <namespace>/<name>, unless a label is named that has the
+    job's name."""
     asked = set(re.findall(r'\bup\{job="([^"]+)"\}', str(RULES)))
     assert asked
     objects = overlay("monitoring")

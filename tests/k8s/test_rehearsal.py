@@ -1,5 +1,5 @@
-"""What the manifests say, done: their command lines, environment, probes and grace periods, in pods with
-addresses of their own on one machine, with three real etcds and TLS. Training goes on through all of it."""
+"""The manifests in action: their command lines, environment, probes and grace periods, in pods with addresses
+of their own on one machine, with three real etcds and TLS. Training continues through all of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ SMALL += " --snapshot-every=10 --log-every=10"
 
 
 def kustomization(overlay: str, arguments: list[str], volumes: list[Any]) -> dict[str, Any]:
-    """What a user writes to run something else: small here, and without the wait before growing."""
+    """Return what a user writes to run something else. It is small here, and does not wait before it
+    grows."""
     count = {"parallelism": 2, "completions": 2} if overlay != "pool" else {"replicas": 2}
     env = {"SLOTS": 1, "MIN": 1, "MAX": 4, "GROW_COOLDOWN": 1}
     container = {
@@ -59,15 +60,15 @@ class Rehearsal:
         secrets = certificates(folder / "secrets", members)
         self.cluster = Cluster(folder / "cluster", objects, secrets, own_names=own_names)
 
-    # ------------------------------------------------------------ what is seen
+    # ------------------------------------------------------------ what the test sees
 
     @property
     def step(self) -> int:
-        """Return the newest step that any worker reported."""
+        """Return the newest step that any worker has reported."""
         return max((s for line in self.cluster.lines("train") if (s := trained(line)) is not None), default=0)
 
     def world(self, among: list[Pod]) -> tuple[int, int]:
-        """Return round and size of the world that these pods last started workers for."""
+        """Return the round and the size of the world for which these pods last started workers."""
         told = [e for one in among for e in one.events("workers.started")]
         return max(((e["round"], e["world_size"]) for e in told), default=(0, 0))
 
@@ -110,8 +111,8 @@ class Rehearsal:
         assert self.round == round, "\n".join(map(str, told))
 
     def never_went_back(self, by: int = 0) -> None:
-        """Check that each world resumed from the last step of the worlds before it, or from ``by`` steps
-        before."""
+        """Check that each world resumed from the last step of the worlds before it, or at most ``by`` steps
+        earlier."""
         done = 0
         for line in self.cluster.lines("train"):
             if line.startswith("resumed after step "):
@@ -137,7 +138,7 @@ def certificates(folder: Path, members: list[str]) -> dict[str, Path]:
 
 @pytest.fixture
 def steps() -> int:
-    return 1_000_000  # more than there is time for
+    return 1_000_000  # more steps than there is time for
 
 
 @pytest.fixture
@@ -152,13 +153,13 @@ def of() -> str:
 
 @pytest.fixture
 def volumes() -> list[Any]:
-    """Return what stands in for the volumes of the manifests."""
+    """Return the folders that stand in for the volumes of the manifests."""
     return []
 
 
 @pytest.fixture
 def own_names() -> bool:
-    """Whether a pod's own name resolves, in the pod itself."""
+    """Whether a pod's own name resolves in the pod itself."""
     return True
 
 
@@ -179,7 +180,7 @@ def rehearsal(
         made.cluster.close()
 
 
-SNAPSHOT_EVERY = 10  # steps: what a crash may cost
+SNAPSHOT_EVERY = 10  # the steps that a crash may cost
 
 
 @pytest.mark.slow
@@ -196,7 +197,7 @@ def test_training_goes_on_while_pods_come_and_go(rehearsal: Rehearsal) -> None:
     cluster.evict(leaving)
     assert rehearsal.gone(leaving) == 143
     rehearsal.trains_with(3, after=round)
-    rehearsal.never_went_back()  # what is told beforehand costs nothing
+    rehearsal.never_went_back()  # a change that is announced costs no step
 
     deleted, round = cluster.of("train")[0], rehearsal.round
     cluster.delete(deleted)
@@ -261,7 +262,7 @@ def test_training_goes_on_while_etcd_is_rolled_and_a_member_is_lost_for_good(reh
     rehearsal.gone(lost)
     cluster.forget(lost)
     rehearsal.goes_on()
-    # What k8s/README.md says to do then. A cluster takes no new member until the others have been
+    # k8s/README.md says what to do then. A cluster accepts no new member until the others have been
     # together for a few seconds.
     well = cluster.of("etcd")[0]
     listed = well.execute("etcdctl", "member", "list").stdout
@@ -269,13 +270,13 @@ def test_training_goes_on_while_etcd_is_rolled_and_a_member_is_lost_for_good(reh
     assert well.execute("etcdctl", "member", "remove", dead).returncode == 0
     add = ("etcdctl", "member", "add", "etcd-1", "--peer-urls=https://etcd-1.etcd:2380")
     cluster.until(lambda: well.execute(*add).returncode == 0, "a new member is taken")
-    etcd.set_env("INITIAL_CLUSTER_STATE", "existing")  # which rolls the others, too
+    etcd.set_env("INITIAL_CLUSTER_STATE", "existing")  # this restarts the other members, too
     etcd.held.clear()
     cluster.until(lambda: etcd.settled, "etcd is ready with its new member")
     rehearsal.goes_on()
     rehearsal.not_interrupted(round)
 
-    cluster.scale("train", 3)  # and a pod that comes now finds its way
+    cluster.scale("train", 3)  # and a new pod finds its way
     rehearsal.trains_with(3)
     rehearsal.never_went_back(by=SNAPSHOT_EVERY)
 
@@ -302,7 +303,7 @@ def test_a_job_that_is_done_ends_on_all_pods_and_says_so(rehearsal: Rehearsal, s
     assert shown.returncode == 0 and "train-1" in shown.stdout, shown
     examined = one.execute("elasticd", "doctor")
     assert examined.returncode == 0, examined.stdout
-    # Where one has ended with 0, the Job is complete, and Kubernetes ends what is left of it.
+    # Once a pod has ended with 0 the Job is complete, and Kubernetes ends the other pods.
     assert {rehearsal.gone(one), rehearsal.gone(other)} <= {0, 143}
     assert job.succeeded and not job.failed
     first = min((one, other), key=lambda pod: pod.code or 0)
@@ -323,7 +324,7 @@ def test_a_pod_more_than_the_job_may_have_is_ready_and_takes_the_place_of_one_th
     spare, *training = sorted(cluster.of("train"), key=lambda one: len(one.events("workers.started")))
     assert not spare.workers() and all(one.workers() for one in training)
     lost, round = training[0], rehearsal.round
-    job.held.add(lost.index)  # no machine can be had for another
+    job.held.add(lost.index)  # there is no machine for another pod
     cluster.lose(lost)
     rehearsal.trains_with(4, after=round)
     assert spare.workers(), "it waited for this"
@@ -335,7 +336,7 @@ def test_a_pod_more_than_the_job_may_have_is_ready_and_takes_the_place_of_one_th
 def test_a_job_that_was_deleted_goes_on_where_it_was_when_it_is_applied_again(rehearsal: Rehearsal) -> None:
     cluster = rehearsal.cluster
     rehearsal.trains_with(2)
-    cluster.scale("train", 0)  # its pods are all told at once
+    cluster.scale("train", 0)  # all its pods are told at once
     cluster.until(lambda: cluster.of("train") == [], "all are gone")
     assert {one.code for one in cluster.all if one.made.name == "train"} == {143}
     done, round = rehearsal.step, rehearsal.round

@@ -16,7 +16,7 @@ VERSIONS = (
     "1.31",
     "1.34",
     "1.37",
-)  # the oldest whose elastic Indexed Jobs are stable; one between; the newest
+)  # the oldest version whose elastic Indexed Jobs are stable; one between; the newest
 TRAINER = "trainer.kubeflow.org/v1alpha1"
 
 
@@ -39,7 +39,7 @@ def test_kubernetes_takes_every_object_to_the_letter(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_pods_inside_kubeflows_runtime_are_pods(version: str) -> None:
-    """Kubernetes' own kinds have a schema for theirs."""
+    """Kubernetes' own kinds have a schema for their pods."""
     for made in pods(overlay("kubeflow")):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": made.spec}
         kubernetes_validate.validate(pod, version, strict=True)
@@ -76,7 +76,7 @@ def test_kubeflows_own_types_read_all_of_it() -> None:
 
 
 def missing(wanted: Any, have: Any, path: str = "") -> list[str]:
-    """What is in ``wanted`` and not in ``have``: a reader drops the words it does not know."""
+    """Return what is in ``wanted`` and not in ``have``: a reader drops fields that it does not know."""
     lost: list[str] = []
     match wanted:
         case dict():

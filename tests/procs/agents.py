@@ -1,4 +1,5 @@
-"""Agents in processes of their own, for tests that kill them, and ways to wait for processes to go."""
+"""Agents in processes of their own, for tests that kill them. Also functions that wait for processes
+to end."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ PATIENCE_S = 60.0
 
 
 def wait_until_gone(pids: Iterable[int]) -> None:
-    """Wait until these processes, anybody's children, have ended."""
+    """Wait until these processes have ended, whose children they may be."""
     for pid in pids:
         try:
             fd = os.pidfd_open(pid)
@@ -41,7 +42,7 @@ def wait_until_gone(pids: Iterable[int]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
+    """Whether the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -49,7 +50,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(holds: Callable[[], object], what: str) -> None:
-    """Poll for what nobody tells."""
+    """Poll until the condition holds, if no event tells of a change."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S:g} s"
@@ -57,7 +58,7 @@ def wait_until(holds: Callable[[], object], what: str) -> None:
 
 
 class Agent:
-    """``programs/agent.py``. What it and its workers print is read line by line."""
+    """Runs ``programs/agent.py``. The output of the agent and its workers is read line by line."""
 
     def __init__(self, folder: Path, command: list[str], workers: int = 2, **more: Any) -> None:
         asked = {"folder": str(folder), "command": command, "workers": workers, **more}
@@ -75,7 +76,7 @@ class Agent:
         return self.process.pid
 
     def hear(self, what: str, count: int = 1) -> list[dict[str, Any]]:
-        """Read on until the agent has printed this so often."""
+        """Read on until the agent has printed this text so often."""
         while len(said := [line for line in self.heard if line["say"] == what]) < count:
             self._read_line()
         return said
@@ -106,6 +107,6 @@ class Agent:
             self.process.stdout.close()
         ready = [line for line in self.heard if line["say"] == "ready"]
         wait_until_gone([line["warden"] for line in ready])
-        for line in ready:  # where the test killed both, nobody was left to
+        for line in ready:  # the test killed both agent and warden, so nobody was left to end the processes
             for path in line["paths"]:
                 shutil.rmtree(path, ignore_errors=True)

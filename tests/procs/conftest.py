@@ -62,7 +62,7 @@ class Recorded:
 
 
 class News:
-    """Keeps the events that ``say`` and ``warn`` get."""
+    """Keeps the events of ``say`` and ``warn``."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -98,7 +98,7 @@ class Bench:
         return self._made[-1]
 
     def start(self, procs: LocalProcs, workers: int = 1, **env: str) -> None:
-        """Start workers for the next round. What was printed and told before is forgotten."""
+        """Start workers for the next round. Forget what was printed and reported before."""
         self._round += 1
         self.exits.clear()
         self.console.clear()
@@ -120,7 +120,7 @@ class Bench:
 
     @contextlib.contextmanager
     def room(self, descriptors: int) -> Iterator[None]:
-        """Within it, the warden has only ``descriptors`` left."""
+        """Within this block the warden has only ``descriptors`` file descriptors left."""
         used = {int(fd) for fd in os.listdir(f"/proc/{self.warden.pid}/fd")}
         limit = next(
             n for n in range(len(used) + 20) if n - len([fd for fd in used if fd < n]) == descriptors
@@ -139,7 +139,7 @@ class Bench:
         return self.wait(workers)
 
     def stopped(self, program: str, *said: bytes) -> Exit:
-        """Have one worker run this Python program, and stop it once it has printed all these lines."""
+        """Have one worker run this Python program. Stop the worker once it has printed all these lines."""
         procs = self.procs([sys.executable, "-c", program])
         self.start(procs)
         for words in said:
@@ -176,10 +176,10 @@ def wait_until_ready(procs: LocalProcs) -> None:
 
 
 def named(warden: Warden, name: str) -> list[int]:
-    """The pids of the warden's children of that name."""
+    """Return the pids of the warden's children of that name."""
     found = []
     for pid in children(warden.pid):
-        with contextlib.suppress(OSError):  # it is gone already
+        with contextlib.suppress(OSError):  # the child has ended already
             if Path(f"/proc/{pid}/comm").read_text() == f"{name}\n":
                 found.append(pid)
     return found

@@ -1,7 +1,8 @@
-"""``torch.cuda``, as far as clocks on it go: streams whose work is done in order, when a test lets it.
+"""Stands in for ``torch.cuda``, as far as its clocks go: streams whose work is done in order, when a test
+says so.
 
-As CUDA does: an event counts once the stream has come by it; asked how long it took before that, it raises;
-no question is answered while a stream is captured, and the capture is spoilt by it.
+As in CUDA, an event counts once its stream has reached it. A question about a time raises an error before
+that. While a stream is captured no question is answered, and a question spoils the capture.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import torch
 
 
 class Stream:
-    """``wait``: what is asked of it from then on is done so much later. ``run``: so many of its marks, or
-    all, are come by."""
+    """``wait``: delay everything that is asked of the stream from then on. ``run``: let the stream reach so
+    many of its events, or all."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -65,7 +66,7 @@ class Event:
 
 
 class Cuda:
-    """One GPU. ``made``: events so far. ``breaks``: the call from which on it fails."""
+    """One GPU. ``made``: the events so far. ``breaks``: the name of the call that fails."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, Stream(device)
@@ -98,6 +99,6 @@ class Cuda:
 
 
 class OnGpu(torch.nn.Parameter):
-    """One that says so."""
+    """A parameter that claims to be on the GPU."""
 
     is_cuda = True  # type: ignore[assignment]

@@ -23,7 +23,7 @@ class Ran:
 def both(
     bench: Bench, argv: list[str], workers: int = 1, *, more: Mapping[str, str] = {}, **how: Any
 ) -> tuple[Ran, Ran]:
-    """Run the program afresh, which tells the zygote its imports, and then forked."""
+    """Run the program in a fresh worker, which tells the zygote its imports, and then in a forked one."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     procs = bench.procs(
         [sys.executable, "-u", *argv], zygote=True, base_env={**env, "WORD": "given", **more}, **how

@@ -40,7 +40,7 @@ def test_what_a_killed_owner_left_goes_and_what_a_living_one_has_stays(tmp_path:
     )
     try:
         assert orphan.stdout is not None
-        orphan.stdout.readline()  # /proc shows its environment only some time after its start
+        orphan.stdout.readline()  # /proc shows the environment of a process only some time after the start
         dead.kill()
         dead.wait()
         sweep(tmp_path, "ELASTICD_PAGE")

@@ -1,4 +1,4 @@
-"""A crash of Python after a script has finished is no failure of the script; every other crash is."""
+"""A crash of Python after a script has finished does not count as a failure. Every other crash does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_script_that_ran_to_its_end_has_finished_whatever_python_comes_to(
 
 @pytest.mark.parametrize("how", ["end", "exit 1"])
 def test_the_kernel_ends_a_python_that_does_not_exit(bench: Bench, how: str) -> None:
-    """The program looks at its timer, and sends the signal of that timer itself."""
+    """The program looks at its timer, and sends the signal of the timer itself."""
     code, said = run(bench, CRASH, how, "SIGALRM")
     *_, last = bench.console.lines()
     assert last.startswith(b"killed in ") and 0 < float(last.split()[2]) <= 120
@@ -57,7 +57,7 @@ def test_so_has_one_that_was_forked(bench: Bench) -> None:
     ],
 )  # fmt: skip
 def test_a_script_that_may_have_failed_has_crashed(bench: Bench, how: str) -> None:
-    """Of a script that asked for an exit status, nobody knows which status it was."""
+    """If a script has asked for an exit status, nobody knows which status it was."""
     assert run(bench, CRASH, how, "SIGABRT") == (-signal.SIGABRT, [])
 
 

@@ -1,4 +1,5 @@
-"""A worker's end is reported when its exit begins; that it is gone is reported later."""
+"""The end of a worker is reported when its exit begins. Later a second report says that the process
+is gone."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ EXIT = {"x86_64": 60, "aarch64": 93}  # the system call that ends one thread
 
 
 class Watched:
-    """Processes with a page that nobody reaps, and the notices about them."""
+    """Processes with a page that are not reaped, and the notices about them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -143,7 +144,7 @@ def test_a_thread_that_goes_on_is_seen_whatever_its_name_and_a_process_that_is_g
     process.kill()
     process.wait(PATIENCE_S)
     monkeypatch.setattr("elasticd.procs.death_notices.stat_of", lambda pid: [b"4", *[b"4"] * 49, b"768"])
-    assert exit_under_way(process.pid) == 3  # it is reaped after its status was read
+    assert exit_under_way(process.pid) == 3  # the process is reaped after its status was read
 
 
 def test_an_exit_is_noticed_while_another_thread_has_not_begun_its_own(watched: Watched) -> None:
@@ -201,7 +202,7 @@ def test_a_page_that_its_worker_truncates_or_removes_harms_nobody(watched: Watch
 def test_a_large_worker_is_reported_while_the_kernel_takes_it_down(bench: Bench) -> None:
     procs = bench.procs([sys.executable, "-c", BALLAST + STAY])
     there = []
-    while True not in there:  # a machine may be too busy to look in time
+    while True not in there:  # a busy machine may be too slow to look in time
         assert len(there) < 5, "a worker is reported only once it is gone"
         pid = _start(bench, procs)
         os.kill(pid, signal.SIGKILL)
@@ -236,13 +237,13 @@ def _news(procs: LocalProcs) -> queue.SimpleQueue[WorkerNews]:
     return news
 
 
-# ---------------------------------------------------------------- its end
+# ---------------------------------------------------------------- the end of the thread
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
-    """A warden and an agent that wait 0.2 s for killed processes that run, and a minute, or the parameter's
-    seconds, for those that the kernel takes down."""
+    """A warden and an agent. They wait 0.2 s for killed processes that still run, and a minute (or the
+    parameter's seconds) for processes that the kernel takes down."""
     taking_down_s = getattr(request, "param", 60.0)
     shorter = (
         f"import elasticd.procs.warden as w; w._LAST_REAPING_S, w.TAKING_DOWN_S = 0.2, {taking_down_s}; "
@@ -277,7 +278,7 @@ def test_the_warden_says_which_processes_it_leaves(impatient: Bench) -> None:
     os.waitpid(pid, 0)
 
 
-@pytest.mark.slow  # it failed once beside other tests, and its 0.2 s are a fixed clock
+@pytest.mark.slow  # this test has failed once beside other tests: its 0.2 s are of a real clock
 def test_a_killed_warden_leaves_processes_that_the_kernel_takes_down_to_the_end_of_its_agent(
     impatient: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -328,7 +329,7 @@ def test_a_kernel_without_the_system_call_is_told_of_once_and_deaths_are_noticed
 
 
 def test_another_c_library_is_told_of(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test double: no Python with musl is at hand."""
+    """Python with musl is not available here, so the test has a stand-in."""
     names = {name: n for name, n in os.confstr_names.items() if name != "CS_GNU_LIBC_VERSION"}
     monkeypatch.setattr(os, "confstr_names", names)
     watched.run(STAY)
@@ -337,7 +338,7 @@ def test_another_c_library_is_told_of(watched: Watched, monkeypatch: pytest.Monk
 
 
 def test_a_notice_does_not_count_for_a_later_process_with_the_same_pid(tmp_path: Path) -> None:
-    """In a process of its own, as the warden kills all its children."""
+    """Run this in a process of its own, since the warden kills all its children."""
     if not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK):
         pytest.skip("this process may not choose a pid")
     subprocess.run(

@@ -28,13 +28,13 @@ PATIENCE_S = 100.0
 
 
 def at(mark: str) -> str:
-    """The line of the program that ends with this comment."""
+    """Return the line of the program that ends with this comment."""
     [number] = [number for number, line in enumerate(LINES, 1) if line.endswith(f"  # {mark}")]
     return f"mistaken.py:{number}"
 
 
 def work(mistakes: tuple[str, ...], env: dict[str, str]) -> None:
-    """Be a worker of a debugged run, in this process."""
+    """Act as a worker of a run with --debug, in this process."""
     os.environ.update(env)
     os.chdir(PROGRAM.parent)
     sys.path.insert(0, BOOT_DIR)
@@ -112,7 +112,7 @@ MISTAKES = {
 def test_a_line_that_is_too_long_keeps_what_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A place in other letters takes six bytes for each letter."""
+    """In other alphabets a place takes up to six bytes for each letter."""
     monkeypatch.syspath_prepend(BOOT_DIR)
     records = importlib.import_module("elasticd_records")
     file = records.RingFile(str(tmp_path / "file"), 512, 3, {"v": 1})

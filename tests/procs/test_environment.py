@@ -77,7 +77,7 @@ def test_the_store_may_have_any_kind_of_address(store: str, address: str) -> Non
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "4000")
 
 
-# ---------------------------------------------------------------- what people set themselves
+# ---------------------------------------------------------------- variables that users set
 
 
 def test_nccls_error_handling_is_inherited_where_it_is_set() -> None:
@@ -107,7 +107,7 @@ def test_where_every_slot_works_the_devices_stay_as_they_are() -> None:
 
 
 def test_where_a_slot_is_left_out_local_ranks_still_name_the_right_devices() -> None:
-    """Slot 1 is quarantined: the worker of slot 2 has local rank 1, and its GPU is still its own."""
+    """Slot 1 is quarantined. The worker of slot 2 has local rank 1, and still its own GPU."""
     assert visible((0, 2, 3), FOUR) == ["4,6,7"] * 3
 
 

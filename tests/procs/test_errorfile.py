@@ -1,4 +1,4 @@
-"""The reason of a worker's failure is read from its error file and from the end of its output; neither is
+"""The reason of a worker's failure is read from its error file and from the end of its output. Neither is
 trusted."""
 
 from __future__ import annotations

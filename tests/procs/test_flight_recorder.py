@@ -1,5 +1,5 @@
-"""Torch's flight recorder of a worker is given to who asks; that torch really gives it while a job hangs is
-seen in tests/e2e/test_hangs.py."""
+"""A worker gives torch's flight recorder to its agent. tests/e2e/test_hangs.py checks that torch gives the
+record while a job hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page into which unmodified workers write their steps, and how little the script notices of it."""
+"""The page into which unmodified workers write their steps. Scripts hardly notice it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ assert counters["stats"]["unique_graphs"] == 1, counters
 def test_steps_that_were_made_before_are_told_if_the_optimizer_counts_them(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """In two workers, forked from a process that has imported torch."""
+    """Checked in two workers that are forked from a process which has imported torch."""
     script = tmp_path / "job.py"
     script.write_text("""
 import os, torch
@@ -81,9 +81,9 @@ for _ in range(3):
     [
         ("a" * 5, 5),
         ("ab" * 5, 5),  # a generator and a discriminator
-        ("aaab" * 5, 15),  # of which one steps more often
-        ("aaaa" + "bbbb", 7),  # one after the other
-        ("abcdefgh" * 3, 3),  # one for each layer
+        ("aaab" * 5, 15),  # one of them makes more steps than the other
+        ("aaaa" + "bbbb", 7),  # one optimizer after the other
+        ("abcdefgh" * 3, 3),  # one optimizer for each layer
     ],
 )
 def test_iterations_are_counted_whatever_the_number_of_optimizers(

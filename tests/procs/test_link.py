@@ -1,4 +1,4 @@
-"""Workers that keep their process from round to round, and other processes that call their agent."""
+"""Workers that keep their process from round to round, and other processes that connect to their agent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LONG_S = 3600.0
 
 
 class Party:
-    """Workers that behave as ordered, and all messages from them."""
+    """Workers that behave as the test orders, and all their messages."""
 
     def __init__(self, bench: Bench, command: list[str], **how: Any) -> None:
         self._told = threading.Condition()
@@ -68,7 +68,7 @@ class Party:
         with self._told:
             while not holds():
                 assert time.monotonic() < deadline, (self.heard.news, self.exits, self.said)
-                self._told.wait(0.02)  # steps tell nobody
+                self._told.wait(0.02)  # no event tells of steps
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.said if event == name]
@@ -86,7 +86,7 @@ def _assign(how: tuple[str, ...], env: dict[str, str]) -> tuple[Assignment, ...]
     return tuple(Assignment(10 + i, i, i, {"RANK": str(i), "BEHAVE": h, **env}) for i, h in enumerate(how))
 
 
-# ---------------------------------------------------------------- its rounds
+# ---------------------------------------------------------------- the rounds of a worker
 
 
 def test_a_process_that_goes_on_has_the_environment_and_the_prefix_of_its_new_rank_and_its_old_log(
@@ -102,7 +102,8 @@ def test_a_process_that_goes_on_has_the_environment_and_the_prefix_of_its_new_ra
     party = Party(bench, LINKED, reify=reify)
     party.procs.standby((Assignment(10, 3, 3, {"RANK": "3", "BEHAVE": "obeys"}),), party._exited)
     party.until(lambda: party.heard.waits)
-    bench.console.wait_for(b"[default3]:started, afresh\n")  # its pipe is not the link: this may come later
+    # the output comes on another connection than the link, and may be later
+    bench.console.wait_for(b"[default3]:started, afresh\n")
     party.procs.start(7, (Assignment(10, 0, 0, {"RANK": "0", "BEHAVE": "obeys"}),), party._exited)
     bench.console.wait_for(b"[default0]:round 7 rank 0\n")
     assert bench.console.lines()[0] == b"[default3]:started, afresh"
@@ -222,7 +223,7 @@ sys.exit(5)
     assert busy.wait(PATIENCE_S)
     pid = party.procs.pids()[10]
     os.kill(pid, signal.SIGUSR1)
-    party.until(lambda: not Path(f"/proc/{pid}").exists())  # the warden tells of the end next
+    party.until(lambda: not Path(f"/proc/{pid}").exists())  # the warden reports the end next
     go_on.set()
     party.until(lambda: party.exits)
     assert [exit.code for _, exit in party.exits] == [5]
@@ -269,7 +270,7 @@ def test_a_standby_may_be_forked_from_the_zygote(bench: Bench) -> None:
     party.until(lambda: party.procs.steps()[12] > 0)
 
 
-# ---------------------------------------------------------------- those who break the rules
+# ---------------------------------------------------------------- workers that break the protocol
 
 
 @pytest.mark.parametrize("how", ["garbage", "nested", "endless", "floods", "lies", "another version"])
@@ -281,7 +282,7 @@ def test_a_worker_that_breaks_the_rules_is_cut_off_and_the_others_go_on(bench: B
     (told,) = party.events("worker.unlinked")
     assert told["slot"] == 10
     assert told["why"]
-    party.leave()  # it cannot be told to leave, so it is stopped as others are
+    party.leave()  # the worker cannot be told to leave, so it is stopped like a worker without a link
     party.until(lambda: party.exits and party.heard.waits)
     assert [exit.code for _, exit in party.exits] == [-SIGTERM]
     assert [(slot, number) for slot, number, _, _ in party.heard.waits] == [(11, 1)]
@@ -306,7 +307,7 @@ def test_a_worker_that_never_reads_holds_nobody_up_and_loses_its_link(bench: Ben
     assert party.exits[0][1].code == -SIGTERM
 
 
-# ---------------------------------------------------------------- those who are nobody's workers
+# ---------------------------------------------------------------- processes that are not workers
 
 
 def test_neither_children_of_a_worker_nor_a_second_call_of_its_own_are_let_in(bench: Bench) -> None:
@@ -358,7 +359,7 @@ def listener() -> Iterator[LinkListener]:
 
 
 class _Ear:
-    """Collects what comes on a connection."""
+    """Collects the messages of a connection."""
 
     def __init__(self, listener: LinkListener) -> None:
         self.messages: list[WorkerToAgent] = []

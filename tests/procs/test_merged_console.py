@@ -1,4 +1,4 @@
-"""Several authors on one console."""
+"""Several processes write to one console."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_no_line_has_two_authors_and_nothing_is_lost(chunks: list[tuple[int, str
     authors = [WorkerStream() for _ in range(3)]
     out, given = b"", ["", "", ""]
     for who, text, flush in chunks:
-        named = "".join(c if c == "\n" else f"{who}" for c in text)  # each writes only its own digit
+        named = "".join(c if c == "\n" else f"{who}" for c in text)  # each process writes only its own digit
         given[who] += named
         out += screen.feed(authors[who], named.encode())
         if flush:

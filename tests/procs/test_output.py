@@ -1,4 +1,4 @@
-"""Where workers' output goes: into torchrun's layout, and in whole lines."""
+"""The workers' output: into files with torchrun's layout, and onto the console in whole lines."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_output_is_passed_on_to_the_end_however_many_files_are_open() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     taken: list[int] = []
     try:
-        while not taken or taken[-1] < 1024:  # select(2) knows of no more
+        while not taken or taken[-1] < 1024:  # select(2) takes no larger numbers
             taken.append(os.dup(2))
         console = Recorded()
         output = Output(console)

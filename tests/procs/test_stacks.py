@@ -1,4 +1,4 @@
-"""A worker shows its stacks whatever it does, and its script does not notice."""
+"""A worker shows its stacks whatever it does, and the script does not notice."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def _started(bench: Bench, tmp_path: Path, how: str) -> Watched:
 
 
 def _wait_until(worker: Watched, state: ProcessState) -> None:
-    """Poll for the condition: the kernel tells only the parent."""
+    """Poll for the condition, since the kernel tells only the parent."""
     while (now := vitals(worker.pid).state) is not state:
         assert now is not ProcessState.GONE
         time.sleep(0.01)
 
 
 def the_one_watched(procs: LocalProcs) -> Watched:
-    """A worker may be heard before the warden's word that it has started."""
+    """The worker's message may arrive before the warden's report that the worker has started."""
     while not (found := procs.watched()):
         time.sleep(0.01)
     (watched,) = found
@@ -83,7 +83,7 @@ def test_a_worker_says_where_all_its_threads_are_whatever_it_does(
     bench: Bench, tmp_path: Path, how: str
 ) -> None:
     worker = _started(bench, tmp_path, how)
-    for _ in range(2):  # the second answer does not hold the first
+    for _ in range(2):  # the second answer does not hold the first one up
         text = stacks.ask(worker.page.path)
         assert len(stacks.parse(text)) == 2, text
         frames = stacks.main_thread(text)

@@ -1,4 +1,4 @@
-"""Whoever is killed, stopped or interrupted, nothing is left behind."""
+"""Whichever process is killed, stopped or interrupted, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_killed_warden_takes_its_workers_along_and_the_agent_is_told(start: St
     assert "warden" in exits[0]["exit"]["message"]
     assert all(line["exit"]["fenced"] for line in exits), "nobody is charged, also if this is heard first"
     wait_until_gone([ready["service"]])
-    # A daemon that hides its origin cannot be told from the agent's own children.
+    # A daemon that hides its origin cannot be told from children of the agent itself.
     wait_until_gone(pid for family in families for kind, pid in family.items() if kind != "forgetful")
     for family in families:
         os.kill(family["forgetful"], signal.SIGKILL)
@@ -170,7 +170,7 @@ def test_the_warden_ignores_the_signals_that_end_a_job(start: Start) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(ready["warden"], number)
     os.kill(family["worker"], signal.SIGKILL)
-    agent.hear("exited")  # so it lives, and has seen to it
+    agent.hear("exited")  # so the daemon still runs, and has made sure of that
     assert is_running(ready["warden"])
 
 

@@ -108,6 +108,6 @@ def test_the_smallest_limit_of_the_groups_around_a_process_is_its_memory(
     (tmp_path / folder / name).write_text("2000000\n")
     (tmp_path / folder / "mine" / name).write_text("max\n")
     assert memory_limit(groups, tmp_path) == 2_000_000
-    (tmp_path / folder / name).write_text(f"{2**63 - 4096}\n")  # no limit, in version 1
+    (tmp_path / folder / name).write_text(f"{2**63 - 4096}\n")  # no limit, in control groups of version 1
     assert memory_limit(groups, tmp_path) == there
     assert 0 < memory_limit() <= there

@@ -1,4 +1,5 @@
-"""How long a worker waits for others, measured in separate processes, so that nothing stays patched here."""
+"""How long a worker waits for other workers. Measured in separate processes, so that no patch stays in this
+process."""
 
 from __future__ import annotations
 
@@ -211,7 +212,7 @@ def test_what_fsdp2_waits_for_is_measured_in_those_who_wait_and_not_in_the_one_w
 ) -> None:
     _run(SHARDED, tmp_path)
     early, late = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
-    # Of three groups each gathers and reduces; the two that are not the root gather once more to go back.
+    # Each of the three groups gathers and reduces. The two workers that are not the root gather once more.
     assert early["usual"][0] == late["usual"][0] == 3 + 2 + 3
     for when in ("forward", "backward", "between"):
         assert early[when][1] - late[when][1] > 0.8 * (0.25 if when == "between" else 1.0), when
@@ -221,7 +222,7 @@ def test_what_fsdp2_waits_for_is_measured_in_those_who_wait_and_not_in_the_one_w
 
 
 def test_the_time_without_a_processor_is_told_but_for_what_falls_into_waits(tmp_path: Path) -> None:
-    """On one processor, with three others that never leave it."""
+    """The worker shares one processor with three others that never leave it."""
     seen = json.loads(_run(STARVED, tmp_path))
     took_s, delayed_s = seen["own"]
     assert delayed_s > 0.3 and took_s - delayed_s == pytest.approx(0.3, rel=0.1)

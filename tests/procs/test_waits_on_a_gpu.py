@@ -15,7 +15,7 @@ import torch.distributed as dist
 from elasticd.procs.page import BOOT_DIR
 from tests.procs.fakecuda import Cuda, OnGpu
 
-GPU = torch.device("cpu")  # where parameters really are
+GPU = torch.device("cpu")  # the devices where the parameters really are
 
 
 def optimizer_of(*parameters: torch.nn.Parameter) -> Any:
@@ -23,8 +23,8 @@ def optimizer_of(*parameters: torch.nn.Parameter) -> Any:
 
 
 class Job:
-    """One rank's training. ``late_ms``: how late the others' gradients come to its GPU. ``lost``: one of the
-    others, which is noticed where they would be waited for."""
+    """One rank's training. ``late_ms``: how late the gradients of other ranks reach its GPU. ``lost``: one of
+    the other ranks is lost, which is noticed when its gradients are awaited."""
 
     def __init__(self, waits: Any, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits, self.cuda = waits, cuda
@@ -44,7 +44,7 @@ class Job:
         future.set_exception(RuntimeError("lost a peer")) if self.lost else future.set_result(bucket.buffer())
         return future
 
-    _add_up.__annotations__.clear()  # torch checks them, and these are strings
+    _add_up.__annotations__.clear()  # torch checks devices, and these are strings
 
     def backward(self, late_ms: float = 0.0) -> None:
         self.late_ms = late_ms
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def told(self) -> tuple[int, int]:
-        """Return how often the GPU waited and for how many ms, as known so far."""
+        """Return how often and for how many ms the GPU has waited, as far as that is known."""
         self.waits.catch_up()
         return self.waits.count, self.waits.total_ns // 1_000_000
 
@@ -101,7 +101,7 @@ def test_a_pass_that_adds_nothing_up_has_not_waited_and_one_that_fails_does_not_
     with pytest.raises(RuntimeError, match="lost a peer"):
         job.backward(late_ms=30)
     job.lost = False
-    job.cuda.stream.wait(1000)  # for those who come in its place
+    job.cuda.stream.wait(1000)  # for the workers that take their place
     job.backward(late_ms=7)
     job.cuda.stream.run()
     assert job.told == (2, 7)

@@ -1,4 +1,4 @@
-"""What a worker is given, and what is reported about its end."""
+"""What a worker gets at its start, and what is reported about its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _families(bench: Bench, count: int) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix(start)) for line in bench.console.wait_for_lines(count, start)]
 
 
-# ---------------------------------------------------------------- what it is given
+# ---------------------------------------------------------------- what a worker gets
 
 
 def test_a_worker_gets_exactly_the_environment_it_was_given(bench: Bench) -> None:
@@ -51,7 +51,7 @@ def test_a_worker_has_three_open_files(bench: Bench) -> None:
     leaked = os.open("/dev/null", os.O_RDONLY)
     os.set_inheritable(leaked, True)
     try:
-        # one of the listed is the listing itself
+        # one of the listed descriptors belongs to the listing itself
         bench.run("import os; print(len(os.listdir('/proc/self/fd')) - 1)", heartbeat=False)
     finally:
         os.close(leaked)
@@ -80,7 +80,7 @@ def test_the_command_may_depend_on_the_assignment(bench: Bench) -> None:
     assert sorted(bench.console.lines()) == [b"slot 10", b"slot 11"]
 
 
-# ---------------------------------------------------------------- how it ended
+# ---------------------------------------------------------------- how a worker ended
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_a_folder_that_is_gone_is_an_exit_of_127_with_the_reason(bench: Bench, t
 
 
 def test_a_warden_without_files_to_start_a_worker_says_so_and_lives_on(bench: Bench) -> None:
-    bench.run("pass")  # by then it has opened all that it has open while it waits
-    with bench.room(3):  # for the worker's three
+    bench.run("pass")  # by then the agent has opened all files that it has open while it waits
+    with bench.room(3):  # descriptors for the worker's three files
         (exit,) = bench.run("pass")
         assert (exit.code, exit.message) == (127, "cannot fork: Too many open files")
     (exit,) = bench.run("pass")
@@ -111,7 +111,7 @@ def test_a_warden_without_files_to_start_a_worker_says_so_and_lives_on(bench: Be
 
 
 def _not_kept(news: News) -> list[str]:
-    """Why logs were not kept."""
+    """Return why logs were not kept."""
     return [str(fields["why"]) for fields in news.of("log.not_kept")]
 
 
@@ -223,7 +223,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert (exit.code, exit.astray) == (-signal.SIGKILL, 50)
 
 
-# ---------------------------------------------------------------- what it leaves behind
+# ---------------------------------------------------------------- what a worker leaves behind
 
 
 def test_what_the_last_worker_leaves_behind_is_killed(bench: Bench) -> None:
@@ -257,7 +257,8 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("how", ["dies", "is stopped", "is fenced"])
 def test_shared_memory_of_a_killed_worker_is_removed_by_pythons_own_tracker(bench: Bench, how: str) -> None:
-    """As it is where nobody looks after the worker: killed along with it, the tracker removes nothing."""
+    """Without an agent the memory would stay: if the tracker is killed together with the worker, it removes
+    nothing."""
     procs = bench.procs([sys.executable, "-c", SHARES])
     bench.start(procs, 2)
     families = _families(bench, 2)
@@ -371,14 +372,16 @@ def test_nobody_waits_for_a_service_whose_program_is_slow_to_begin(bench: Bench,
     shutil.copy("/bin/true", program)
     ended = threading.Event()
     asked = os.open(program, os.O_RDONLY)
-    fcntl.fcntl(asked, fcntl.F_SETSIG, signal.SIGURG)  # who opens it is held up until the lease is given back
+    # a process that opens the file is delayed until the lease is given back
+    fcntl.fcntl(asked, fcntl.F_SETSIG, signal.SIGURG)
     fcntl.fcntl(asked, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     starting = threading.Thread(
         target=lambda: bench.warden.spawn_service([str(program)], ended=lambda _: ended.set())
     )
     starting.start()
     try:
-        while fcntl.fcntl(asked, fcntl.F_GETLEASE) == fcntl.F_WRLCK:  # nobody tells that it is being opened
+        # no event tells that the file is being opened
+        while fcntl.fcntl(asked, fcntl.F_GETLEASE) == fcntl.F_WRLCK:
             time.sleep(0.01)
         bench.run("pass")
         assert starting.is_alive()

@@ -1,4 +1,4 @@
-"""When workers are forked, when they are not, and what happens to them if the zygote fails."""
+"""When workers are forked and when not, and what happens to them if the zygote fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.procs.agents import PROGRAMS, is_running, wait_until, wait_until_gone
 from tests.procs.conftest import Bench, News, named, wait_until_ready
 from tests.procs.forked import run
 
-# Python 3.12 has frozen some hundred objects from its start.
+# Python 3.12 freezes some hundred objects when it starts.
 PREAMBLE = (
     f"import gc, os, sys, time\nsys.path.insert(0, {str(PROGRAMS / 'dumped')!r})\n"
     "from steps import step_once\nforked = gc.get_freeze_count() > 1000\n"
@@ -38,14 +38,14 @@ def _procs(bench: Bench, folder: Path, script: str, *args: str, **how: object) -
 
 
 def _zygote(bench: Bench) -> int:
-    """Its pid."""
+    """Return the zygote's pid."""
     (pid,) = named(bench.warden, "elasticd-zygote")
     return pid
 
 
 @pytest.fixture
 def staying(bench: Bench, tmp_path: Path) -> tuple[LocalProcs, int]:
-    """Workers that stay until they are stopped, and the zygote of those to come."""
+    """Workers that stay until they are stopped, and the zygote that forks later workers."""
     procs = _procs(bench, tmp_path, STAY)
     bench.start(procs, 2)
     wait_until_ready(procs)
@@ -111,7 +111,7 @@ def test_a_worker_that_other_variables_are_asked_of_has_its_own(bench: Bench, tm
 def test_where_something_else_starts_with_python_workers_are_started_afresh(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """As coverage does, from a .pth file; usercustomize and other sitecustomize run in each worker."""
+    """coverage does so from a .pth file. In each worker usercustomize and another sitecustomize run, too."""
     news = News()
     site = tmp_path / "user" / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
     site.mkdir(parents=True)
@@ -128,7 +128,7 @@ def test_where_something_else_starts_with_python_workers_are_started_afresh(
 
 # ---------------------------------------------------------------- what is left out
 
-OFFENDERS = {  # by the reason for which each is left out
+OFFENDERS = {  # modules, by the reason for which each is left out
     "it reads RANK": "import os; RANK = os.environ.get('RANK')",
     "it starts threads": "import _thread, time; _thread.start_new_thread(time.sleep, (1e6,))",
     "it keeps files open": "import os; FD = os.open('/dev/null', os.O_RDONLY)",
@@ -215,7 +215,7 @@ named.acquire()
 
 
 def test_threads_that_know_of_forks_do_not_count(bench: Bench, tmp_path: Path) -> None:
-    """As those of pyarrow's allocator, which pandas and much else brings along."""
+    """Such threads are those of pyarrow's allocator, which pandas and many other packages use."""
     news = News()
     site = tmp_path / "site-packages"
     site.mkdir()
@@ -270,7 +270,7 @@ def test_workers_asked_of_a_zygote_that_still_imports_wait_for_it(
 ) -> None:
     procs, until = importing
     bench.start(procs, 2)
-    until.write_text("go on")  # waits for it to be read
+    until.write_text("go on")  # the import waits until the file is read
     assert [line.split()[0] for line in bench.console.wait_for_lines(2)] == [b"True"] * 2
 
 
@@ -314,7 +314,7 @@ def test_one_that_imports_may_take_until_a_fresh_worker_would_have_been_there(
     theirs.close()
 
 
-# ---------------------------------------------------------------- the one that is forked ahead
+# ---------------------------------------------------------------- the worker that is forked in advance
 
 
 def test_one_worker_is_forked_before_it_is_asked_for(bench: Bench, staying: tuple[LocalProcs, int]) -> None:
@@ -407,7 +407,7 @@ time.sleep(1000)
     assert all(map(is_running, living))
 
 
-# ---------------------------------------------------------------- when it fails
+# ---------------------------------------------------------------- when the zygote fails
 
 
 def test_the_death_of_the_zygote_leaves_its_workers_alone_and_another_one_comes(
@@ -468,7 +468,8 @@ def test_a_warden_without_descriptors_for_a_fork_says_so_and_lives_on(
 
 @pytest.mark.parametrize("room", range(2, 12))
 def test_a_fork_is_requested_whole_or_not_at_all_if_there_are_few_descriptors(room: int) -> None:
-    """A request that is larger than a packet takes one descriptor more if it is sent, four if it waits."""
+    """A request that is larger than a packet takes one descriptor more if it is sent, and four if it
+    waits."""
     before = set(os.listdir("/proc/self/fd"))
     ours, theirs = pair()
     zygote = ZygoteProcess(1, 0, ours, start_s=0.0)
@@ -503,7 +504,7 @@ def test_workers_that_are_stopped_before_they_are_forked_never_run(
     forked, pid, _ = line.split()
     assert forked == b"True"
     worker = Path(f"/proc/{int(pid)}/comm").read_text().strip()
-    dying = [pid for pid, name in names.items() if name == worker]  # the killed workers, not yet reaped
+    dying = [pid for pid, name in names.items() if name == worker]  # the killed workers are not reaped yet
     called_so = [pid for pid in named(bench.warden, worker) if pid not in dying]
     assert called_so == [int(pid)], "the others are not called so yet, and never will be"
 
@@ -541,7 +542,7 @@ def test_closing_ends_the_zygote(bench: Bench, staying: tuple[LocalProcs, int]) 
 
 
 def test_the_warden_outlives_a_worker_that_is_killed_before_it_heard_its_go() -> None:
-    """What it was sent and did not read comes back as an error of the link."""
+    """The worker has not read its message, which comes back as an error of the link."""
     ours, theirs = socket.socketpair()
     ours.send(b"g")
     theirs.close()

@@ -36,7 +36,7 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def expected(bench: Bench, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Expected:
-    """Makes workers of a script, for which the zygote imports before they start."""
+    """Make workers of a script for which the zygote imports modules before they start."""
     monkeypatch.syspath_prepend(str(site))
 
     def expect(text: str, *, news: News | None = None, **more: str) -> LocalProcs:
@@ -140,7 +140,7 @@ def test_a_module_that_a_fork_does_not_suit_is_imported_by_each_worker_and_so_is
 def test_members_that_a_package_loads_on_demand_are_loaded_ahead(
     bench: Bench, expected: Expected, site: Path, tmp_path: Path
 ) -> None:
-    """As transformers does."""
+    """The package transformers loads its members so."""
     package = site / "package"
     package.mkdir()
     (package / "__init__.py").write_text(

@@ -1,5 +1,5 @@
-"""What it costs to import popular libraries ahead, and that the import ends. Only installed libraries are
-tried."""
+"""The time that the import of popular libraries in the zygote takes, and that this import ends. Only
+installed libraries are tried."""
 
 from __future__ import annotations
 

@@ -46,18 +46,19 @@ def test_a_script_sees_the_same(bench: Bench, tmp_path: Path, how: str) -> None:
 
 
 def _ours(seen: dict[str, Any], python: dict[str, Any]) -> dict[str, Any]:
-    """What a worker, forked or not, has other than ``python job.py`` has it, and why."""
+    """The differences between a worker and ``python job.py``, with their reasons."""
     page = seen["environ"]["ELASTICD_PAGE"]
     given = {"ELASTICD_PAGE": page, "ELASTICD_LINK": seen["environ"]["ELASTICD_LINK"]}
     caught = int(python["masks"]["SigCgt"], 16) | 1 << (stacks.SIGNAL - 1)
     assert 0 < len(seen["fds"]) <= 2
     return {
         "environ": python["environ"] | given,
-        "proc environ": False,  # the kernel shows what it was started with: PYTHONPATH, padding
-        "fds": {fd: [page.rstrip("0123456789/"), False] for fd in seen["fds"]},  # mapped; for stacks
-        "masks": python["masks"] | {"SigCgt": f"{caught:016x}"},  # asks for stacks
-        "exithandlers": python["exithandlers"] + 1,  # tells that the script came to its end
-        "dies with parent": signal.SIGKILL,  # no worker outlives its agent
+        "proc environ": False,  # the kernel shows the environment at the start: PYTHONPATH, and padding
+        # memory for stacks, which is mapped
+        "fds": {fd: [page.rstrip("0123456789/"), False] for fd in seen["fds"]},
+        "masks": python["masks"] | {"SigCgt": f"{caught:016x}"},  # the handler that writes stacks
+        "exithandlers": python["exithandlers"] + 1,  # notes that the script came to its end
+        "dies with parent": signal.SIGKILL,  # ends the worker when its agent ends
     }
 
 
@@ -67,7 +68,8 @@ def _seen(out: bytes) -> Any:
 
 
 def _plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[bytes]:
-    """The same script without any of us, in a terminal: what is started in the background ignores signals."""
+    """Run the same script without elasticd, in a terminal: processes that are started in the background
+    ignore signals."""
 
     def as_in_a_terminal() -> None:
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
@@ -94,7 +96,7 @@ ENDINGS = [
 
 
 def test_a_script_ends_the_same(bench: Bench, tmp_path: Path) -> None:
-    """In each of these ways: one worker for each, all afresh and then all forked."""
+    """One worker for each way to end: first all as new processes, then all forked."""
     script = str(PROGRAMS / "dumped" / "ending.py")
 
     def files(number: int, stream: str) -> dict[int, str]:
@@ -164,8 +166,8 @@ main()
 def test_forked_workers_share_a_seed_of_hashes_which_pythonhashseed_gives(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """The seed of a running process cannot be changed. It does no harm that ranks iterate over a set in
-    one order."""
+    """A running process cannot change its seed. It does no harm that ranks iterate over a set in the same
+    order."""
     (tmp_path / "job.py").write_text(
         f"import sys; sys.path.insert(0, {str(PROGRAMS / 'dumped')!r})\n"
         "from steps import step_once\nstep_once()\nprint(hash('a word'))\n"
@@ -218,7 +220,8 @@ def test_the_script_and_its_own_modules_are_read_at_every_start(bench: Bench, tm
 def test_torch_computes_the_same_on_the_same_threads_and_draws_other_random_numbers(
     bench: Bench, tmp_path: Path, threads: str
 ) -> None:
-    """More than one thread: importing numpy then starts OpenBLAS's, which know of forks."""
+    """The worker uses more than one thread: an import of numpy then starts OpenBLAS's threads, which cope
+    with forks."""
     script = tmp_path / "job.py"
     script.write_text("""
 import gc, json, os, random, sys, numpy, torch

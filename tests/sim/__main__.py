@@ -1,5 +1,5 @@
-"""``python -m tests.sim --seed 7``: run a schedule, or many, and show what a failing one did. SIGTERM and
-Ctrl-C end it with the seed to go on from."""
+"""``python -m tests.sim --seed 7``: run one schedule or many, and show what happened in a schedule that
+failed. SIGTERM and Ctrl-C end the command, which then prints the seed at which to continue."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Simulated time: one heap of events, one seed, one trace.
 
-Everything that happens in a simulation is a call on this heap, and every choice comes from
-``Clock.random``, so that a seed names a run exactly.
+Everything that happens in a simulation is a call on this heap. Every choice comes from ``Clock.random``, so
+the same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ START = 1_800_000_000.0  # seconds since the epoch; only has to look like a date
 
 
 class Timer(list):  # type: ignore[type-arg]  # [when, order, call]: lists compare fast
-    """A call to be made. A cancelled one stays on the heap, with None for its call."""
+    """A call to be made. A cancelled call stays on the heap, with None as its call."""
 
     __slots__ = ()
 
@@ -57,7 +57,8 @@ class Clock:
         return self.at(self._now + delay_s, call)
 
     def random(self, purpose: str) -> Random:
-        """The dice for one purpose: drawing more of one leaves all the others as they were."""
+        """Return the random numbers for one purpose. Drawing more for one purpose does not change those of
+        another."""
         if purpose not in self._randoms:
             self._randoms[purpose] = Random(f"{self.seed}/{purpose}")
         return self._randoms[purpose]
@@ -66,13 +67,14 @@ class Clock:
         self.trace.append((self._now, who, what))
 
     def told(self) -> str:
-        """The trace, for people."""
+        """Return the trace as text for people."""
         return "\n".join(f"{when - START:9.3f}  {who:<10} {what}" for when, who, what in self.trace)
 
     def run(self, until: float | None = None, done: Callable[[], bool] | None = None) -> bool:
-        """Let things happen until that time, or until ``done``, which is asked after each event.
+        """Let things happen until that time, or until ``done`` returns true; ``done`` is called after each
+        event.
 
-        Returns whether ``done`` said so; without ``until`` also ends when nothing is left to happen.
+        Return whether ``done`` returned true. Without ``until`` the run also ends when no event is left.
         """
         heap = self._heap
         while heap:

@@ -39,7 +39,7 @@ POLICY = Policy(
     quarantine_max_s=20.0,
 )
 PATIENCE = Patience(floor_s=0.1, ceiling_s=60.0)
-SPIN_MAX = 400  # wake-ups of one agent within a second of simulated time
+SPIN_MAX = 400  # the most wake-ups of one agent within a second of simulated time
 
 
 class Broken(AssertionError):
@@ -48,9 +48,10 @@ class Broken(AssertionError):
 
 @dataclass(slots=True)
 class Setup:
-    """One cluster to build: ``slots`` of each of its first nodes, and what they are told. ``alone``: there is
-    one, and the etcd is its own. ``memory``: of each slot; some nodes have three times as much. ``look_s``:
-    the least time between two looks of an agent at its workers."""
+    """The description of a cluster. ``slots``: the slots of each node at the start. ``alone``: a standalone
+    run of one node, with an etcd of its own. ``memory``: of each slot; some nodes have three times as much.
+    ``look_s``: the least time between two looks of an agent at its workers. The other fields are what the
+    agents are told."""
 
     slots: tuple[int, ...]
     limits: Limits
@@ -68,7 +69,7 @@ class Setup:
 
 
 class SimRoundStores:
-    """The c10d stores of one node; a worker can only join through one that is open."""
+    """The c10d stores of one node. A worker can join a world only while the world's store is open."""
 
     def __init__(self, cluster: Cluster, address: str) -> None:
         self._cluster = cluster
@@ -95,8 +96,8 @@ class SimRoundStores:
 
 
 class SimLink:
-    """What an agent tells the leader comes late, or not at all, as what it asks of etcd does. Then the agent
-    tells it again."""
+    """The connection on which an agent tells the leader its telemetry. Messages may come late or get lost, as
+    requests to etcd do. The agent then sends the message again."""
 
     def __init__(self, agent: SimAgent) -> None:
         self._agent = agent
@@ -120,7 +121,7 @@ class SimLink:
         return True
 
     def _send(self) -> None:
-        """Send it, and send it again a second later if the leader does not answer."""
+        """Send the message. Send it again a second later if the leader does not answer."""
         told, leader, agent = self._told, self._leader, self._agent
         self._timer = None
         if told is None or not agent.running:
@@ -154,7 +155,7 @@ class SimLink:
 
 
 class SimAgent:
-    """One incarnation of an agent: the real driver, and the simulated edges around it."""
+    """One incarnation of an agent: the real driver, with simulated edges."""
 
     def __init__(self, cluster: Cluster, name: str, slots: int, skew_s: float, machine: str = "") -> None:
         self.cluster = cluster
@@ -176,7 +177,7 @@ class SimAgent:
         self.left: LeaveJob | None = None
         self.signalled = False
         self.memory = slots * setup.memory * cluster.clock.random(f"memory of {name}").choice((1, 1, 3))
-        slots += setup.job.spares  # which are beside those to train on, as on the command line
+        slots += setup.job.spares  # spares come on top of the slots that train, as on the command line
         machine = machine or f"machine-{name}"
         me = agent.Identity(name, self.incarnation, name, tuple(range(slots)), machine, self.pid)
         wanted = Spec(setup.limits, setup.limits, setup.script, setup.script, setup.policy)
@@ -224,7 +225,7 @@ class SimAgent:
         return self.host.alive and self.left is None
 
     def post(self, event: Happening) -> None:
-        """Handle it now, or after what is being handled; only ever called inside the agent."""
+        """Handle the event now, or after the event that is being handled. Called only inside the agent."""
         self._inbox.append(event)
         if self._busy or self.left is not None:
             return
@@ -241,7 +242,7 @@ class SimAgent:
     # ---- faults
 
     def crash(self) -> None:
-        """SIGKILL: the kernel takes the workers along."""
+        """Kill the agent (SIGKILL). The kernel then kills its workers."""
         self.clock.note(self.name, "dies")
         self._vanish()
 
@@ -296,7 +297,7 @@ class SimAgent:
 
 
 class Cluster:
-    """All nodes of one job, their etcd, and what can be done to them."""
+    """All nodes of one job, their etcd, and the faults that can be injected."""
 
     def __init__(self, seed: int | str, setup: Setup, clock: Clock | None = None) -> None:
         self.clock = clock or Clock(seed)
@@ -309,14 +310,14 @@ class Cluster:
         self.pids: set[int] = set()
         self.bad_slots: dict[str, dict[int, float]] = {}
         self.slow_slots: dict[str, dict[int, float]] = {}
-        self.agents: dict[str, SimAgent] = {}  # the newest of each name
+        self.agents: dict[str, SimAgent] = {}  # the newest agent of each name
         self.all: list[SimAgent] = []
-        self.joined: list[Callable[[SimAgent], None]] = []  # told of each agent that starts
-        self.dying: list[SimAgent] = []  # those that are gone, and had workers when that was last looked at
+        self.joined: list[Callable[[SimAgent], None]] = []  # called with each agent that starts
+        self.dying: list[SimAgent] = []  # dead agents whose workers still lived at the last look
         self.mended_at: float | None = None
-        self.troubled = True  # until then: by more than slow workers
-        self.only_planned = False  # nothing is to happen but planned changes
-        self.restarting = False  # whoever leaves a running job is started again
+        self.troubled = True  # until then, more than slow workers disturbs the job
+        self.only_planned = False  # only planned changes happen
+        self.restarting = False  # an agent that leaves a running job is started again
         self._ports = 1024
         self._pids = 100
         self._random = self.clock.random("nodes")
@@ -329,7 +330,7 @@ class Cluster:
             self.clock.after(self._random.uniform(0.0, within_s), partial(self.join, f"n{i}", slots))
 
     def join(self, name: str, slots: int, *, unless_over: bool = True) -> None:
-        """Start an agent, unless one of that name runs or the job is over."""
+        """Start an agent, unless an agent of that name runs or the job is over."""
         old = self.agents.get(name)
         if (old is not None and old.running) or (self.ended and unless_over):
             return
@@ -347,7 +348,7 @@ class Cluster:
         return [a for a in self.agents.values() if a.running]
 
     def capacity(self) -> int:
-        """Workers that could run, if all was well."""
+        """Return the number of workers that could run if nothing was wrong."""
         return sum(self._slots[a.name] for a in self.running())
 
     def leader(self) -> SimAgent | None:
@@ -362,7 +363,7 @@ class Cluster:
 
     @property
     def round(self) -> Round | None:
-        """The round with all its members."""
+        """The round, with all its members."""
         fact = self.etcd.fact("round")
         facts = {key: at.fact for key, at in self.etcd.keys.items()}
         return round_parts.whole(fact, facts) if isinstance(fact, Round) else None
@@ -373,7 +374,7 @@ class Cluster:
         return isinstance(round, Round) and round.phase is Phase.ENDED
 
     def edit_spec(self, change: Callable[[Spec], Spec]) -> None:
-        """As an operator does, from a machine with a good network."""
+        """Change the spec as an operator does, from a machine with a good network."""
         at = self.etcd.keys.get("spec")
         if at is not None and isinstance(at.fact, Spec):
             new = change(at.fact)
@@ -403,7 +404,7 @@ class Cluster:
             setattr(self.network, field_.name, field_.default)
 
     def mend(self, *, restart: bool = True) -> None:
-        """End every fault; with ``restart`` every node that died or left is started again."""
+        """End every fault. With ``restart``, start every node again that died or left."""
         self.clock.note("sim", "everything is mended")
         self.mended_at = self.clock.now()
         if self.etcd.health is not Health.SERVING:

@@ -1,4 +1,4 @@
-"""The operating system's side of one simulated agent: alive, paused, slow, or with a clock of its own."""
+"""The machine of one simulated agent. It may be paused, slow or dead, and its clock may be wrong."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.sim.clock import Clock, Timer
 
 
 class SimHost:
-    """Where an agent runs. Whatever is to run inside the agent goes through ``call``.
+    """Where an agent runs. Everything that runs inside the agent goes through ``call``.
 
-    ``skew_s``: how far this node's clock is ahead. ``slow_s``: how long it takes to get round to
-    anything. ``crowded``: the most that a worker is held up in a step, for want of a processor, of what the
-    step takes. A paused agent (SIGSTOP) gets to nothing; what came for it waits, in order.
+    ``skew_s``: how far this node's clock is ahead. ``slow_s``: the delay of everything that the agent does.
+    ``crowded``: the longest time that a worker waits for a processor in a step, as a share of the step. A
+    paused agent (SIGSTOP) does nothing; calls for it wait, in order.
     """
 
     def __init__(self, clock: Clock, name: str, skew_s: float = 0.0) -> None:
@@ -31,7 +31,7 @@ class SimHost:
         return self.clock.now() + self.skew_s
 
     def call(self, run: Callable[[], None]) -> None:
-        """Run this in the agent: now, or once it is no longer paused, or never when it is dead."""
+        """Run this in the agent: now, or once the agent is no longer paused. A dead agent runs nothing."""
         if not self.alive:
             return
         if self.paused or self._backlog:
@@ -43,11 +43,11 @@ class SimHost:
             run()
 
     def after(self, delay_s: float, run: Callable[[], None]) -> Timer:
-        """A timer of the agent's own."""
+        """Call this in the agent after a delay."""
         return self.clock.after(delay_s, lambda: self.call(run))
 
     def at(self, when: float, run: Callable[[], None]) -> Timer:
-        """The same, at a time of this node's clock."""
+        """Call this in the agent at a time of this node's clock."""
         return self.clock.at(when - self.skew_s, lambda: self.call(run))
 
     def pause(self) -> None:

@@ -1,4 +1,4 @@
-"""Looks at simulated workers, as ``core.ports.Inspector`` wants it; and what may be wrong with one."""
+"""Looks at simulated workers, as ``core.ports.Inspector`` demands. Lists what may be wrong with a worker."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 class Illness(StrEnum):
     STOPPED = "stopped"  # SIGSTOP
-    ASLEEP = "asleep"  # in code of its own
-    BUSY = "busy"  # the same, but it computes
-    APART = "apart"  # in another collective than the rest
-    POLLING = "polling"  # the same, at one of two lines
+    ASLEEP = "asleep"  # in the script's own code
+    BUSY = "busy"  # in the script's own code, and it computes
+    APART = "apart"  # in another collective than the other workers
+    POLLING = "polling"  # in another collective, and alternates between two lines
 
     @property
     def waits(self) -> bool:
@@ -31,7 +31,7 @@ class Illness(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ill:
-    """What keeps a worker from its next step. ``line``: of the script, where it is."""
+    """What keeps a worker from its next step. ``line``: the line of the script where the worker is."""
 
     illness: Illness
     line: int
@@ -39,7 +39,8 @@ class Ill:
 
 
 class SimInspector:
-    """Of one node. ``blind``: how likely a look, or a piece of evidence, takes long, or for ever."""
+    """Inspects the workers of one node. ``blind``: the probability that a look or a piece of evidence takes
+    long or never arrives."""
 
     def __init__(self, procs: SimProcs) -> None:
         self.blind = 0.0
@@ -120,7 +121,7 @@ class SimInspector:
 def where(worker: SimWorker) -> ThreadActivity | None:
     ill, world = worker.ill, worker.world
     if ill is not None and ill.illness is Illness.STOPPED:
-        return None  # it answers no signal
+        return None  # a stopped worker answers no signal
     if ill is not None and ill.illness.waits:
         now = worker.procs.host.clock.now()
         line = ill.line if ill.illness is Illness.APART else f"{ill.line}.{int(1000 * now) % 2}"

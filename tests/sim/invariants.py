@@ -1,9 +1,9 @@
-"""What must hold whatever happens: section 10 of the design, checked when it could first be broken.
+"""What must hold whatever happens. Each rule is checked at the first event that could break it.
 
-Nothing is polled: every write to etcd, every world that forms and every step it makes is looked at
-as it happens. A step of a world of 80,000 workers is looked at by what has changed since the last:
-``outliving`` and ``slow`` know the workers concerned without a look at all of them. ``look_at_all``
-looks at all of them, and has to find the same.
+Nothing is polled: the invariants see every write to etcd, every world that forms, and every step of a world.
+A world may have 80,000 workers, so a step is checked by what has changed since the last step: ``outliving``
+and ``slow`` know the workers concerned without a look at all workers. ``look_at_all`` looks at all workers,
+and must find the same.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from tests.sim.procs import SimWorker, World
 from tests.sim.shards import newest_whole
 
 EXIT_CODES = {Outcome.SUCCEEDED: 0, Outcome.FAILED: 1, Outcome.SHORT: 3, Outcome.STOPPED: 143}
-NEWS_S = 15.0  # a watch lags by at most this, and then a transaction
+NEWS_S = 15.0  # the longest delay of a watch, and of the transaction after it
 HANG_CHECK_S = 5.0
-ROUNDED_S = 0.1  # of seconds of each kind, in a record
-STEP_S_MAX = 2.0  # of a step that takes longer, this much counts as training
-NAMED_BY_S = NEWS_S + (PERIODS + 8) * (STEP_S_MAX + 1.0)  # of training, in periods of a second
+ROUNDED_S = 0.1  # the rounding of the seconds of each kind in a record
+STEP_S_MAX = 2.0  # of a longer step, only this much counts as training
+# seconds of training within which a slow worker is named; a period is a second
+NAMED_BY_S = NEWS_S + (PERIODS + 8) * (STEP_S_MAX + 1.0)
 FORGOTTEN_BY_S = NEWS_S + 2 * PERIODS * 1.5
-IDLE_S = NEWS_S + 2 * WRITE_PATIENCE_S + 5.0  # beyond the cooldown, and the wait for a checkpoint
+# the longest time that a worker may be idle, beyond the cooldown and the wait for a checkpoint
+IDLE_S = NEWS_S + 2 * WRITE_PATIENCE_S + 5.0
 Place = tuple[str, int]  # node and slot
-CARRIED_OUT_S = WRITE_PATIENCE_S + 2 * LATE_S  # from the last look at a worker to its end
+CARRIED_OUT_S = WRITE_PATIENCE_S + 2 * LATE_S  # from the last look at a hung worker to its end
 
 
 class Invariants:
@@ -52,23 +54,24 @@ class Invariants:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.newest: Round | None = None  # as last written
-        self.live: dict[int, Round] = {}  # by number, as first written
+        self.newest: Round | None = None  # the newest round, as last written
+        self.live: dict[int, Round] = {}  # the rounds by number, as first written
         self.last_step_at = cluster.clock.now()
         self.steps = 0
         self.trained_s = 0.0
         self.ledgers: dict[str, NodeLedger] = {}
         self.named: set[Place] = set()
-        self.slow_at: dict[Place, float] = {}  # a slow worker's last step, in seconds of training
-        self._alone_since = (0, ("", 0), 0.0)  # the one slow worker of a round, and since when it is
+        self.slow_at: dict[Place, float] = {}  # the time of training at a slow worker's last step
+        # the only slow worker of a round, and since when it is the only one
+        self._alone_since = (0, ("", 0), 0.0)
         self.newest_step = 0
-        self._larger_since: float | None = None  # since when a larger world could be made, all being well
-        self._slowest_s = 0.0  # the longest time of a worker for a step since then
+        self._larger_since: float | None = None  # since when a larger world is possible
+        self._slowest_s = 0.0  # the longest step of a worker since then
         self.worlds = 0
         self.broken_by_user: set[int] = set()  # rounds in which user code failed by itself
         self.charged: set[int] = set()
         self.ends: list[Round] = []
-        self._limits: list[tuple[float, Limits]] = []  # since when in force
+        self._limits: list[tuple[float, Limits]] = []  # the limits, and since when each is in force
         cluster.etcd.written.append(self._written)
         cluster.training.formed.append(self._formed)
         cluster.training.laid_out.append(self._laid_out)
@@ -78,7 +81,7 @@ class Invariants:
         cluster.joined.append(self._joined)
         self._incarnations: dict[SimHost, str] = {}
         self.condemned: list[tuple[SimWorker, Verdict]] = []
-        self.apart: set[SimWorker] = set()  # those that were in another collective than the rest
+        self.apart: set[SimWorker] = set()  # workers that were in another collective than the other workers
 
     # ---- 1, 2: one live round, numbers that only grow, sizes within the limits
 
@@ -149,7 +152,7 @@ class Invariants:
             rank += len(member.slots)
         if len({m.node for m in round.members}) != len(round.members):
             raise Broken(f"a node is twice in round {round.number}")
-        # A handover round makes no step, and some of its workers only give.
+        # A handover round makes no step, and some of its workers only send their state.
         sizes = range(1, rank) if round.handover else [rank]
         if not any(limits.allows(size) for limits in self._in_force() for size in sizes):
             raise Broken(f"round {round.number} has {rank} workers, not {spec.limits}")
@@ -170,8 +173,8 @@ class Invariants:
             raise Broken(f"round {round.number} has a unit on several nodes: {round.members}")
 
     def _of_each(self, workers: int) -> int:
-        """The memory that each of so many workers needs: for its part, and for copies of half its size. Each
-        unit has the whole state, and is as good as a copy for the others."""
+        """Return the memory that each of so many workers needs: for its part, and for copies of half its size.
+        Each unit has the whole state, and counts as a copy for the other units."""
         job = self.cluster.training.job
         wholes = workers // job.unit if job.unit > 1 else 1
         copies = max(0, min(job.redundancy + 1, workers) - wholes) * (job.state // 2)
@@ -181,7 +184,7 @@ class Invariants:
         return self.cluster.agents[node].memory or float("inf")
 
     def _in_force(self) -> list[Limits]:
-        """The limits now, and those that a leader with a slow watch may not have seen replaced yet."""
+        """Return the present limits, and earlier limits that a leader with a slow watch may still see."""
         until = [*(since for since, _ in self._limits[1:]), float("inf")]
         news_by = self.cluster.clock.now() - NEWS_S
         return [limits for (_, limits), end in zip(self._limits, until, strict=True) if end > news_by]
@@ -199,7 +202,7 @@ class Invariants:
         if self.cluster.training.job.inplace:
             self._nothing_lost(world)
 
-    # ---- 3: a step is not lost while anybody has it, and could have brought it
+    # ---- 3: a committed step is not lost while a worker has it and could have sent it
 
     def _nothing_lost(self, world: World) -> None:
         if self.cluster.training.job.sharded:
@@ -216,7 +219,7 @@ class Invariants:
                 raise Broken(f"round {world.round} goes on from step {world.step}, but {holders} know more")
             self.newest_step = world.step
 
-    # ---- sharded models: what could be put together is; and never of two steps
+    # ---- sharded models: parts that can make a whole state are used, and parts of two steps are never mixed
 
     def _no_part_lost(self, world: World) -> None:
         if world.step >= self.newest_step:
@@ -236,7 +239,7 @@ class Invariants:
         self.newest_step = world.step
 
     def _laid_out(self, world: World) -> None:
-        """All parts of the world are of the one step that it goes on from."""
+        """Check that all parts of the world are of the step at which the world continues."""
         if world.handover:
             return
         point = world.round, world.step
@@ -269,13 +272,14 @@ class Invariants:
             raise Broken(f"a worker of {worker.procs.host.name} outlives its agent")
 
     def outliving(self, world: World) -> list[SimWorker]:
-        """The world's workers whose agent is gone. Who has no worker left gets no other."""
+        """Return the world's workers whose agent is dead. A node whose workers have all ended gets no new
+        ones."""
         dying = self.cluster.dying = [agent for agent in self.cluster.dying if agent.procs.workers]
         left = [worker for agent in dying for worker in agent.procs.workers.values()]
         return [worker for worker in left if world.workers.get(worker.rank) is worker]
 
     def slow(self, world: World) -> set[Place]:
-        """The places of the world's workers that are slower than the others."""
+        """Return the places of the world's workers that are slower than the other workers."""
         return {
             (name, slot)
             for name, slots in self.cluster.slow_slots.items()
@@ -289,8 +293,8 @@ class Invariants:
         return list(agent.procs.workers.items()) if agent is not None else []
 
     def look_at_all(self, world: World) -> None:
-        """Look at every worker of a world that makes a step, and compare that with what is looked at in each
-        step."""
+        """Look at every worker of a world that makes a step, and compare that with what the checks of each
+        step know."""
         workers, round = world.workers.values(), self.live[world.round]
         outliving = {worker for worker in workers if not worker.procs.host.alive}
         if outliving or self.outliving(world):
@@ -315,7 +319,7 @@ class Invariants:
         if made != {world.made}:
             raise Broken(f"the workers have made {made} steps, but their world {world.made}")
 
-    # ---- units: no healthy worker is idle while a unit could be made of those who wait
+    # ---- units: no healthy worker is idle while the waiting workers could make a whole unit
 
     def _check_idle(self, world: World) -> None:
         now, mended_at = self.cluster.clock.now(), self.cluster.mended_at
@@ -323,7 +327,8 @@ class Invariants:
             self._larger_since, self._slowest_s = None, 0.0
             return
         self._larger_since = now if self._larger_since is None else self._larger_since
-        since = max(self._larger_since, self.cluster.training.stuck_until)  # the others wait for who is stuck
+        # the other workers wait for the worker that is stuck
+        since = max(self._larger_since, self.cluster.training.stuck_until)
         self._slowest_s = max(self._slowest_s, *(w.own_s for w in world.workers.values()))
         every_s = self.cluster.training.job.save_every * self._slowest_s
         patience_s = self.cluster.setup.policy.grow_cooldown_s + every_s + IDLE_S
@@ -333,7 +338,8 @@ class Invariants:
             )
 
     def _could_have(self) -> int:
-        """The workers of the largest world that could be made now; 0 if the job is about to stop."""
+        """Return the number of workers of the largest world that is possible now; 0 if the job is about to
+        stop."""
         spec, budget = self.cluster.etcd.fact("spec"), self.cluster.etcd.fact("budget")
         round = self.cluster.round
         if not isinstance(spec, Spec) or round is None or spec.stop:
@@ -384,7 +390,8 @@ class Invariants:
         if budget.total > len(self.broken_by_user):
             raise Broken(f"{budget.total} charges, but user code broke {len(self.broken_by_user)} rounds")
 
-    # ---- hangs: nobody is condemned in place of another, and none outlasts its limit while its agent lives
+    # ---- hangs: no innocent worker is condemned, and no hang outlasts its limit while the worker's agent
+    # lives
 
     def _condemned(self, worker: SimWorker, verdict: Verdict) -> None:
         now = self.cluster.clock.now()
@@ -393,13 +400,14 @@ class Invariants:
         apart = [w for w in self.apart if w.round == worker.round]
         apart = [w for w in apart if w.ill is not None or now - w.well_since <= CARRIED_OUT_S]
         if verdict.why is Why.DEADLOCK and 2 * len(apart) >= len(verdict.guilty):
-            return  # without a majority at one place, who left what out cannot be told from the outside
+            # without a majority at one place, nobody can tell which worker left a collective out
+            return
         if ill is not None and ill.illness is not Illness.BUSY:
             return
         if ill is not None and now - ill.since >= PATIENCE.ceiling_s:
             return
         if worker.stuck or now - worker.well_since <= CARRIED_OUT_S:
-            return  # it got well after the last look at it
+            return  # the worker got well after the last look at it
         raise Broken(
             f"{worker.procs.host.name}'s slot {worker.slot} is condemned, but does not hang: {verdict}"
         )
@@ -418,21 +426,21 @@ class Invariants:
         self._fell_ill(worker)
 
     def _patience_s(self) -> float:
-        """With any worker that hangs, as long as the agents live and hear of each other."""
+        """Return how long any hang may last, provided that the agents live and hear of each other."""
         known = [agent.hangs.allowed for agent in self.cluster.running()]
         limit_s = max(
             (allowed.busy_s for allowed in known if allowed is not None), default=PATIENCE.ceiling_s
         )
         return limit_s + REPEAT_S + LOOK_PATIENCE_S + WRITE_PATIENCE_S + NEWS_S
 
-    # ---- the ledger: every second of every slot is spent on one thing
+    # ---- the ledger: each second of each slot is spent on one kind of time
 
     def _ledger_written(self, new: NodeLedger) -> None:
         old, self.ledgers[new.node] = self.ledgers.get(new.node), new
         if old is None or old.run != new.run:
             return
         before = {time.slot: sum(time.spent.values()) + time.untold_s for time in old.slots}
-        # A node that comes back with a clock further behind may have begun before its last record.
+        # A node that comes back with a clock further behind may begin before its last record.
         back_s = 2 * self.cluster.setup.skew_max_s
         for time in new.slots:
             if time.slot not in before:
@@ -443,7 +451,7 @@ class Invariants:
                     f"{new.node}'s slot {time.slot} accounts for {told_s:.2f} of {new.at - old.at:.2f} s"
                 )
 
-    # ---- stragglers: who is slower than the others is named in time, and nobody else is
+    # ---- stragglers: a worker that is slower than the others is named in time, and no other worker is named
 
     def _check_slow(self, world: World) -> None:
         slow = self.slow(world)
@@ -484,16 +492,17 @@ class Invariants:
                 if round.restarts == old.restarts:
                     raise Broken(f"failed without a failure: {round.why}")
             case Outcome.STOPPED:
-                spec = self.cluster.etcd.fact("spec")  # gone with the same transaction, or not yet
+                # the same transaction deletes the spec, or deletes it later
+                spec = self.cluster.etcd.fact("spec")
                 if isinstance(spec, Spec) and not spec.stop:
                     raise Broken("stopped, but nobody asked for it")
             case Outcome.SHORT:
-                pass  # the schedules that may run short check it
+                pass  # schedules that may end so check it themselves
             case None:
                 raise Broken("ended without an outcome")
 
     def check_left(self, agent: SimAgent) -> None:
-        """The exit code of an agent that left."""
+        """Check the exit code of an agent that left the job."""
         assert agent.left is not None
         code = agent.left.code
         if (
@@ -501,7 +510,8 @@ class Invariants:
             and not agent.driver.state.registration.joined
             and "etcd has not answered" in agent.left.why
         ):
-            return  # it came while etcd was away, and is told apart from one with a mistyped address
+            # the agent came while etcd was away; this message tells it from an agent with a mistyped address
+            return
         outcomes = {EXIT_CODES[r.outcome] for r in self.ends if r.outcome}
         if code not in outcomes and not (code >= 128 and agent.signalled):
             raise Broken(f"{agent.name} leaves with {code} ({agent.left.why})")

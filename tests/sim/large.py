@@ -29,18 +29,19 @@ from tests.sim.invariants import Invariants
 from tests.sim.procs import Job, World
 from tests.sim.store import Renewal
 
-WORKERS = 8  # of a node
-LOST = 0.05  # of the nodes
-SMALLER = 0.9  # of the workers
+WORKERS = 8  # workers of a node
+LOST = 0.05  # the share of the nodes that is lost
+SMALLER = 0.9  # the share of the workers that remains
 OUTAGE_S = 10.0
 LOOK_S = 10.0
 SELDOM = Renewal(share=2 / 3, retry_s=2.0)
-BOUND_S = 180.0  # from an event to the next step of the world that it leads to
+BOUND_S = 180.0  # the longest time from an event to the next step of the new world
 
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """``took_s``: seconds of the machine, and ``cpu_s`` of its processor; ``lasted_s``: of the job."""
+    """A part of the story. ``took_s``: seconds on this machine. ``cpu_s``: CPU seconds of this machine.
+    ``lasted_s``: seconds of the simulated job."""
 
     what: str
     took_s: float
@@ -56,7 +57,8 @@ class Chapter:
 
 
 def play(nodes: int, workers: int = WORKERS, seed: str = "large") -> Iterator[Chapter]:
-    """Yield what each chapter took. Raise Broken if an invariant is broken, or if no world trains in time."""
+    """Yield the figures of each chapter. Raise Broken if an invariant is broken, or if no world trains in
+    time."""
     most = nodes * workers
     setup = Setup(
         (workers,) * nodes,
@@ -72,7 +74,7 @@ def play(nodes: int, workers: int = WORKERS, seed: str = "large") -> Iterator[Ch
     lost = [f"n{n}" for n in range(1, nodes, round(1 / LOST))]
 
     def chapter(what: str, begin: Callable[[], None], size: int) -> Chapter:
-        """Let it begin, and wait for a step of a world of this size."""
+        """Begin the chapter, and wait for a step of a world of this size."""
         began_at, used_s, now, events = time.monotonic(), time.process_time(), clock.now(), clock.events
         steps: list[int] = []
 
@@ -135,7 +137,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=WORKERS, help="of a node")
     parser.add_argument("--seed", default="large")
     asked = parser.parse_args()
-    gc.disable()  # millions of objects live on, and next to none is part of a cycle
+    gc.disable()  # millions of objects stay alive, and almost none is part of a cycle
     began_at = time.monotonic()
     for chapter in play(asked.nodes, asked.workers, asked.seed):
         print(chapter, flush=True)

@@ -1,7 +1,7 @@
 """Simulated workers: processes that train together, and fail together.
 
-``Training`` is the user's job as it would be anywhere: worlds of workers that find each other, step,
-save, and finish. ``SimProcs`` implements ``elasticd.core.ports.Procs`` on one node and feeds it.
+``Training`` is the user's training: worlds of workers that find each other, make steps, save, and finish.
+``SimProcs`` implements ``elasticd.core.ports.Procs`` for the workers of one node.
 """
 
 from __future__ import annotations
@@ -35,42 +35,45 @@ from tests.sim.host import SimHost
 from tests.sim.inspector import Ill, Illness
 from tests.sim.shards import Point, given, newest_whole, with_copies
 
-NEWS_S = 5.0  # as long a worker that has lost the others waits before it says so
-HANG_S = 12.0  # after which one that does nothing is taken for hung, and killed
-STEADY = 0.89  # of a step, a worker of a steady job computes; then it waits
+NEWS_S = 5.0  # the time from a lost connection until the worker reports it
+HANG_S = 12.0  # an idle worker counts as hung after this time, and is killed
+STEADY = 0.89  # the share of a step that a worker of a steady job computes; then it waits
 
 
 class OnSigterm(StrEnum):
-    """What the user's code makes of SIGTERM."""
+    """What the user's code does at SIGTERM."""
 
     DIE = "die"
-    SAVE = "save"  # finishes its step, saves, and exits with 0
+    SAVE = "save"  # finishes the step, saves, and exits with 0
     IGNORE = "ignore"
 
 
 @dataclass(slots=True)
 class Job:
-    """The user's code. ``saved`` is the step that a new world resumes from.
+    """The user's code. ``saved``: the step from which a new world resumes. Times are in seconds.
 
-    ``bug_at``: the step at which rank 0 fails each time; ``fails_at_end``: how many workers fail after the
-    last step, where the others finish. ``tells``: rank 0 tells of what is saved, and is held there until it
-    is let go on. ``inplace``: it uses elasticd.worker, and keeps its processes and their state, with
-    ``spares`` more of them per node; ``stuck``: how likely one is not to leave a round when told to;
-    ``tears``: how likely a survivor's state is torn when its world breaks; ``dwells``: how likely it is in
-    code of its own then, for ``dwell_s``; ``lingers``: how likely a worker that fails takes as long to end.
-    ``sharded``: each worker holds parts of the state, with copies of ``redundancy`` others' parts; they are
-    moved when a world forms. ``state``: the memory that all parts take together, without those copies.
-    ``taken_down_s``: how long the kernel takes a process down that has failed or was killed. Times in
-    seconds.
+    ``bug_at``: the step at which rank 0 always fails. ``fails_at_end``: how many workers fail after the last
+    step, while the others finish. ``tells``: rank 0 reports each save, and waits until its agent lets it
+    continue. ``taken_down_s``: how long the kernel takes a process down that has failed or was killed.
 
-    ``steady``: all workers compute for the same time in every step, so what each has done follows from what
-    the world has done, and a step costs the same in a world of any size. Nobody may be slow, crowded or ill.
+    ``inplace``: workers use elasticd.worker, and keep their process and their state. ``spares``: the spares
+    of each node. Probabilities in such a job: ``stuck``, that a worker does not leave a round when told to;
+    ``tears``, that a survivor's state is torn when its world breaks; ``dwells``, that a survivor is in the
+    script's own code then, for ``dwell_s``; ``lingers``, that a failed worker needs as long to end.
+
+    ``sharded``: each worker holds parts of the state, and copies of the parts of ``redundancy`` other
+    workers. The parts are moved when a world forms. ``state``: the memory of all parts together, without
+    copies.
+
+    ``steady``: all workers compute for the same time in every step. So the world's steps say what each worker
+    has done, and a step costs the simulator the same in a world of any size. No worker may be slow, crowded
+    or ill.
     """
 
     total_steps: int = 100
     step_s: float = 0.1
     save_every: int = 5
-    start_s: tuple[float, float] = (0.05, 0.5)  # from the fork to being ready to train
+    start_s: tuple[float, float] = (0.05, 0.5)  # from the fork until the worker can train
     end_s: tuple[float, float] = (0.005, 0.1)  # from the last step to the end of the process
     on_sigterm: OnSigterm = OnSigterm.DIE
     bug_at: int | None = None
@@ -95,29 +98,31 @@ class Job:
 class World:
     """The workers of one round that found each other.
 
-    Steps are made by all of them or none. When one goes, the others soon fail, as gloo would have
-    it; but one that still waits for the others to come does not notice that they are gone. Those who
-    work in place do not fail: they are stuck until they are told to leave, and say so after a while.
+    A step is made by all workers or by none. If a worker ends, the others soon fail, as with gloo. A worker
+    that still waits for the others to join does not notice that a worker has ended. Workers that keep their
+    process do not fail: they are stuck until they are told to leave, and report the lost connection after a
+    while.
     """
 
     def __init__(self, training: Training, round_number: int, store: str, size: int, handover: bool) -> None:
         self.training = training
-        self.handover = handover  # the state is passed on, and all leave
+        self.handover = handover  # the workers pass the state on, and all leave
         self.round = round_number
         self.store = store
         self.size = size
         self.workers: dict[int, SimWorker] = {}
-        self.times: list[float] = []  # of its steps, which are the steps of all of its workers
-        self.waited_s = 0.0  # each worker of a steady world
-        self.step = 0  # of the job
-        self.made = 0  # in this world
+        self.times: list[float] = []  # the times of the world's steps; each worker makes all of them
+        self.waited_s = 0.0  # how long each worker of a steady world has waited
+        self.step = 0  # the job's step
+        self.made = 0  # the steps of this world
         self.running = False
         self.broken = False
-        self.leaving = False  # with the next step, all of them
-        self.held = False  # at what was saved
-        self.point: Point | None = None  # the commit that a sharded model goes on from, or has come to
-        self._waits = False  # for one that is ill
-        self._began_at: float | None = None  # the step under way
+        self.leaving = False  # all workers leave with the next step
+        self.held = False  # the world waits after a save
+        # the newest commit of a sharded model; at first the one with which the world begins
+        self.point: Point | None = None
+        self._waits = False  # whether the world waits for an ill worker
+        self._began_at: float | None = None  # when the present step began
         self._next: Timer | None = None
 
     def join(self, worker: SimWorker) -> None:
@@ -142,7 +147,7 @@ class World:
                 self._go_on()
 
     def _lay_out(self) -> None:
-        """Move the parts. A worker that has its own does not know whether the others have theirs."""
+        """Move the parts. A worker that has its own parts does not know whether the others have theirs."""
         random, clock = self.training.random, self.training.clock
         left = set(self.workers)
 
@@ -165,7 +170,7 @@ class World:
             clock.after(random.uniform(0.001, 0.05), partial(enter, worker))
 
     def _pass_parts(self) -> None:
-        """Those who go give what nobody else has."""
+        """Have the workers that leave hand over the parts that no other worker has."""
         if self.point is None:
             return
         workers = [worker for _, worker in sorted(self.workers.items())]
@@ -184,7 +189,7 @@ class World:
             worker.come_out()
 
     def _first_step(self) -> int:
-        """The most advanced survivor's, or what was saved."""
+        """Return the step of the most advanced survivor, or the saved step."""
         if self.training.job.sharded:
             self.point = newest_whole(w.held for w in self.workers.values())
             return self.point[1] if self.point is not None else self.training.job.saved
@@ -199,7 +204,7 @@ class World:
         self.break_up(f"connection closed by peer {worker.rank}")
 
     def break_up(self, why: str) -> None:
-        """Its workers lose each other."""
+        """Break the connections between the world's workers."""
         if not self.running or self.broken or self.step >= self.training.job.total_steps:
             return
         self.broken = True
@@ -216,7 +221,8 @@ class World:
             other.loses_the_others()
 
     def _step_s(self) -> float:
-        """How long the next step takes: as long as its slowest worker computes, and then its collective."""
+        """Return how long the next step takes: as long as its slowest worker computes, and then the
+        collective."""
         job, clock = self.training.job, self.training.clock
         if job.steady:
             self._began_at = clock.now()
@@ -233,7 +239,7 @@ class World:
         return max(job.step_s, slowest_s + 0.1 * job.step_s)
 
     def _measure(self) -> None:
-        """Whoever was not ill waited for the others."""
+        """Record the waits of the step: each worker that was not ill waited for the others."""
         assert self._began_at is not None
         took_s = self.training.clock.now() - self._began_at
         if self.training.job.steady:
@@ -259,7 +265,7 @@ class World:
             self._next = clock.after(self._step_s(), self._make_step)
 
     def go_on_after_all(self) -> None:
-        """One of them got well that the others waited for."""
+        """Continue: a worker has got well for which the others waited."""
         if self._waits and not any(worker.ill for worker in self.workers.values()):
             self._waits = False
             if self.running and not self.broken:
@@ -306,11 +312,11 @@ class World:
 
 
 class Training:
-    """The user's job, over all its worlds and nodes.
+    """The user's training, over all its worlds and nodes.
 
-    ``formed``, ``laid_out`` and ``stepped`` are told of worlds, ``failed`` of workers that failed by
-    themselves, ``fell_ill`` of those that hang. ``stuck_until``: until then others may wait for a worker
-    that does not leave its round.
+    Callbacks: ``formed``, ``laid_out`` and ``stepped`` get worlds, ``failed`` gets workers that failed by
+    themselves, ``fell_ill`` gets workers that hang. ``stuck_until``: until then other workers may have to
+    wait for a worker that does not leave its round.
     """
 
     def __init__(self, clock: Clock, job: Job) -> None:
@@ -323,7 +329,8 @@ class Training:
         self.stepped: list[Callable[[World], None]] = []
         self.failed: list[Callable[[SimWorker, Exit], None]] = []
         self.fell_ill: list[Callable[[SimWorker], None]] = []
-        self.serves: Callable[[str], bool] = lambda store: True  # is a round's store open there?
+        # whether a round's store is open at that address
+        self.serves: Callable[[str], bool] = lambda store: True
         self._worlds: dict[tuple[int, str], World] = {}
         self.stuck_until = 0.0
         self._pids = 100_000
@@ -334,7 +341,7 @@ class Training:
         return self._pids
 
     def next_line(self) -> int:
-        """Of the script: one hangs at another place each time."""
+        """Return a line of the script. Each worker that hangs does so at another line."""
         self._line += 1
         return self._line
 
@@ -350,15 +357,17 @@ class Training:
 
 @dataclass(slots=True, eq=False, repr=False)
 class SimWorker:
-    """One process. ``round``: the one it acts in, or did last; 0 for a standby.
+    """One worker process. ``round``: its present round, or its last one; 0 for a standby.
 
-    ``committed`` and ``whole``: the state it holds; ``held``: its parts, if the model is sharded.
-    ``going``: it is not in the next round. ``made``: steps, in the round; ``steps``: all its steps, of
-    which it had made ``steps_before`` before it came to its round. ``leaving``: it was told to leave, and
-    is killed if it does not in time. ``ill``: what keeps it from its next step; what it is told meanwhile
-    it hears once it is well. ``own_s``, ``delayed_s``: how long it computes, and has no processor, in its
-    present step; ``wait_s``, ``delay_s``: its waits and delays so far. ``awaits_news``: its world broke, and
-    it is in no collective, but waits for its agent to close the round."""
+    ``committed`` and ``whole``: the state that the worker holds. ``held``: its parts, if the model is
+    sharded. ``going``: the worker is not in the next round. ``made``: its steps in the round. ``steps``: all
+    its steps; ``steps_before``: the steps before its present round. ``leaving``: the worker was told to
+    leave, and is killed if it is late. ``ill``: what keeps the worker from its next step; the worker hears
+    messages only once it is well. ``own_s`` and ``delayed_s``: the time of the present step in which the
+    worker computes, and in which it has no processor. ``wait_s`` and ``delay_s``: its waits and delays so
+    far. ``awaits_news``: the world broke, and the worker waits, outside of collectives, for its agent to
+    close the round.
+    """
 
     procs: SimProcs
     slot: int
@@ -374,7 +383,7 @@ class SimWorker:
     wait_s: float = 0.0
     delay_s: float = 0.0
     world: World | None = None
-    _times: list[float] = field(default_factory=list)  # of its steps in earlier worlds
+    _times: list[float] = field(default_factory=list)  # the times of its steps in earlier worlds
     round: int = 0
     made: int = 0
     acts: bool = False
@@ -392,8 +401,8 @@ class SimWorker:
     going: bool = False
     awaits_news: bool = False
     _unheard: list[Callable[[], None]] = field(default_factory=list)
-    _there: bool = False  # it has come to its run function
-    _busy_until: float = 0.0  # in code of its own, and hears nothing
+    _there: bool = False  # the worker has come to its run function
+    _busy_until: float = 0.0  # until then the worker is in the script's own code, and hears nothing
     _next: Timer | None = None
     _kill: Timer | None = None
     _kill_at: float = 0.0
@@ -411,7 +420,7 @@ class SimWorker:
             self._next = clock.after(random.uniform(*training.job.start_s), self._arrive)
 
     def act(self, world: World, rank: int, going: bool = False) -> None:
-        """Take part in this world: now, if it waits for that."""
+        """Take part in this world, now or once the worker waits for a world."""
         self.world, self.round, self.rank, self.going = world, world.round, rank, going
         self.made, self.acts, self.leaving = 0, True, False
         self.steps_before = self.steps
@@ -436,14 +445,14 @@ class SimWorker:
             return
         if self.procs.training.serves(world.store):
             world.join(self)
-        else:  # the port listens already, or nobody is there any more: try until killed
+        else:  # the port is taken, or the store is gone: the worker tries until it is killed
             self.procs.training.clock.after(0.2, self._join)
 
     # ---- its steps
 
     @property
     def _shared(self) -> list[float]:
-        """The times of the steps that it has made with the world that it is in."""
+        """The times of the steps that the worker has made in its present world."""
         world = self.world
         return world.times if world is not None and world.workers.get(self.rank) is self else []
 
@@ -453,7 +462,7 @@ class SimWorker:
 
     @property
     def last_at(self) -> float:
-        """The time of its last step; 0 before the first."""
+        """The time of the worker's last step; 0 before the first."""
         times = self._shared or self._times
         return times[-1] if times else 0.0
 
@@ -465,19 +474,19 @@ class SimWorker:
 
     @property
     def waited_s(self) -> float:
-        """How long it has waited for others."""
+        """Return how long the worker has waited for others."""
         world = self.world
         there = world is not None and world.workers.get(self.rank) is self
         return self.wait_s + (world.waited_s if there and world is not None else 0.0)
 
     def times(self, after: int, most: int = 250) -> list[float]:
-        """The times of its last steps, of those after so many."""
+        """Return the times of the worker's last steps, without the first ``after`` ones."""
         shared, own = self._shared, self._times
         first = max(after, len(own) + len(shared) - most)
         return own[first:] + shared[max(0, first - len(own)) :]
 
     def keep_times(self, world: World) -> None:
-        """It leaves the world."""
+        """Keep the times of the world's steps: the worker leaves the world."""
         self._times += world.times
         self.wait_s += world.waited_s
 
@@ -485,7 +494,7 @@ class SimWorker:
 
     @property
     def computes(self) -> bool:
-        """Whether it is busy in code of its own."""
+        """Whether the worker is busy in the script's own code."""
         if self.ill is not None:
             return self.ill.illness is Illness.BUSY
         away = self.world is None or self.world.workers.get(self.rank) is not self
@@ -494,7 +503,7 @@ class SimWorker:
 
     @property
     def deaf(self) -> bool:
-        """Whether it is where it hears of nothing; one in a collective would."""
+        """Whether the worker hears no message. A worker in a collective hears its agent."""
         return self.ill is not None and not self.ill.illness.waits
 
     def fall_ill(self, illness: Illness) -> None:
@@ -518,7 +527,8 @@ class SimWorker:
     # ---- in place
 
     def leave(self, planned: bool) -> bool:
-        """Whether it can leave the round. ``come_out`` follows: at a step if it is planned."""
+        """Return whether the worker can leave the round. ``come_out`` follows: at a step, if the leave is
+        planned."""
         if not self._there or self.stopping:
             return False
         if self.deaf:
@@ -528,7 +538,7 @@ class SimWorker:
         training = self.procs.training
         clock, random = training.clock, training.random
         if self.leaving and not planned and self._busy_until > clock.now():
-            return True  # it has yet to hear of it
+            return True  # the worker has not heard of the world yet
         if not self.stuck and random.random() < training.job.stuck:
             self.stuck = True
             training.stuck_until = clock.now() + HANG_S
@@ -541,23 +551,26 @@ class SimWorker:
             world.leaving = True
         else:
             abort_s = max(random.uniform(0.005, 0.05), self._busy_until - clock.now())
-            clock.after(abort_s, partial(self._abort, self.round))
+            clock.after(abort_s, partial(self._abort, self.round, planned))
         return True
 
     def _hear(self, number: int, planned: bool) -> None:
-        """What it was told while it was ill."""
+        """Handle a message that came while the worker was ill."""
         if self.alive and self.acts and self.round == number and not (self.leaving and planned):
             self.leave(planned)
 
-    def _abort(self, number: int) -> None:
-        """Leave the round of this number. A worker told twice has perhaps left, and is in the next one."""
+    def _abort(self, number: int, planned: bool = False) -> None:
+        """Leave the round of this number. A worker that is told twice may have left already, and be in the
+        next round. A worker that has lost the others cannot leave as planned, and says so."""
         if self.deaf:
-            self._unheard.append(partial(self._abort, number))
+            self._unheard.append(partial(self._abort, number, planned))
         elif self.alive and self.acts and self.leaving and self.round == number:
+            if planned and self.awaits_news:
+                self.procs.tell(WorkerBroke(self.slot, number, fails=False))
             self.come_out()
 
     def has_entered(self) -> None:
-        """Its world has formed."""
+        """Note that the worker's world has formed."""
         assert self.world is not None
         self.committed, self.whole, self.agreed = self.world.step, True, self.world.round
         if self.procs.training.job.sharded:
@@ -565,7 +578,7 @@ class SimWorker:
             self.keep_parts(self.world)
 
     def keep_parts(self, world: World) -> None:
-        """Those of the world's present step, and of the commit before."""
+        """Keep the parts of the world's present step, and of the commit before."""
         job = self.procs.training.job
         if job.sharded:
             before = dict(sorted(self.held.items())[-1:])
@@ -573,7 +586,8 @@ class SimWorker:
             self.held = {**before, (world.round, world.step): parts}
 
     def loses_the_others(self) -> None:
-        """At once, or when it comes out of what it is doing. Who is to leave in good order does so then."""
+        """Note that the connections are lost: at once, or when the script's own code ends. A worker that was
+        to leave as planned leaves then."""
         training, number = self.procs.training, self.round
         clock, random = training.clock, training.random
         if self.deaf:
@@ -592,14 +606,14 @@ class SimWorker:
 
     @property
     def age(self) -> Age | None:
-        """Of the state that it could bring."""
+        """The age of the state that the worker could send."""
         return Age(self.agreed, self.committed) if self.whole and self.committed is not None else None
 
     def come_out(self) -> None:
-        """Leave the world, if it is in one, and wait for the next."""
+        """Leave the world, if the worker is in one, and wait for the next."""
         if self.stopping or self.stuck or self.finishing:
             return
-        if self.ill is not None and not self.deaf:  # it leaves the collective that the others are not in
+        if self.ill is not None and not self.deaf:  # the worker leaves the collective in which it was alone
             self.ill, self.well_since = None, self.procs.host.clock.now()
         self._leave_world()
         self.acts = False
@@ -619,7 +633,7 @@ class SimWorker:
     # ---- its end
 
     def kill_after(self, grace_s: float) -> None:
-        """SIGKILL, unless an earlier one is on its way."""
+        """Send SIGKILL after this time, unless an earlier one is on its way."""
         clock = self.procs.host.clock
         kill_at = clock.now() + grace_s
         if self._kill is None or kill_at < self._kill_at:
@@ -643,8 +657,8 @@ class SimWorker:
             )
 
     def fail(self, code: int, message: str, **how: Any) -> None:
-        """By a fault of the user's code. In place, it tells its agent so, and may take its time to end.
-        ``how``: further fields of its ``Exit``."""
+        """Fail by a fault of the user's code. A worker that keeps its process reports that to its agent, and
+        may need time to end. ``how``: further fields of its ``Exit``."""
         training, world = self.procs.training, self.world
         job, random = training.job, training.random
         trains = job.inplace and world is not None and world.running and self.acts
@@ -666,7 +680,7 @@ class SimWorker:
         training.clock.after(end_s, lambda: self.die(0, "", primary=False))
 
     def signal(self, number: int, *, fenced: bool = False) -> None:
-        """What the process makes of it."""
+        """Handle a signal."""
         if not self.alive:
             return
         if number == signals.SIGKILL:
@@ -684,7 +698,8 @@ class SimWorker:
                 clock.after(random.uniform(0.05, 2.0), lambda: self.die(0, "", primary=False))
 
     def die(self, code: int, message: str, *, primary: bool, fenced: bool = False, **how: Any) -> None:
-        """``primary``: by a fault of the user's code or its slot, not because others went."""
+        """End the process. ``primary``: by a fault of the user's code or of the slot, not because other
+        workers ended."""
         if not self.alive:
             return
         self.alive = False
@@ -710,7 +725,7 @@ class SimProcs:
     """The workers of one node: ``elasticd.core.ports.Procs``.
 
     ``bad_slots``: slots whose workers fail soon after each start, until that time. ``slow_slots``: how many
-    times longer than others a worker there computes.
+    times longer than others a worker in that slot computes.
     """
 
     host: SimHost
@@ -719,8 +734,10 @@ class SimProcs:
     slow_slots: dict[int, float] = field(default_factory=dict)
     workers: dict[int, SimWorker] = field(default_factory=dict)
     news: Callable[[WorkerNews], None] = lambda news: None
-    lingering: dict[int, tuple[int, float]] = field(default_factory=dict)  # by pid: the slot, and since when
-    _made: dict[int, tuple[int, int]] = field(default_factory=dict)  # by those that ended: round, steps
+    # by pid: the slot, and the time of its end
+    lingering: dict[int, tuple[int, float]] = field(default_factory=dict)
+    # of workers that ended: the round and the steps
+    _made: dict[int, tuple[int, int]] = field(default_factory=dict)
     _round: int = 0
     _fence: Timer | None = None
     _fence_at: float | None = None
@@ -758,7 +775,7 @@ class SimProcs:
                 worker = self._add(a, exited)
             worker.exited = exited
             worker.act(world, a.rank, a.env.get(HANDOVER) == GIVES)
-        self._put_up_fence()  # it may have passed while nobody was there to kill
+        self._put_up_fence()  # the fence may have passed while there was no worker to kill
 
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
         assert self.host.alive
@@ -774,14 +791,15 @@ class SimProcs:
         return worker
 
     def _require_room(self, of: int | None = None) -> None:
-        """What the kernel is taking down has its memory and its device, unless that takes long."""
+        """Check that no worker starts while the kernel takes down the worker before it in its slot, which
+        still has memory and the device. After a long wait workers start all the same."""
         now = self.host.clock.now()
         held = {slot for slot, since in self.lingering.values() if now < since + PATIENCE_S}
         assert not (held if of is None else held & {of}), f"a worker starts while {held} are being taken down"
 
     def take_down(self, worker: SimWorker) -> None:
-        """As the kernel does; only then the process is gone. ``lingering`` is what the agent has heard: a
-        slow agent hears of it late."""
+        """Take the process down as the kernel does; the process is gone only then. ``lingering`` is what the
+        agent has heard: a slow agent hears of the end late."""
         training, slot, pid, ended_at = self.training, worker.slot, worker.pid, self.host.clock.now()
         told = self.news
 
@@ -870,11 +888,11 @@ class SimProcs:
     # ---- faults
 
     def condemn(self, worker: SimWorker, why: str) -> None:
-        """It hung, which is the user's fault."""
+        """Kill a worker that hung. The failure is charged to the user's code."""
         worker.die(-signals.SIGKILL, why, primary=True, hung=True)
 
     def make_ill(self, illness: Illness, much: float, for_s: float) -> None:
-        """One of those that are in the middle of training, for a while or (0) for good."""
+        """Make a training worker ill, for a while or (0) for good."""
         training = [
             worker
             for _, worker in sorted(self.workers.items())
@@ -892,18 +910,18 @@ class SimProcs:
                 self.host.clock.after(for_s, worker.get_well)
 
     def crash(self, slot: int, code: int = 1, message: str = "the user's code raised", **how: Any) -> None:
-        """The user's code fails. ``how``: further fields of its worker's ``Exit``."""
+        """Have the user's code fail. ``how``: further fields of its worker's ``Exit``."""
         if (worker := self.workers.get(slot)) and not worker.ill:
             worker.fail(code, message, **how)
 
     def note_failure(self, worker: SimWorker, exit: Exit) -> None:
-        """It is the user's fault."""
+        """Note that the failure is the user's fault."""
         self.host.clock.note(self.host.name, f"slot {worker.slot} fails by itself: {exit.message}")
         for failed in self.training.failed:
             failed(worker, exit)
 
     def kill(self) -> None:
-        """SIGKILL to all; also what the kernel does when the agent is gone."""
+        """Send SIGKILL to all workers, as the kernel also does when the agent is gone."""
         for worker in list(self.workers.values()):
             worker.signal(signals.SIGKILL)
 
@@ -911,7 +929,7 @@ class SimProcs:
         if self._fence:
             self._fence.cancel()
             self._fence = None
-        if self._fence_at is not None:  # no call into the agent: a stopped agent must not hold it up
+        if self._fence_at is not None:  # do not call the agent: a stopped agent must not delay the kill
             self._fence = self.host.clock.at(self._fence_at, self._fenced)
 
     def _fenced(self) -> None:

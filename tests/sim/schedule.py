@@ -1,6 +1,6 @@
-"""A run of a cluster under a random schedule of faults, all of it drawn from one seed.
+"""A run of a cluster under a random schedule of faults, all drawn from one seed.
 
-The schedule is data, so that a failing one can be printed, and cut down to the faults that matter.
+The schedule is data, so a failing schedule can be printed, and reduced to the faults that matter.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from tests.sim.invariants import Invariants
 from tests.sim.procs import Job, OnSigterm
 
 FAULTS_S = 60.0  # faults happen in the first minute; then everything is mended
-STEP_BOUND_S = 90.0  # to the next step after that
-HANG_BOUND_S = 240.0  # the same, where a worker hangs: nobody mends that but the agents
-SLOWEST = 40.0  # times as long as others takes a worker for a step; others stay within 4
-LEAVE_BOUND_S = 30.0  # from the end of the job to the last agent's
+STEP_BOUND_S = 90.0  # the longest time to the next step after that
+HANG_BOUND_S = 240.0  # the same if a worker hangs: only the agents mend a hang
+# the most times that a step of a slow worker may take, if it is very slow; other slow workers stay within 4
+SLOWEST = 40.0
+LEAVE_BOUND_S = 30.0  # from the end of the job until its last agent has left
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``at_s`` after the start; ``node`` is a name, or "leader" for whoever leads then; ``for_s``:
-    until it is mended (0: for good); ``much``: how bad, between 0 and 1."""
+    """``at_s``: seconds after the start. ``node``: a name, or "leader" for the node that leads then.
+    ``for_s``: seconds until the fault is mended (0: never). ``much``: how bad the fault is, between 0 and 1.
+    """
 
     at_s: float
     kind: str
@@ -105,14 +107,14 @@ def _ill(illness: Illness) -> Callable[[Cluster, Fault], None]:
 
 
 def _blind(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
-    """Looks at its workers take long, or never come to an end."""
+    """Let looks at the node's workers take long, or never end."""
     cluster.clock.note(agent.name, f"is blind ({fault.much:.2f})")
     agent.inspector.blind = fault.much
     cluster.clock.after(fault.for_s, lambda: setattr(agent.inspector, "blind", 0.0))
 
 
 def _slow_slot(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
-    """Whatever worker is there computes for longer."""
+    """Slow one slot down: each worker in it computes for longer."""
     slots = cluster.slow_slots[agent.name]
     slot = int(fault.much * cluster.slots_of(agent.name))
     slots[slot] = SLOWEST if fault.for_s and fault.much < 0.3 else 1.5 + 2.5 * fault.much
@@ -127,14 +129,14 @@ def _slow_slot(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
 
 
 def _crowd(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
-    """Its workers share fewer processors than they want."""
+    """Let the node's workers share fewer processors than they need."""
     cluster.clock.note(agent.name, f"is crowded ({fault.much:.2f})")
     agent.host.crowded = fault.much
     cluster.clock.after(fault.for_s, lambda: setattr(agent.host, "crowded", 0.0))
 
 
 def _reset(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
-    """A connection between two workers, who both live."""
+    """Reset the connection between two workers that both live."""
     for worker in list(agent.procs.workers.values()):
         if worker.world is not None and cluster.training.job.inplace:
             worker.world.break_up("connection reset by peer")
@@ -147,7 +149,7 @@ def _bad_slot(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
 
 
 def _sigterm(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
-    if agent.signalled:  # the second signal: the agent leaves at once, and its workers hand nothing over
+    if agent.signalled:  # at the second signal the agent leaves at once, and its workers hand nothing over
         cluster.only_planned = False
     agent.signal(signal.SIGTERM)
     _restart_later(cluster, agent, fault)
@@ -199,7 +201,7 @@ def _scale(cluster: Cluster, fault: Fault) -> None:
 
 
 def _whole(size: int, unit: int) -> int:
-    """As many workers in whole units, but at least one unit."""
+    """Return the number of workers in whole units, but at least one unit."""
     return max(unit, size - size % unit)
 
 
@@ -207,7 +209,8 @@ def _join(cluster: Cluster, fault: Fault) -> None:
     cluster.join(fault.node, 1 + int(fault.much * 3))
 
 
-KINDS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # how often, and what it does
+# how often the fault is drawn, and what injects it
+KINDS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {
     "crash": (3.0, _on_node(_crash)),
     "cut": (3.0, _on_node(_cut)),
     "pause": (3.0, _on_node(_pause)),
@@ -226,7 +229,7 @@ KINDS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # how ofte
     "all_crash": (0.2, _all_crash),
     "stop": (0.1, lambda cluster, fault: cluster.stop()),
 }
-HANGS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # drawn apart from the others
+HANGS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # drawn from random numbers of their own
     "stopped": (2.0, _ill(Illness.STOPPED)),
     "asleep": (2.0, _ill(Illness.ASLEEP)),
     "busy": (1.0, _ill(Illness.BUSY)),
@@ -234,7 +237,8 @@ HANGS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # drawn ap
     "polling": (1.0, _ill(Illness.POLLING)),
     "blind": (1.5, _on_node(_blind)),
 }
-SLOWNESS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # drawn apart, too
+# drawn from random numbers of their own
+SLOWNESS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {
     "slow_slot": (2.0, _on_node(_slow_slot)),
     "crowded": (1.0, _on_node(_crowd)),
 }
@@ -244,7 +248,7 @@ ETCD_FAULTS = {"etcd_kill", "etcd_hang"}
 
 
 def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None = None) -> Schedule:
-    """The schedule of a seed. ``kinds``: only these faults."""
+    """Return the schedule of a seed. ``kinds``: draw only these faults."""
     random = Random(f"{seed}/schedule")
     count = nodes or random.choice((2, 3, 3, 4, 5, random.randint(6, 12)))
     slots = tuple(random.choice((1, 1, 2, 4)) for _ in range(count))
@@ -307,7 +311,7 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
         setup.policy = replace(POLICY, straggler_window_s=12.0, straggler_drain=drains)
     faults.sort(key=lambda f: f.at_s)
     kept = []
-    for fault in faults:  # one outage of etcd at a time
+    for fault in faults:  # at most one outage of etcd at a time
         if fault.kind in ETCD_FAULTS:
             if fault.at_s < etcd_free_at:
                 continue
@@ -317,24 +321,32 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
 
 
 def _draw_units(seed: int | str, slots: tuple[int, ...], limits: Limits) -> Limits:
-    """Worlds of whole units, in some schedules."""
+    """In some schedules, let worlds consist of whole units."""
     random = Random(f"{seed}/units")
     if random.random() < 0.7:
         return limits
     unit, within = random.choice((2, 2, 3, 4)), random.choice(list(UnitWithin))
-    places = sum(n - n % unit for n in slots) if within is UnitWithin.NODE else sum(slots)
+    places = _places(slots, Limits(unit, unit, unit, within))
     if places < unit:
         return limits
     least = _whole(min(limits.min, places * 2 // 3), unit)
     return Limits(least, max(least, _whole(limits.max, unit)), unit, within)
 
 
+def _places(slots: tuple[int, ...], limits: Limits) -> int:
+    """Return how many workers can be in whole units on these nodes."""
+    unit = limits.unit
+    return sum(n - n % unit for n in slots) if limits.within is UnitWithin.NODE else sum(slots)
+
+
 def _draw_memory(seed: int | str, setup: Setup) -> None:
-    """A state for which worlds above ``min`` may be too small, but never two thirds of all workers."""
+    """Draw a state for which a world above ``min`` may be too small, but never a world of two thirds of all
+    workers."""
     random = Random(f"{seed}/memory")
     if random.random() < 0.5:
-        workers, unit = max(setup.limits.min, sum(setup.slots) * 2 // 3), setup.limits.unit
-        workers = min(setup.limits.max, _whole(workers, unit))
+        unit = setup.limits.unit
+        workers = max(setup.limits.min, _whole(_places(setup.slots, setup.limits) * 2 // 3, unit))
+        workers = min(setup.limits.max, workers)
         setup.memory = 1000
         replicas = workers // unit if unit > 1 else 1
         copies = max(0, min(setup.job.redundancy + 1, workers) - replicas)
@@ -343,7 +355,8 @@ def _draw_memory(seed: int | str, setup: Setup) -> None:
 
 
 def _draw_hangs(seed: int | str, count: int, kinds: frozenset[str] | None) -> list[Fault]:
-    """Workers that hang, in some schedules: of their own dice, as this came later."""
+    """In some schedules, let workers hang. Random numbers of its own leave the other faults of old seeds as
+    they were."""
     random = Random(f"{seed}/hangs")
     allowed = {k: w for k, (w, _) in HANGS.items() if kinds is None or k in kinds}
     if not allowed or (kinds is None and random.random() < 0.5):
@@ -360,7 +373,7 @@ def _draw_hangs(seed: int | str, count: int, kinds: frozenset[str] | None) -> li
 
 
 def _draw_slowness(seed: int | str, count: int, kinds: frozenset[str] | None) -> list[Fault]:
-    """Workers that are slower than their peers, in some schedules."""
+    """In some schedules, let workers be slower than their peers."""
     random = Random(f"{seed}/slowness")
     allowed = {k: w for k, (w, _) in SLOWNESS.items() if kinds is None or k in kinds}
     if not allowed or (kinds is None and random.random() < 0.7):
@@ -380,7 +393,7 @@ def _draw_slowness(seed: int | str, count: int, kinds: frozenset[str] | None) ->
 
 @dataclass(slots=True)
 class Run:
-    """What a schedule did. ``broken`` is the rule it broke, in a sentence."""
+    """The result of a schedule. ``broken``: the rule that was broken, in a sentence."""
 
     cluster: Cluster
     invariants: Invariants
@@ -388,12 +401,12 @@ class Run:
 
 
 def run(seed: int | str, schedule: Schedule) -> Run:
-    """The schedule from beginning to end, and afterwards until the job is over."""
+    """Run the schedule, and then the job until it is over."""
     cluster = Cluster(seed, schedule.setup)
     result = Run(cluster, Invariants(cluster))
     try:
         _play(cluster, result.invariants, schedule)
-    except Exception as e:  # whatever the agent trips over is a finding
+    except Exception as e:  # an agent that raises an exception is a finding, too
         result.broken = str(e) if isinstance(e, Broken) else repr(e)
     return result
 
@@ -445,7 +458,7 @@ def _check_the_end(cluster: Cluster, invariants: Invariants, schedule: Schedule)
 
 
 def shrink(seed: int | str, schedule: Schedule) -> Schedule:
-    """The same with fewer faults, as long as it breaks the same rule (its first words, at least)."""
+    """Return the schedule with fewer faults that breaks the same rule (the same first words, at least)."""
 
     def rule(broken: str) -> str:
         return " ".join(word for word in broken.split() if word.isalpha())[:40]

@@ -10,20 +10,20 @@ Held = Mapping[Point, frozenset[int]]  # the parts that a worker holds, by commi
 
 
 def parts_of(rank: int, size: int, unit: int) -> frozenset[int]:
-    """The parts of a rank. With units, each unit has the whole."""
+    """Return the parts of a rank. With units, each unit has the whole model."""
     rank, of = (rank % unit, unit) if unit > 1 else (rank, size)
     return frozenset(range(rank * PARTS // of, (rank + 1) * PARTS // of))
 
 
 def with_copies(rank: int, size: int, unit: int, redundancy: int) -> frozenset[int]:
-    """The parts that a rank holds, its own and those that it guards."""
+    """Return the parts that a rank holds: its own, and those that it guards for other ranks."""
     replicas = size // unit if unit > 1 else 1
     guarded = range(1, min(redundancy + 1 - replicas, size - 1) + 1)
     return parts_of(rank, size, unit).union(*(parts_of((rank - k) % size, size, unit) for k in guarded))
 
 
 def newest_whole(held: Iterable[Held]) -> Point | None:
-    """The newest commit of which all parts are held."""
+    """Return the newest commit of which all parts are held."""
     there: dict[Point, frozenset[int]] = {}
     for its in held:
         for point, parts in its.items():
@@ -32,7 +32,7 @@ def newest_whole(held: Iterable[Held]) -> Point | None:
 
 
 def given(point: Point, going: Sequence[Held], staying: Sequence[Held]) -> list[frozenset[int]]:
-    """The parts that each of those who stay is given by those who go."""
+    """Return the parts that each staying worker gets from the leaving workers."""
     there = frozenset[int]().union(*(its.get(point, frozenset()) for its in staying))
     found: list[frozenset[int]] = [frozenset() for _ in staying]
     for number, its in enumerate(going):

@@ -1,9 +1,9 @@
-"""A simulated etcd, and one agent's way to it, with everything that can go wrong between them.
+"""A simulated etcd, and one agent's connection to it, with everything that can go wrong between them.
 
 ``SimEtcd`` is one logical etcd: revisions, transactions, leases, watches. ``SimStore`` implements
-``elasticd.core.ports.Store`` for one agent. Requests travel for a while, get lost on the way there
-or on the way back, or arrive so late that the agent has given up on them; watches lag, and list
-anew; etcd dies, hangs, or is cut off from some.
+``elasticd.core.ports.Store`` for one agent. Requests take a while. They may get lost on the way there or
+back, or arrive after the agent has given up. Watches lag, and list anew. etcd dies, hangs, or is cut off from
+some agents.
 """
 
 from __future__ import annotations
@@ -38,26 +38,27 @@ from elasticd.etcd.validity import problem
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
 
-EXPIRY_LAG_S = 0.5  # etcd looks for leases that have run out twice a second
+EXPIRY_LAG_S = 0.5  # etcd looks for expired leases twice a second
 
 
 @dataclass(slots=True)
 class Network:
     """How requests fare on the way to etcd and back. Probabilities are for each request.
 
-    ``late_max_s`` may exceed the client's timeout: then the answer is NoAnswer, and it is applied after.
+    If ``late_max_s`` exceeds the client's timeout, the answer is NoAnswer, and etcd applies the request
+    afterwards.
     """
 
     fastest_s: float = 0.0005
     slowest_s: float = 0.005
     lost: float = 0.0  # never arrives
-    answer_lost: float = 0.0  # arrives, is applied, and nobody hears of it
+    answer_lost: float = 0.0  # arrives and is applied; the answer gets lost
     late: float = 0.0  # arrives within late_max_s
     late_max_s: float = 6.0
     watch_lag: float = 0.0  # a batch of a watch takes up to watch_lag_max_s
     watch_lag_max_s: float = 2.0
-    misjudged: float = 0.0  # an agent finds itself cut off, as its probe was too slow, though all are silent
-    relist: float = 0.0  # a batch of a watch is lost to compaction: a listing comes instead
+    misjudged: float = 0.0  # an agent whose probe was too slow believes that it alone is cut off
+    relist: float = 0.0  # a batch of a watch is lost to compaction, and a listing takes its place
 
     def delay_s(self, random: Random) -> float:
         if self.late and random.random() < self.late:
@@ -67,7 +68,7 @@ class Network:
 
 class Health(StrEnum):
     SERVING = "serving"
-    HUNG = "hung"  # takes requests, answers none until it goes on
+    HUNG = "hung"  # takes requests, and answers them once it continues
     DOWN = "down"  # refuses connections
 
 
@@ -85,15 +86,15 @@ class _Lease:
     def __init__(self, id: int, ttl_s: float) -> None:
         self.id = id
         self.ttl_s = ttl_s
-        self.keys: dict[str, None] = {}  # a dict keeps its order, a set of strings does not
+        self.keys: dict[str, None] = {}  # a dict keeps its order, and a set of strings does not
         self.alive = True
         self.deadline = 0.0
         self.timer: Timer | None = None
 
 
 class _Topic:
-    """A key or prefix that is watched, and all that was ever written there. ``number``: its place in the
-    order in which topics were first watched, which is that in which they are told."""
+    """A key or prefix that is watched, and all changes there. ``number``: topics were first watched in this
+    order, and are told in this order."""
 
     __slots__ = ("history", "key", "listing", "number", "prefix", "watchers")
 
@@ -103,7 +104,7 @@ class _Topic:
         self.number = number
         self.history: list[Entry] = []
         self.watchers: dict[_Watch, None] = {}
-        self.listing: Listing | None = None  # the current one, while nothing was written since
+        self.listing: Listing | None = None  # the present listing, if nothing was written since
 
     def covers(self, key: str) -> bool:
         return key.startswith(self.key) if self.prefix else key == self.key
@@ -111,8 +112,8 @@ class _Topic:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """When an agent asks for more time on its lease: after this ``share`` of its time, or ``retry_s`` after
-    etcd did not answer."""
+    """When an agent renews its lease: after this ``share`` of the lease's time, or ``retry_s`` after etcd did
+    not answer."""
 
     share: float = 1 / 3
     retry_s: float = 0.2
@@ -122,7 +123,7 @@ RENEWAL = Renewal()
 
 
 class SimEtcd:
-    """One logical etcd, holding the keys of one job."""
+    """One logical etcd with the keys of one job."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -130,7 +131,8 @@ class SimEtcd:
         self.health = Health.SERVING
         self.revision = 1
         self.keys: dict[str, _Key] = {}
-        self.written: list[Callable[[Entry], None]] = []  # told of every change, at once: for invariants
+        # called at once with every change, for the invariants
+        self.written: list[Callable[[Entry], None]] = []
         self._leases: dict[int, _Lease] = {}
         self._lease_ids = 0
         self._topics: dict[tuple[str, bool], _Topic] = {}
@@ -141,7 +143,8 @@ class SimEtcd:
     # ---- requests, at the moment etcd handles them
 
     def arrive(self, handle: Callable[[], None], refused: Callable[[], None]) -> None:
-        """A request is here. A hung etcd handles it once it goes on; one that is down never."""
+        """Handle a request that arrives. A hung etcd handles the request once etcd continues; a dead etcd
+        never does."""
         match self.health:
             case Health.SERVING:
                 handle()
@@ -186,7 +189,7 @@ class SimEtcd:
         return lease.id
 
     def keep_alive(self, lease_id: int) -> bool:
-        """Whether the lease is there still; if so it has its full time again."""
+        """Return whether the lease still exists. If so, give it its full time again."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
@@ -207,7 +210,7 @@ class SimEtcd:
     # ---- faults
 
     def kill(self) -> None:
-        """SIGKILL. What was applied is on disk; what was on its way is not."""
+        """Kill etcd (SIGKILL). Requests that were applied are on disk; requests on their way are lost."""
         self.clock.note("etcd", "is killed")
         self.health = Health.DOWN
         self._stuck.clear()
@@ -215,14 +218,15 @@ class SimEtcd:
         self._break_watches()
 
     def hang(self) -> None:
-        """SIGSTOP."""
+        """Stop etcd (SIGSTOP)."""
         self.clock.note("etcd", "hangs")
         self.health = Health.HUNG
         self._stop_leases()
 
     def recover(self) -> None:
-        """After a kill every lease has its full time again; after a hang, what time it has left by
-        the clock: it may run out before, or after, the keep-alives that waited are handled."""
+        """Start or continue etcd. After a kill every lease has its full time again. After a hang a lease has
+        the time that is left by the clock, so it may run out before or after the waiting keep-alives are
+        handled."""
         was, self.health = self.health, Health.SERVING
         self.clock.note("etcd", "is back" if was is Health.DOWN else "goes on")
         stuck, self._stuck = self._stuck, []
@@ -242,12 +246,12 @@ class SimEtcd:
                 watch.wake()
 
     def expire_all(self) -> None:
-        """A leader of etcd that stalls may revoke every lease there is (etcd#15247)."""
+        """Revoke every lease, as a leader of etcd that stalls may do (etcd#15247)."""
         self.clock.note("etcd", "revokes every lease")
         for lease in list(self._leases.values()):
             self.revoke(lease.id)
 
-    # ---- what is in it
+    # ---- the content
 
     def fact(self, key: str) -> Fact | None:
         at = self.keys.get(key)
@@ -280,7 +284,7 @@ class SimEtcd:
         return [write.key] if write.key in self.keys else []
 
     def _covering(self, key: str) -> list[_Topic]:
-        """The topics of this key."""
+        """Return the topics of this key."""
         found = [topic for topic in self._prefixes if topic.covers(key)]
         if (one := self._topics.get((key, False))) is not None:
             found.append(one)
@@ -325,7 +329,7 @@ class SimEtcd:
     def _extend(self, lease: _Lease) -> None:
         lease.deadline = self.clock.now() + lease.ttl_s
         if lease.timer is None or lease.timer[2] is None:
-            self._arm(lease)  # an armed timer looks at the deadline again when it goes off
+            self._arm(lease)  # a timer that is set looks at the deadline again when it goes off
 
     def _arm(self, lease: _Lease) -> None:
         lag_s = EXPIRY_LAG_S * self.random.random()
@@ -374,8 +378,8 @@ class SimStore:
         self._clock = host.clock
         self._watches: list[_Watch] = []
         self._lease: int = 0
-        self._due = 0.0  # when the lease is to be asked for next
-        self._late_s = 0.0  # how late it was asked for since it was held last
+        self._due = 0.0  # when to renew the lease next
+        self._late_s = 0.0  # how late the present renewal was sent
         self._news: Callable[[LeaseNews], None] | None = None
         self._silence: StoreSilent | None = None
         self._closed = False
@@ -418,7 +422,7 @@ class SimStore:
     # ---- faults
 
     def cut_off(self) -> None:
-        """Nothing gets through in either direction, what is under way included."""
+        """Cut the connection in both directions. Messages on their way are lost, too."""
         self._clock.note(self.host.name, "is cut off from etcd")
         self.cut = True
         for watch in self._watches:
@@ -435,7 +439,7 @@ class SimStore:
     def _request(
         self, apply: Callable[[], Answer | int | bool], answer: Callable[..., None], timeout_s: float = 0.0
     ) -> None:
-        """Send, and call ``answer`` once: with the answer of etcd, or NoAnswer when none comes in time."""
+        """Send a request. Call ``answer`` once: with etcd's answer, or with NoAnswer after the timeout."""
         timeout_s = timeout_s or self.timeout_s
         if not self.host.alive:
             return
@@ -466,7 +470,7 @@ class SimStore:
     # ---- the lease
 
     def _keep(self) -> None:
-        """Ask for a lease, or for more time on the one there is; then again, for ever."""
+        """Ask for a lease, or renew the lease; then again, for ever."""
         if self._closed:
             return
         lease, asked_at = self._lease, self.host.now()
@@ -500,12 +504,13 @@ class SimStore:
             self._request(lambda: self.etcd.grant(self.ttl_s), answered, timeout_s)
 
     def _be_silent(self, since: float) -> None:
-        # The port's promise, which a network that merely loses requests makes hard to keep: unless
-        # etcd serves nobody, it may be serving others.
+        # The port promises to say whether this agent alone is cut off. If requests may get lost, that is hard
+        # to know:
+        # unless etcd is down, etcd may be answering other agents.
         cut_off = self.cut or self.etcd.health is Health.SERVING
         misjudged = self.network.misjudged and not (self._silence and self._silence.cut_off)
         if misjudged and self.random.random() < self.network.misjudged:
-            cut_off = True  # by a probe that was too slow, once
+            cut_off = True  # a probe was too slow, once
         silence = StoreSilent(self._silence.since if self._silence else since, cut_off, since)
         if silence != self._silence:
             self._silence = silence
@@ -517,7 +522,7 @@ class SimStore:
 
 
 class _Watch:
-    """A watch of one agent: where it is in the history of its topic."""
+    """A watch of one agent: its position in the history of its topic."""
 
     __slots__ = ("at", "broken", "ended", "listed", "seen", "store", "topic", "waiting")
 
@@ -541,7 +546,7 @@ class _Watch:
         self.topic.watchers.pop(self, None)
 
     def wake(self) -> None:
-        """There is something to send."""
+        """Send what is new."""
         if not self.waiting and self.store.host.alive:
             self.waiting = True
             self._later()
@@ -563,7 +568,8 @@ class _Watch:
             return
         if self.broken:  # connect again, which takes a while
             self.broken = False
-            self.listed = self.listed and store.random.random() < 0.7  # else compacted meanwhile
+            # else etcd has compacted the history meanwhile
+            self.listed = self.listed and store.random.random() < 0.7
             store._clock.after(store.random.uniform(0.05, 1.0), self._send)
             return
         history = self.topic.history
@@ -587,7 +593,7 @@ class _Watch:
         store.host.call(lambda: None if self.ended else self.seen(what))
 
     def _part(self, history: list[Entry], end: int) -> int:
-        """Somewhere in what is to be sent, but never inside a transaction."""
+        """Return a random place in the history to be sent, but never inside a transaction."""
         part = self.store.random.randrange(self.at + 1, end)
         while part < end and history[part].revision == history[part - 1].revision:
             part += 1

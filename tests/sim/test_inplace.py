@@ -1,4 +1,4 @@
-"""Jobs whose workers keep their process: who goes on, when, and with what."""
+"""Jobs whose workers keep their process: which workers continue, when, and with which state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.sim.procs import Job, SimWorker
 from tests.sim.schedule import Fault, Run, draw, run
 from tests.sim.test_schedules import directed
 
-LATE_S = (0.05, 0.15, 0.25, 0.35)  # of a second change
+LATE_S = (0.05, 0.15, 0.25, 0.35)  # when a second change follows the first
 
 
 def _job(**changes: object) -> Job:
@@ -29,8 +29,8 @@ def test_no_step_is_made_twice_though_nothing_was_ever_saved() -> None:
 
 
 def test_forming_worlds_of_newcomers_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Does the rule that nothing is lost bite? A leader that leaves survivors out, and has them hand
-    nothing over, breaks it."""
+    """Does the rule that no state is lost have an effect? Here a leader leaves survivors out, who hand
+    nothing over."""
     form = seating.form
 
     def newcomers_first(nodes, last, limits, quarantines, now):  # type: ignore[no-untyped-def]
@@ -47,7 +47,7 @@ def test_forming_worlds_of_newcomers_first_is_noticed(monkeypatch: pytest.Monkey
 
 
 def test_survivors_that_hear_of_a_loss_late_keep_their_state_though_all_of_them_do() -> None:
-    """They are all in code of their own for longer than one may be that keeps the others waiting."""
+    """All survivors are in the script's own code, for longer than one worker may keep waiting workers."""
     fault = Fault(10.0, "user_failure", "n0", much=0.0)
     job = _job(dwells=1.0, dwell_s=(8.0, 8.5))
     result = directed(fault, setup=Setup((2, 2), Limits(1, 4), job=job))
@@ -90,7 +90,7 @@ def _handed_over(result: Run) -> list[bool]:
 @pytest.mark.parametrize("kind", ["scale", "drain", "sigterm"])
 @pytest.mark.parametrize("late_s", LATE_S)
 def test_two_planned_changes_in_quick_succession_need_no_copies_of_parts(kind: str, late_s: float) -> None:
-    """From four workers to two. Before the two train, one of them is to leave as well."""
+    """The job shrinks from four workers to two. Before the two train, one of them is told to leave, too."""
     job = _job(sharded=True, step_s=0.2)
     faults = Fault(10.0, "scale", "n0", much=0.3), Fault(10.0 + late_s, kind, "n1", much=0.0)
     result = directed(*faults, setup=Setup((1, 1, 1, 1), Limits(1, 4), job=job))
@@ -110,7 +110,7 @@ def test_a_part_that_is_left_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_world_with_parts_of_two_steps_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that goes on with the parts that it has, whatever the others have."""
+    """A worker continues with the parts that it has, although other workers continue from another step."""
     enter = SimWorker.has_entered
 
     def stubborn(self: SimWorker) -> None:
@@ -125,7 +125,7 @@ def test_a_world_with_parts_of_two_steps_is_noticed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_script_that_has_left_its_run_function_comes_to_its_end_whoever_joins_or_leaves() -> None:
-    """Its last evaluation takes longer than workers get to leave a round."""
+    """The script's last evaluation takes longer than the time that workers get to leave a round."""
     job = _job(total_steps=50, end_s=(10.0, 12.0))
     faults = (Fault(8.0, "join", "n2"), Fault(9.0, "scale", "n0"), Fault(10.0, "sigterm", "n1"))
     policy = Policy(part_s=3.0, shutdown_s=30.0)

@@ -1,4 +1,5 @@
-"""A large job through all that happens to one; and what the invariants look at in each step is enough."""
+"""A large job through everything that happens to a job. Also: the checks of each step find as much as a look
+at all workers."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_a_seed_replays_a_large_play() -> None:
     assert first == second
 
 
-# ---- what changed is looked at in each step: nothing escapes that a look at all would find
+# ---- a look at what has changed finds all that a look at all workers finds
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_a_look_at_what_changed_finds_what_a_look_at_all_finds() -> None:
 
 
 def _death_unnoticed(patch: pytest.MonkeyPatch) -> None:
-    """Workers outlive their agent, and nobody is told that the agent is gone."""
+    """Workers outlive their agent, and nobody is told that the agent is dead."""
     test_oracle._orphans(patch)
     vanish = SimAgent._vanish
 
@@ -82,7 +83,7 @@ def _step_noted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _seat_taken(patch: pytest.MonkeyPatch) -> None:
-    """Of two workers of a node, one answers for the other's slot, once all are there."""
+    """Once all workers are there, one of a node's two workers answers for the other's slot."""
     stepped = Invariants._stepped
 
     def swapped(self: Invariants, world: World) -> None:

@@ -1,4 +1,5 @@
-"""Does the oracle work? Each breakage below must turn an invariant red that holds without it."""
+"""Do the invariants notice faults? Each breakage below must break an invariant that holds without the
+breakage."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def _charged_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _loss_charged(patch: pytest.MonkeyPatch) -> None:
-    """Echoes of a lost node are taken for failures of the user's code."""
+    """The leader charges failures that a lost node has caused to the user's code."""
     settle = deciding.settle
 
     def unfair(view: Any, spec: Any, round: Round, now: float) -> Any:
@@ -133,12 +134,12 @@ def _numbers_go_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def _steps_alone(patch: pytest.MonkeyPatch) -> None:
-    """A simulator in which workers go on without their peers would prove nothing."""
+    """Workers continue without their peers. A simulator that allows that would prove nothing."""
     patch.setattr(World, "leave", lambda self, worker: self.workers.pop(worker.rank, None))
 
 
 def _victims_condemned(patch: pytest.MonkeyPatch) -> None:
-    """Whoever waits is taken for the one to blame."""
+    """The workers that wait are condemned in place of the worker that hangs."""
     judged = judging.judge
 
     def blind(looks: Any, allowed: Any, *since: Any) -> Any:
@@ -151,7 +152,7 @@ def _victims_condemned(patch: pytest.MonkeyPatch) -> None:
 
 
 def _never_grows(patch: pytest.MonkeyPatch) -> None:
-    """A unit that is whole again is left waiting."""
+    """A unit that is whole again is never taken into the world."""
     patch.setattr(supervising, "_grow_or_rest", lambda *asked: Plan())
 
 
@@ -165,7 +166,7 @@ def _nobody_is_slow(patch: pytest.MonkeyPatch) -> None:
 
 
 def _crowds_are_slow(patch: pytest.MonkeyPatch) -> None:
-    """The time without a processor counts as the worker's own."""
+    """The time in which a worker has no processor counts as the worker's own."""
     own_s = straggler.own_s
     patch.setattr(straggler, "own_s", lambda a, b, charged_s: own_s(a, b, b.delay_s - a.delay_s))
 
@@ -192,8 +193,9 @@ LIKELY: dict[Break, frozenset[str]] = {  # the faults under which a breakage soo
     _nobody_is_slow: frozenset({"slow_slot"}),
     _crowds_are_slow: frozenset({"crowded"}),
 }
-# Seeds below these show nothing. The second is one of the cheap ones among those that show it: a leader that
-# waits for no release forms round after round, which is dear to simulate, so some seconds of it are enough.
+# With seeds below these the breakage does not show. The second is one of the seeds that are cheap to
+# simulate: a
+# leader that does not wait for releases forms round after round, so some seconds of the job are enough.
 FIRST: dict[Break, int] = {_no_fence: 26, _one_too_many: 13, _release_unasked: 16, _nobody_is_slow: 7}
 HURRIED = {_release_unasked}
 
@@ -241,7 +243,7 @@ def test_a_breakage_turns_an_invariant_red(
 
 
 def test_forgetting_that_etcd_was_away_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever takes every absence for a loss replaces nodes that had no etcd to renew a lease at."""
+    """An agent that takes every absence for a loss replaces nodes that could not renew their lease."""
     monkeypatch.setattr(hearing, "_distrust_absences", lambda do: None)
     with pytest.raises(AssertionError, match="nobody restarts"):
         _six_outages()

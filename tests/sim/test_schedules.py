@@ -18,8 +18,8 @@ from tests.sim.invariants import Invariants
 from tests.sim.procs import Job
 from tests.sim.schedule import Fault, Run, Schedule, draw, run
 
-BATCH = 10  # schedules to a test: on a busy machine, too, a test ends within its time
-OFTEN = (1, 3, 8)  # the batches of every run of the tests; the others are for -m slow
+BATCH = 10  # schedules in a test, so that a test ends in time on a busy machine
+OFTEN = (1, 3, 8)  # the batches that always run; the other batches run with -m slow
 
 
 def _hold(result: Run, replay: str) -> None:
@@ -48,7 +48,7 @@ def directed(*faults: Fault, setup: Setup, seed: str = "directed") -> Run:
     return result
 
 
-# After a hang, leases may or may not run out the moment etcd goes on.
+# After a hang, leases may run out at the moment when etcd continues, or not.
 HANGS = [("hang", misjudged, seed) for misjudged in (0.0, 0.4) for seed in range(6)]
 
 
@@ -92,7 +92,7 @@ def test_a_new_leader_that_saw_no_outage_does_not_replace_who_is_only_late() -> 
     _hold(run(1625, draw(1625, 3, kinds)), replay_command(1625, 3, ",".join(sorted(kinds))))
 
 
-# Often two looks see a worker that polls at the same line by chance. With these seeds none do.
+# By chance two looks often see a polling worker at the same line. With these seeds they do not.
 UNSETTLED = [("polling", "poll18"), ("polling", "poll31")]
 HUNG = [*((kind, "directed") for kind in ("stopped", "asleep", "apart", "polling")), *UNSETTLED]
 
@@ -185,7 +185,7 @@ def test_a_thousand_nodes_form_a_world_and_lose_some_of_them() -> None:
     clock = cluster.clock
     assert clock.run(until=START + 30.0, done=lambda: invariants.worlds == 1)
     assert invariants.live[1].world_size == 1000
-    for i in range(0, 1000, 50):  # the leader may be among them
+    for i in range(0, 1000, 50):  # the leader may be one of these nodes
         cluster.agents[f"n{i}"].crash()
     lost_at = clock.now()
     assert clock.run(until=lost_at + 60.0, done=lambda: invariants.worlds == 2)

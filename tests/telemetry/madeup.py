@@ -25,7 +25,7 @@ def agent(**more: Any) -> AgentStatus:
 
 
 def job(*nodes: NodeStatus, **more: Any) -> JobStatus:
-    """Return the status of a job of two workers that trains on node a, as that node's agent knows it."""
+    """Return the status of a job of two workers that trains on node a, as the agent of that node knows it."""
     made = JobStatus(
         job="train",
         at=AT + 100,

@@ -97,7 +97,7 @@ def test_a_first_connection_without_a_free_file_waits_and_the_agent_says_so_once
 def test_a_server_without_a_free_file_tries_again_later_and_says_so_once(
     connect: Any, log: Log, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connect()  # the server runs from now on
+    connect()  # the server runs from here on
     tried = 0
     accept = socket.socket._accept  # type: ignore[attr-defined]
 
@@ -174,7 +174,7 @@ with HttpServer("127.0.0.1", 0, Site({"/": lambda _: Answer(b"home")})) as serve
 
 @pytest.mark.slow
 def test_a_process_that_has_opened_all_its_files_answers_once_files_are_free() -> None:
-    """At the first connection, and at a later one."""
+    """This holds for the first connection and for later ones."""
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Reasons and facts in words, and as log events."""
+"""Reasons and facts in words, and as events of the log."""
 
 from __future__ import annotations
 

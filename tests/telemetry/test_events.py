@@ -133,7 +133,7 @@ def test_who_follows_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Pat
         return json.dumps(events.of_agent(events.STARTED, at, "job", "a", "here", pid=number)) + "\n"
 
     pipes = [os.pipe() for _ in range(2)]
-    ends = dict(enumerate(read for read, _ in pipes))  # readable once the agent is gone
+    ends = dict(enumerate(read for read, _ in pipes))  # readable after the agent has ended
     (folder / events.FILE).write_text(agent(0, 1))
     following = threading.Thread(target=look, daemon=True)
     following.start()
@@ -147,7 +147,7 @@ def test_who_follows_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Pat
     (later / events.FILE).write_text(agent(1, 3))
     runs.note(state, "job", "b", 2.0, later)
     until(lambda: seen == [1, 2, 3])
-    os.close(pipes[0][1])  # one agent ends; the other goes on
+    os.close(pipes[0][1])  # one agent ends, and the other one continues
     with (later / events.FILE).open("a") as file:
         file.write(json.dumps(formed(4)) + "\n")
     until(lambda: seen == [1, 2, 3, 4])

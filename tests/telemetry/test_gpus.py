@@ -15,8 +15,9 @@ pynvml = pytest.importorskip("pynvml")
 
 @dataclass
 class Nvml:
-    """Two GPUs. ``mute``: questions that they have no answer to. ``lost``: those that have fallen off the
-    bus; NVML answers no question about them, their number and name included. ``events``: yet to be told."""
+    """Two GPUs. ``mute``: questions that they do not answer. ``lost``: GPUs that have fallen off the bus:
+    NVML answers no question about them, not even about their number and name. ``events``: events yet to be
+    reported."""
 
     mute: set[str] = field(default_factory=set)
     reasons: int = 0
@@ -26,7 +27,7 @@ class Nvml:
     def __getattr__(self, name: str) -> Any:
         if name in self.mute:
             return self._refuse
-        return getattr(pynvml, name)  # its constants and errors
+        return getattr(pynvml, name)  # NVML's constants and errors
 
     def _refuse(self, *_: object) -> Any:
         raise pynvml.NVMLError_NotSupported

@@ -43,7 +43,7 @@ def get(server: HttpServer, path: str, method: str = "GET", **headers: str) -> t
 
 
 def raw(server: HttpServer, data: bytes) -> bytes:
-    """All that comes back."""
+    """Send bytes. Return everything that comes back."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(data)
         return b"".join(iter(lambda: sock.recv(65536), b""))
@@ -209,7 +209,7 @@ def test_over_tls_who_asks_can_tell_whom(authority: Authority, tls: Tls) -> None
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
             urllib.request.urlopen(server.url, timeout=30)
         with pytest.raises(ConnectionError):
-            get(server, "/")  # in the clear
+            get(server, "/")  # without encryption
 
 
 def test_over_tls_idle_connections_keep_nobody_out(authority: Authority, tls: Tls) -> None:

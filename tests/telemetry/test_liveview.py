@@ -150,7 +150,7 @@ def in_terminal(
         while True:
             try:
                 chunk = os.read(ours, 65536)
-            except OSError:  # nobody holds the other end any more
+            except OSError:  # no process has the other end open any more
                 break
             if not chunk:
                 break
@@ -262,7 +262,7 @@ def test_long_lines_are_wrapped_by_the_terminal_and_not_cut(tmp_path: Path) -> N
 
 
 def test_no_thread_is_started_before_there_is_something_to_show(tmp_path: Path) -> None:
-    """The agent forks first, and a fork wants no threads."""
+    """The agent forks first, and a process that forks should have no threads."""
     in_terminal(
         """
         view.line("early")

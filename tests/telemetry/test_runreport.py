@@ -37,7 +37,8 @@ def slot(steps: int, **spent: float) -> dict[str, Any]:
 
 
 def two_rounds(*more: Event) -> AgentFiles:
-    """The first lives from 2 to 20, the second from 25 to 40; its beginning costs 5 s of each slot."""
+    """Write a run of two rounds. The first lives from 2 to 20, the second from 25 to 40. The second costs 5 s
+    of each slot to begin."""
     events = [
         started(),
         told(2, RoundFormed(1, 2, 1, Cause.START)),

@@ -1,4 +1,4 @@
-"""Where runs are found, and what happens to the links of deleted ones."""
+"""Where runs are found, and what happens to the links to deleted runs."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_live_job_is_told_whole() -> None:
     [
         (Phase.LIVE, ["running", "running", "quarantined", "starting", "idle", "idle"]),
         (Phase.CLOSING, ["stopping", "stopping", "quarantined", "stopping", "idle", "idle"]),
-        (Phase.WAITING, ["idle", "idle", "quarantined", "idle", "idle", "idle"]),  # its workers are gone
+        (Phase.WAITING, ["idle", "idle", "quarantined", "idle", "idle", "idle"]),  # its workers have ended
         (Phase.ENDED, ["quarantined", "idle", "idle", "idle", "idle", "idle"]),
     ],
 )
@@ -285,7 +285,7 @@ def _what_the_leader_waits_for(facts: Mapping[str, Fact]) -> Wait:
     ("nodes", "inplace", "have"),
     [
         ((node("a"), node("b", draining=True)), False, 1),  # one slot is in quarantine
-        ((node("a"), node("c", ready=(1,), released=1)), True, 1),  # others have no process that waits
+        ((node("a"), node("c", ready=(1,), released=1)), True, 1),  # other slots have no process that waits
         ((node("b"), node("c", released=1)), False, 2),  # b has not released the last round
     ],
 )
@@ -357,7 +357,7 @@ def test_nothing_but_a_node_is_a_job_that_starts() -> None:
 
 
 def paces(*beats: tuple[SlotProgress, float], round: int = 1, formed_at: float = 10.0) -> list[float | None]:
-    """Return the pace after each heartbeat that is read at a time."""
+    """Return the pace after each heartbeat, read at these times."""
     rates = StepRates()
     return [rates.of("a", beat, round, formed_at, now) for beat, now in beats]
 
@@ -399,8 +399,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_schema_is_that_of_the_status() -> None:
-    """Programs rely on the fields: add to them, never take away, else raise ``SCHEMA``. To write the file
-    again: ``python -m tests.telemetry.test_status``."""
+    """Programs rely on the fields. Add fields, but never remove one without raising ``SCHEMA``. ``python -m
+    tests.telemetry.test_status`` writes the file again."""
     assert json.loads((DOCS / "status.schema.json").read_text()) == schema()
 
 
@@ -428,7 +428,7 @@ def schema() -> dict[str, Any]:
     made = msgspec.json.schema(JobStatus)
     made["title"] = "The status of a job, as `elasticd status --json` and an agent's /status tell it"
     for of in made["$defs"].values():
-        of.pop("description", None)  # docs/status.md has the words
+        of.pop("description", None)  # docs/status.md explains the fields
         if "properties" in of:
             of["required"] = list(of["properties"])
             for field in of["properties"].values():

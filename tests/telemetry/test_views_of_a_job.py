@@ -56,7 +56,7 @@ def plain(lines: list[str]) -> str:
 
 
 def screen(s: JobStatus, width: int = 240, height: int = 48) -> str:
-    """What ``elasticd top`` draws."""
+    """Return what ``elasticd top`` draws."""
     status = replace(s, agent=None)
     return plain(footer.render(status, width, 2 * height, rows_max=height, fold=True))
 

@@ -181,7 +181,7 @@ def test_a_member_that_went_on_to_another_round_never_arrives_in_this_one() -> N
 
 
 class Rehearsal:
-    """Nodes that come, leave, rejoin and act on views that may be old, and one etcd that decides."""
+    """Nodes that come, leave, join again, and act on views that may be old, with one etcd that decides."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -193,7 +193,7 @@ class Rehearsal:
         self.round_revision = 0
         self.joining: set[str] = set()
         self.inside: dict[str, int] = {}
-        self.wrote: dict[str, int] = {}  # a node never looks at a view older than its own last write
+        self.wrote: dict[str, int] = {}  # a node never looks at a view that is older than its own last write
         self.history: list[tuple[int, int, RendezvousView]] = []
         self.now = 0.0
 
@@ -214,7 +214,7 @@ class Rehearsal:
         self.nodes[name] = seen(created, after=after, since=self.now)
 
     def lose(self, name: str) -> None:
-        """Its lease runs out; it joins again under another name."""
+        """Let the node's lease run out. The node joins again under another name."""
         self.revision += 1
         self.nodes.pop(name, None)
         self.joining.discard(name)

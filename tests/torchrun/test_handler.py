@@ -101,7 +101,7 @@ def lose(handler: object) -> None:
 def test_a_node_beyond_the_maximum_is_spare_and_takes_the_place_of_a_lost_one(nodes: Nodes) -> None:
     pair = [nodes.new(1, 2) for _ in range(2)]
     nodes.fill(*pair)
-    spare = nodes.new(1, 2, join_timeout=6)  # being spare does not use up its patience
+    spare = nodes.new(1, 2, join_timeout=6)  # a spare node does not use up its patience
     [waiting] = nodes.join(spare)
     with pytest.raises(TimeoutError):
         waiting.result(6.5)
@@ -144,7 +144,7 @@ def test_closing_is_seen_by_all_and_nobody_joins_any_more(nodes: Nodes) -> None:
     assert not second.is_closed()
     first.set_closed()
     assert first.is_closed() and second.is_closed()
-    first.set_closed()  # twice is fine
+    first.set_closed()  # a second call does no harm
     until(lambda: second.num_nodes_waiting() == 0 and second._ended, second)
     for handler in (second, nodes.new(1, 2)):
         with pytest.raises(RendezvousClosedError, match="another job needs another --rdzv-id"):
@@ -159,7 +159,7 @@ def test_a_member_that_shuts_down_closes_and_the_others_may_end_in_peace(nodes: 
     assert second.num_nodes_waiting() == 0
     assert second.is_closed()
     assert second.shutdown()
-    assert second.shutdown()  # twice is fine
+    assert second.shutdown()  # a second call does no harm
 
 
 def test_a_member_whose_job_failed_stops_the_others_and_then_the_id_is_free_again(nodes: Nodes) -> None:
@@ -169,7 +169,7 @@ def test_a_member_whose_job_failed_stops_the_others_and_then_the_id_is_free_agai
         try:
             raise ArithmeticError("the workers failed")
         finally:
-            first.shutdown()  # as torch's launcher does it
+            first.shutdown()  # as torch's launcher does
     until(lambda: second.num_nodes_waiting() == 1, second)
     with pytest.raises(RendezvousClosedError, match="its workers failed"):
         nodes.joined(second)
@@ -180,7 +180,7 @@ def test_a_member_whose_job_failed_stops_the_others_and_then_the_id_is_free_agai
 def test_a_superseded_node_cannot_close_the_new_world(nodes: Nodes) -> None:
     first, second = nodes.new(1, 2), nodes.new(1, 2)
     nodes.fill(first, second)
-    first._membership._link.leases.close()  # its lease runs out while it looks away
+    first._membership._link.leases.close()  # the lease runs out while the node looks away
     until(lambda: second.num_nodes_waiting() > 0, second)
     nodes.joined(second)
     first.shutdown()
@@ -208,7 +208,7 @@ def test_a_blocking_store_call_does_not_hold_up_the_keep_alive(nodes: Nodes) -> 
     membership = handler._membership
     lease = membership._lease.id
     with pytest.raises(DistStoreError):
-        info.store.get("never")  # blocks for the store's 3 s, longer than a lease
+        info.store.get("never")  # waits for the store's 3 s, longer than a lease
     assert handler.num_nodes_waiting() == 0
     assert membership._lease.id == lease
 

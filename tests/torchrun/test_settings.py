@@ -15,7 +15,7 @@ def settings(endpoint: str = "etcd:2379", run_id: str = "job", **conf: object) -
 
 
 def test_defaults_are_torchs_where_torch_has_them_and_no_last_call() -> None:
-    plain = settings(timeout=900)  # what torchrun itself puts there
+    plain = settings(timeout=900)  # torchrun itself adds these
     assert (plain.join_timeout_s, plain.close_timeout_s, plain.silence_s) == (600, 30, 60)
     assert (plain.ttl_s, plain.rules.last_call_s, plain.rules.max_nodes) == (5, None, 4)
 

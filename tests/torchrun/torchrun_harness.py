@@ -62,7 +62,7 @@ class Nodes:
 
 
 def until(holds: Callable[[], bool], handler: EtcdV3RendezvousHandler) -> None:
-    """Wait until the condition holds; check it whenever the handler has seen a change in etcd."""
+    """Wait until the condition holds. Check it whenever the handler has seen a change in etcd."""
     membership = handler._membership
     assert membership is not None
     with membership.changed:
@@ -108,7 +108,7 @@ class Agent:
             return "".join(self._said)
 
     def hears(self, pattern: str, times: int = 1) -> list[re.Match[str]]:
-        """Wait until the agent has printed this so often."""
+        """Wait until the agent has printed this text so often."""
         found: list[re.Match[str]] = []
 
         def enough() -> bool:
@@ -120,7 +120,8 @@ class Agent:
         return found
 
     def joins(self, world: int, times: int = 1) -> int:
-        """Wait until a worker of this agent has joined a world of this size so often. Return its pid."""
+        """Wait until a worker of this agent has joined a world of this size so often. Return the worker's
+        pid."""
         return int(self.hears(rf"<joined rank=\d+ world={world} pid=(\d+)", times)[times - 1][1])
 
     def worlds(self, world: int) -> int:
@@ -167,7 +168,7 @@ class Agents:
 
 
 def gone(pid: int) -> None:
-    """Wait until a process is gone."""
+    """Wait until a process has ended."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

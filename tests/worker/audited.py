@@ -1,4 +1,4 @@
-"""The notes that workers have written for an audit."""
+"""The notes that workers wrote for an audit."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from elasticd.data.auditnotes import FOLDER, lines
 
 
 def assert_each_sample_is_used_once(folder: Path, samples: int) -> None:
-    """The committed steps have used all samples of one epoch, each once. Ranks whose weights differ are a
-    finding, too."""
+    """Check that the committed steps have used all samples of one epoch, each once. Ranks whose weights
+    differ are an error, too."""
     notes = {path.name: lines(path.read_bytes()) for path in (folder / FOLDER).iterdir()}
     verdict = judge(notes)
     assert verdict.findings == ()

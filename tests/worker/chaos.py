@@ -1,9 +1,10 @@
-"""``python -m tests.worker.chaos``: scripts, faults and moments drawn from a seed, each run compared with an
-undisturbed one of the same script.
+"""``python -m tests.worker.chaos``: scripts, faults and moments drawn from a seed. Each run is compared with
+an undisturbed run of the same script.
 
 Workers are real processes, and are really killed and stopped; the crew takes the agent's place. The
-comparison covers everything that training leads to (bit for bit in consistent mode, else within rounding),
-and a ledger that the script itself keeps: the committed steps have used each sample once."""
+comparison covers everything that training leads to (bit for bit in consistent mode, else within rounding). It
+also covers a ledger that the script itself keeps: the committed steps have used each sample once.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from tests.worker.chaosjob import BATCH, EPOCHS, SAMPLES, STEPS, Fault, Script
 from tests.worker.crew import Crew, Hand
 
 PATIENCE_S = float(os.environ.get("CREW_PATIENCE_S", "90"))
-PAUSE_S = 0.3  # how long a worker stays stopped, until it goes on or its agent notices
+PAUSE_S = 0.3  # how long a worker stays stopped, until it continues or its agent notices
 TOLERANCE = 1e-6  # of sums in another order, in float64
 POINTS = (
     "start", "fetched", "forward", "backward", "summed", "unscaled", "in the optimizer", "after an optimizer",
@@ -60,7 +61,8 @@ def draw(seed: int) -> Plan:
 
 
 def _with_epochs(plan: Plan, chance: random.Random) -> Plan:
-    """Return the plan, with epochs in half of the scripts, and with values of each worker's own in half."""
+    """Return the plan, with epochs in half of the scripts, and with values of each worker's own in half of
+    them."""
     script = replace(plan.script, local=chance.random() < 0.5)
     if script.twice or chance.random() < 0.5:
         return replace(plan, script=script)
@@ -75,14 +77,15 @@ def _with_epochs(plan: Plan, chance: random.Random) -> Plan:
 
 
 def _with_more(plan: Plan, chance: random.Random) -> Plan:
-    """Return the plan; three of four scripts also do what only some scripts do."""
+    """Return the plan. Three of four scripts also do what only some scripts do."""
     script = plan.script
     if chance.random() < 0.25:
         return plan
     plain = script.optimizer not in ("closure", "fused") and script.ddp != "static"
     again = plain and script.data == "numbers" and script.kind == "mlp" and not script.scaler
     if again and chance.random() < 0.5:  # a step of Data yields its samples only once
-        schedule = script.schedule if script.schedule != "onecycle" else ""  # which needs a momentum
+        # an optimizer with momentum is needed
+        schedule = script.schedule if script.schedule != "onecycle" else ""
         script = replace(script, optimizer="lbfgs", every=1, clip=False, schedule=schedule)
     more = replace(
         script,
@@ -146,7 +149,7 @@ def _simple(seed: int) -> Plan:
 
 
 def _at_once(chance: random.Random, workers: int, steps: int) -> Iterator[Fault]:
-    """Yield one fault, or a fault of each of two workers."""
+    """Yield one fault, or one fault for each of two workers."""
     step = chance.randrange(steps)
     for who in chance.sample(range(workers + 1), 2 if chance.random() < 0.25 else 1):
         kind = chance.choice(["kill", "kill", "kill", "stop", "pause", "fail", "drain", "grow"])
@@ -173,7 +176,7 @@ class Agent(Crew):
         self._later: list[tuple[float, Any]] = []
         self._coming: list[Hand] = []
         self.drained: list[Hand] = []
-        self.lost = 0  # workers that were replaced
+        self.lost = 0  # the number of workers that were replaced
         self.befell: Counter[str] = Counter()  # faults
 
     def __exit__(self, *_: object) -> None:
@@ -196,7 +199,7 @@ class Agent(Crew):
         self._until(self._is_over)
 
     def _is_over(self) -> bool:
-        """Whether the training is over. Workers in no round would be told that they are not needed."""
+        """Whether the training is over. If it is, workers in no round are told that they are not needed."""
         return all(h.status is not None for h in self.members) and any(
             h.done or h.status == 0 for h in self.hands
         )
@@ -218,7 +221,7 @@ class Agent(Crew):
         if not self.round:
             return
         self._go_on()
-        alive = [h for h in self.members if h.status is None and not h.shunned]  # these can go on
+        alive = [h for h in self.members if h.status is None and not h.shunned]  # these workers can continue
         over = any(h.done or h.status == 0 for h in self.members)
         lost = sum(h.status is not None for h in self.hands)
         if not over and lost > self.lost and (self.plan.again or not alive):
@@ -256,7 +259,7 @@ class Agent(Crew):
             os.kill(hand.process.pid, number)
 
 
-# ---------------------------------------------------------------- what came of it
+# ---------------------------------------------------------------- the results
 
 
 def differences(agent: Agent, folder: Path, alone: Path, plan: Plan) -> list[str]:
@@ -276,7 +279,7 @@ def differences(agent: Agent, folder: Path, alone: Path, plan: Plan) -> list[str
 
 
 def _last(errors: Path) -> str:
-    """Return the last error, with its causes."""
+    """Return the last error of a worker, with its causes."""
     lines = errors.read_text().strip().splitlines() if errors.exists() else []
     said = [line for line in lines if line[:1].isalpha() and "Error" in line.partition(":")[0]]
     return " <- ".join([*reversed(said[-3:])] or lines[-1:] or ["nothing said"])[:600]
@@ -297,7 +300,8 @@ def _against(name: str, mine: dict[str, Any], other: dict[str, Any], consistent:
 
 
 def _own(name: str, own: list[list[Any]], script: Script) -> list[str]:
-    """Check a worker's own values: the steps that it made itself, and the numbers that it drew one by one."""
+    """Check the worker's own values: the steps that it made itself, and the numbers that it drew one
+    by one."""
     if not script.local:
         return []
     steps, drawn = [step for step, _ in own], [number for _, number in own]
@@ -365,7 +369,8 @@ def _ledger(folder: Path, script: Script) -> list[str]:
 
 
 def run(seed: int, plan: Plan | None = None, befell: Counter[str] | None = None) -> list[str]:
-    """Return what is wrong with the run of that seed. ``befell`` counts the faults of each kind."""
+    """Run the plan of the seed. Return what is wrong with the run. ``befell`` counts the faults of
+    each kind."""
     plan = plan or draw(seed)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     alone = folder / "alone"
@@ -383,7 +388,7 @@ def run(seed: int, plan: Plan | None = None, befell: Counter[str] | None = None)
             except AssertionError as error:
                 stands = [h for h in agent.hands if h.status is None]
                 for hand in stands:
-                    os.kill(hand.process.pid, signal.SIGUSR1)  # its stack, into its errors
+                    os.kill(hand.process.pid, signal.SIGUSR1)  # the worker's stack, into its file of errors
                 time.sleep(1.0 if stands else 0.0)
                 if os.environ.get("CHAOS_KEEP"):
                     shutil.copytree(folder, os.environ["CHAOS_KEEP"], dirs_exist_ok=True)
@@ -419,7 +424,8 @@ def run_seeds(
 ) -> int:
     """Run the seeds that the command line of ``python -m module`` names. Return the exit code.
 
-    ``run``: takes a seed, and counts in the counter what befell the run; returns what is wrong.
+    ``run`` gets a seed, and a counter in which it counts the faults of the run. It returns what is wrong with
+    the run.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
@@ -427,7 +433,7 @@ def run_seeds(
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other run after so long")
     parser.add_argument("--keep-going", action="store_true", help="count the failing seeds")
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its workers end with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server's workers end with it
     began, failed, made = time.monotonic(), [], 0
     befell: Counter[str] = Counter()
     for seed in range(asked.seed, asked.seed + asked.runs):

@@ -33,7 +33,7 @@ from elasticd import worker
 from elasticd.channel.worker_messages import ADDRESS
 from elasticd.worker.world import exchange
 
-WISHES = "CHAOS_WISHES"  # the abstract address of the socket at which a worker tells of planned faults
+WISHES = "CHAOS_WISHES"  # the abstract address of the socket at which a worker reports planned faults
 SAMPLES = 38
 EPOCHS = 2
 BATCH = 8
@@ -47,13 +47,14 @@ torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports many modules: o
 @dataclass(frozen=True)
 class Script:
     """``data``: numbers, map, stream or sharding. ``every``: steps to a commit. ``wrapper``: the code around
-    the loop. ``twice``: whether ``steps`` is called once for each half of the training. ``follows``: averages
-    of the weights are in another module, brought up to date before the sums of a step (early) or after the
-    optimizer, and swapped in for an evaluation (averages). ``sharp``: gradients are of other weights than
-    those that are trained. ``unfreezes``: the first layer is frozen to begin with. ``codes``: a large buffer
-    changes through ``.data``. ``epochs``: the steps are those of ``state.epochs()``, each as long as in the
-    data (data) or as the script says (steps). ``local``: each worker has a list and a generator of its own.
-    ``spoilt``: what goes wrong after the first world, to see that it is found."""
+    the loop. ``twice``: whether ``steps`` is called once for each half of the training. ``follows``: a second
+    module has averages of the weights; the script updates them before the sums of a step (early) or after the
+    optimizer, or swaps them in for an evaluation (averages). ``sharp``: gradients are computed at other
+    weights than those that are trained. ``unfreezes``: the first layer is frozen at the beginning. ``codes``:
+    a large buffer changes through ``.data``. ``epochs``: the steps are those of ``state.epochs()``, each as
+    long as in the data (data) or as the script says (steps). ``local``: each worker has a list and a
+    generator of its own. ``spoilt``: what goes wrong after the first world, to check that the run is found
+    wrong."""
 
     data: str = "map"
     consistent: bool = False
@@ -124,7 +125,7 @@ class Indexed(Dataset[Any]):
 
 
 class Flow(IterableDataset[Any]):
-    """``deals``: shards by loading process, as torch's documentation shows."""
+    """A stream. ``deals``: shards by loading process, as torch's documentation shows."""
 
     def __init__(self, of: str, deals: bool) -> None:
         self.of, self.deals, self.epoch = of, deals, 0
@@ -159,7 +160,7 @@ def data_of(script: Script) -> worker.Data | None:
 
 
 class Faults:
-    """The faults of this worker, in its own process."""
+    """The faults of this worker."""
 
     def __init__(self, faults: list[Fault], wishes: str) -> None:
         self._ahead = list(faults)
@@ -172,7 +173,7 @@ class Faults:
             self._befall(fault)
 
     def count(self, point: str) -> None:
-        """Note that a point outside of steps was met."""
+        """Count that a point outside of steps was met."""
         self._seen[point] = self._seen.get(point, 0) + 1
         self.at(point, self._seen[point])
 
@@ -408,7 +409,7 @@ class Training:
 
     @property
     def trained(self) -> Any:
-        """The model, not wrapped."""
+        """Return the model, not wrapped."""
         return self.state._contents.modules["model"]
 
     def note(self) -> None:
@@ -457,7 +458,7 @@ class Training:
         optimizer.step(closure)
 
     def gradients(self, step: Any, told: bool = True) -> float:
-        """Make the gradients of a step. ``told``: write the used samples into the ledger."""
+        """Compute the gradients of a step. ``told``: write the used samples to the ledger."""
         self.told, self.summed = told, torch.zeros(())
         if self.script.sharp:
             own = [p.detach().clone() for p in self.trained.parameters()]
@@ -489,7 +490,7 @@ class Training:
             last = turn == len(pieces) - 1
             with contextlib.nullcontext() if last else model.no_sync():
                 ids, x, y = zip(*(sample(i, "") for i in piece), strict=True) if piece else ((), (), ())
-                if not piece:  # this rank has no part of it
+                if not piece:  # this rank has no part of the batch
                     loss = model(torch.zeros(1, 6)).sum() * 0
                 else:
                     share = len(piece) / BATCH * worker.world_size()
@@ -561,13 +562,13 @@ class Training:
 def work(
     address: str, folder: str, name: str, script: dict[str, Any], faults: list[dict[str, Any]], wishes: str
 ) -> None:
-    """The script of one worker. Without an address it runs undisturbed, in a world of its own."""
+    """Run the script of one worker. Without an address the script runs undisturbed, in a world of its own."""
     torch.set_num_threads(1)
     where = Path(folder)
     sys.stderr = (where / f"{name}.err").open("w", buffering=1)
-    os.dup2(sys.stderr.fileno(), 2)  # what torch and the savers say, too
+    os.dup2(sys.stderr.fileno(), 2)  # also the output of torch and of the savers
     faulthandler.register(signal.SIGUSR1)
-    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that a server has not forked
     os.environ.pop(ADDRESS, None)
     os.environ.pop("ELASTICD_SAVER", None)
     if address:

@@ -15,7 +15,7 @@ def crew() -> Iterator[Crew]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """The outcome of the job when nothing happens."""
+    """Return the outcome of the job when nothing happens."""
     return outcome_alone(work, tmp_path_factory.mktemp("undisturbed"))
 
 
@@ -27,8 +27,8 @@ def savers() -> Iterator[Helper]:
 
 @pytest.fixture
 def new_saver(savers: Helper) -> Callable[[], str]:
-    """A function that starts a saver, and returns its name. The saver stays, as an agent's does. It has
-    nothing in memory, as the saver of another node, or of this node after a restart."""
+    """Return a function that starts a saver, and returns the saver's name. The saver stays, as an agent's
+    saver does. It has nothing in memory, like the saver of another node, or of this node after a restart."""
     return lambda: savers.saver(linger_s=None)[0]
 
 

@@ -1,5 +1,5 @@
-"""An agent as its workers see it: it starts them, exchanges messages with them, hosts a store for each round,
-and ends the round when a worker ends.
+"""Stands in for the agent of workers: starts them, exchanges messages with them, hosts a store for each
+round, and ends the round when a worker ends.
 
 Workers are forked from a process that has imported what they need.
 """
@@ -56,7 +56,7 @@ PRELOADED = [
 
 
 def forkserver() -> ForkServerContext:
-    """The context that forks workers from a process which has imported what their scripts import."""
+    """Return the context that forks workers from a process which has imported what their scripts import."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -64,8 +64,8 @@ def forkserver() -> ForkServerContext:
 
 @dataclass
 class Hand:
-    """One worker. ``round``: the round that it is in; 0 while it waits. ``status``: its exit code, once it
-    has ended and all that it said has been heard."""
+    """One worker. ``round``: its round; 0 while it waits. ``status``: its exit code, once it has ended and
+    all its messages have been read."""
 
     process: BaseProcess
     channel: AgentEnd | None = None
@@ -73,7 +73,7 @@ class Hand:
     round: int = 0
     waiting: Waiting | None = None
     done: bool = False
-    shunned: bool = False  # counts as dead, and gets no further round
+    shunned: bool = False  # the worker counts as dead, and gets no further round
     status: int | None = None
 
     @property
@@ -86,7 +86,8 @@ class Hand:
 
 
 class Crew:
-    """``hands``: all workers so far, in the order of their start."""
+    """The workers of a test, with the part of an agent that they talk to. ``hands``: all workers so far, in
+    the order of their start."""
 
     def __init__(self) -> None:
         self._context = forkserver()
@@ -110,14 +111,14 @@ class Crew:
     def __exit__(self, *_: object) -> None:
         for hand in self.hands:
             if hand.process.is_alive() and hand.process.pid is not None:
-                kill_tree(hand.process.pid)  # with the processes that load its data
+                kill_tree(hand.process.pid)  # with the processes that load the worker's data
             hand.process.join()
             if hand.channel is not None:
                 hand.channel.close()
         self._listener.close()
         self._selector.close()
 
-    # ------------------------------------------------------------ what tests do
+    # ------------------------------------------------------------ what tests call
 
     def start(self, job: Callable[..., None], *args: Any, **options: Any) -> Hand:
         """Start one more worker, in no round."""
@@ -136,15 +137,15 @@ class Crew:
         first: int = 0,
         **options: Any,
     ) -> list[Hand]:
-        """Start a worker for each accident, named from ``first`` on, and form a round of them."""
+        """Start one worker for each accident, numbered from ``first`` on. Form a round of them."""
         names = map(str, itertools.count(first))
         hands = [self.start(job, str(folder), next(names), accident, **options) for accident in accidents]
         self.form(*hands)
         return hands
 
     def form(self, *hands: Hand, handover: bool = False) -> None:
-        """Form the next round of these workers, by default of all, once they wait. ``handover``: those that
-        are shunned give what they have to the others."""
+        """Form the next round of these workers, by default of all workers, once they wait. ``handover``:
+        workers that are shunned send what they have to the others."""
         hands = hands or (*self.hands,)
         self.all_waiting(*hands)
         self.round += 1
@@ -158,7 +159,7 @@ class Crew:
         self.settled.append((self.round, len(hands)))
 
     def close(self, planned: bool = False, going: tuple[Hand, ...] = ()) -> None:
-        """End the round. The next one is formed of all workers that then wait, except ``going``."""
+        """End the round. The next round is formed of all workers that wait then, except ``going``."""
         self.closing = True
         self.aborting = not planned
         for hand in self.members:
@@ -178,7 +179,7 @@ class Crew:
         """Have these workers replace all others at the next commit."""
         self.all_waiting(*newcomers)
         going = tuple(self.members)
-        self.least = len(self.hands) + 1  # no round before all have left, as they save meanwhile
+        self.least = len(self.hands) + 1  # no next round before all have left, since they save first
         self.close(planned=True, going=going)
         self.until(lambda: all(hand.waiting is not None for hand in going))
         for hand in going:
@@ -207,7 +208,8 @@ class Crew:
     # ------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Do what the leader would decide: survivors go on at once, with the workers that wait."""
+        """Do what the leader would decide: survivors continue at once, together with the workers that
+        wait."""
         alive = [h for h in self.members if h.status is None]
         if not self.round or not self.members:
             return
@@ -276,7 +278,8 @@ class Crew:
 
 
 def outcome_alone(job: Callable[..., None], folder: Path, what: str = "outcome") -> Any:
-    """Run the job in one process, without an agent. Return the last entry ``what`` of its journal."""
+    """Run the job in one process, without an agent. Return the last entry ``what`` of the worker's
+    journal."""
     with Crew() as crew:
         hand = crew.start(_alone, job, str(folder))
         crew.all_ended()

@@ -23,7 +23,8 @@ def sample(index: int) -> torch.Tensor:
 
 
 class Collected(Dataset[torch.Tensor]):
-    """The garbage collector runs in each loading process, as it does sooner or later in a large one."""
+    """A dataset that runs the garbage collector in each loading process, as happens sooner or later in a
+    large process."""
 
     collected = False
 
@@ -44,8 +45,8 @@ class Streamed(IterableDataset[torch.Tensor]):
 
 
 def train_with_a_loader(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
-    """Load with a DataLoader of the script's own, made in the run function. The last world's model is garbage
-    by now, and is not collected yet when the DataLoader forks."""
+    """Load with a DataLoader of the script's own, made in the run function. The model of the last world is
+    garbage, and is not collected yet when the DataLoader forks."""
     journal.write(entered=state.step)
     gc.disable()
     held.clear()

@@ -3,6 +3,7 @@ changes itself."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from tests.worker.jobs import NOTHING, Accident, begin, commit, hear_of_leaving
 SGD = partial(torch.optim.SGD, lr=0.05)
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=0.05)
-SOFT_ADAM = partial(torch.optim.Adam, lr=0.05, eps=1e-3)  # small gradients make small steps
+SOFT_ADAM = partial(torch.optim.Adam, lr=0.05, eps=1e-3)  # small gradients, so small steps
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """Return the batch of a step, the same in each worker, so that sums are alike in a world of any size."""
+    """Return the batch of a step. It is the same in each worker, so that sums are the same in a world of any
+    size."""
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
 
 
@@ -35,7 +37,7 @@ def linear(seed: int, wide: int = 6, out: int = 6) -> nn.Linear:
 def state_of(
     optimizer: Callable[..., Any] = ADAM, model: nn.Module | None = None, **more: Any
 ) -> worker.State:
-    """A State of a model, by default a linear one."""
+    """Return the State of a model, by default of a linear one."""
     model = model or linear(1)
     return worker.State(model=model, optimizer=optimizer(model.parameters()), **more)
 
@@ -52,7 +54,8 @@ def follow(state: worker.State, name: str) -> None:
 
 
 class Script:
-    """``make`` returns the State. ``step`` makes one step, and calls ``at`` at its points."""
+    """A kind of script. ``make`` returns the State. ``step`` makes one step, and calls ``at`` at certain
+    points."""
 
     def make(self) -> worker.State:
         return state_of()
@@ -69,7 +72,7 @@ class Script:
 
 
 class TwoModules(Script):
-    """With other data in each worker."""
+    """Two modules, with other data in each worker."""
 
     def make(self) -> worker.State:
         model, head = linear(1), linear(2, 6, 1)
@@ -83,14 +86,14 @@ class TwoModules(Script):
 
 
 class Apart(TwoModules):
-    """Calls its own head, which is not wrapped."""
+    """Calls its own head, not the wrapped one."""
 
     def head(self, state: worker.State) -> nn.Module:
         return state._contents.modules["head"]
 
 
 class Adversaries(Script):
-    """A GAN: one optimizer steps before the other one's sums."""
+    """A GAN: the first optimizer steps before the sums of the second one."""
 
     def make(self) -> worker.State:
         critic = linear(2, 6, 1)
@@ -104,6 +107,14 @@ class Adversaries(Script):
         state.optimizer.zero_grad()
         state.critic(state.model(batch)).square().mean().backward()
         state.optimizer.step()
+
+
+class Skipping(Adversaries):
+    """Skips what is left of a step if something fails in it, and commits."""
+
+    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
+        with contextlib.suppress(Exception):
+            super().step(state, batch, at)
 
 
 class Closure(Script):
@@ -121,7 +132,7 @@ class Closure(Script):
 
 
 class Lbfgs(Closure):
-    """The optimizer calls the closure several times; the accident is in the second call."""
+    """The optimizer calls the closure several times. The accident happens in the second call."""
 
     def make(self) -> worker.State:
         return state_of(partial(torch.optim.LBFGS, lr=0.05, max_iter=3))
@@ -153,7 +164,7 @@ class Momentum(Script):
 
 
 class Swapped(Closure):
-    """Evaluated with other weights between commits; the accident is in the evaluation."""
+    """Swaps other weights in for an evaluation between commits. The accident happens in the evaluation."""
 
     def make(self) -> worker.State:
         return state_of(undo=True)
@@ -170,8 +181,8 @@ class Swapped(Closure):
 
 
 class Averages(Closure):
-    """Evaluated with exponential averages in place of the weights, in each other step; the accident is in the
-    evaluation. The weights are in a copy meanwhile."""
+    """At every other step swaps exponential averages in for an evaluation; the weights are in a copy
+    meanwhile. The accident happens in the evaluation."""
 
     def make(self) -> worker.State:
         return state_of(MOMENTUM, averages=linear(1).requires_grad_(False))
@@ -196,8 +207,8 @@ class Averages(Closure):
 
 
 class Sharp(Script):
-    """Sharpness-aware: the gradient is taken where the loss is largest nearby. The weights are there when the
-    accident happens."""
+    """Sharpness-aware: gradients are computed at the nearby weights with the largest loss. The model has
+    these weights when the accident happens."""
 
     def make(self) -> worker.State:
         return state_of(MOMENTUM)
@@ -218,7 +229,8 @@ class Sharp(Script):
 
 
 class Scaled(Script):
-    """Gradients are unscaled, and clipped by a norm that all workers find together; the accident is there."""
+    """Gradients are unscaled, and clipped by a norm that all workers compute together. The accident happens
+    there."""
 
     def make(self) -> worker.State:
         return state_of(MOMENTUM, scaler=torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3))
@@ -243,7 +255,7 @@ def frozen_below() -> nn.Sequential:
 
 
 def unfreeze(state: worker.State) -> None:
-    """From the fourth step on, train the first layer."""
+    """Train the first layer from the fourth step on."""
     state._contents.modules["model"][0].requires_grad_(state.step >= 3)
 
 
@@ -267,7 +279,7 @@ class Unfrozen(Script):
 
 
 class MomentumUnfrozen(Unfrozen):
-    """A second model follows the first before each forward pass. Its first layer begins to change late."""
+    """A second model follows the first before each forward pass. Its first layer starts to change late."""
 
     def make(self) -> worker.State:
         model = frozen_below()
@@ -279,7 +291,7 @@ class MomentumUnfrozen(Unfrozen):
 
 
 class Stale(Unfrozen):
-    """Calls the model by its earlier wrapper."""
+    """Calls the model by an earlier wrapper."""
 
     def model(self, state: worker.State) -> Any:
         self.first = getattr(self, "first", None) or state.model
@@ -287,8 +299,8 @@ class Stale(Unfrozen):
 
 
 class Beginning(Script):
-    """A second optimizer begins with the fourth step, after a checkpoint, and steps before the other's sums.
-    No copy can undo that, so survivors go back to the checkpoint."""
+    """A second optimizer starts at the fourth step, after a checkpoint, and steps before the first one's
+    sums. No copy can undo its first step, so survivors go back to the checkpoint."""
 
     def make(self) -> worker.State:
         late = linear(2).requires_grad_(False)
@@ -305,7 +317,7 @@ class Beginning(Script):
 
 
 class Embedded(Script):
-    """An embedding with sparse gradients: copies of the weights would be much larger than the gradients."""
+    """An embedding with sparse gradients. Copies of the weights would be much larger than the gradients."""
 
     def make(self) -> worker.State:
         torch.manual_seed(1)
@@ -337,7 +349,7 @@ class WithData(Script):
 
 
 class UnfrozenParts(WithData):
-    """The first layer is trained from the fourth step on. Of three workers one has two parts of a batch."""
+    """The first layer is trained from the fourth step on. One of three workers has two parts of a batch."""
 
     samples, virtual_ranks = 96, 4
 
@@ -350,14 +362,14 @@ class UnfrozenParts(WithData):
 
 
 class UnfrozenIdle(UnfrozenParts):
-    """Of three workers one has no part of a batch."""
+    """One of three workers has no part of a batch."""
 
     virtual_ranks = 2
 
 
 class SeveralModels(WithData):
-    """One model is called before the one that State is given first, and one is never called. Of three workers
-    one has no part of a batch."""
+    """The script calls one model before the one that State was given first, and never calls another. One of
+    three workers has no part of a batch."""
 
     samples, virtual_ranks = 96, 2
 
@@ -412,7 +424,7 @@ class Counting(nn.Module):
 
 
 class Codebook(Closure):
-    """A large buffer that is changed through ``.data``."""
+    """A module with a large buffer that changes through ``.data``."""
 
     def make(self) -> worker.State:
         return state_of(model=Codes())
@@ -471,6 +483,6 @@ def guarded(
 
 
 def undisturbed(_address: str, folder: str, kinds: list[type[Script]]) -> None:
-    """Run scripts of these kinds, one after the other, each in a world of its own."""
+    """Run scripts of these kinds one after the other, each in a world of its own."""
     for kind in kinds:
         guarded("", folder, kind.__name__, kind=kind)

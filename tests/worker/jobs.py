@@ -27,7 +27,7 @@ from elasticd import worker
 from elasticd.channel.worker_messages import ADDRESS
 from elasticd.worker.world import exchange, group
 
-run_loop = importlib.import_module("elasticd.worker.run")  # its function has the module's name
+run_loop = importlib.import_module("elasticd.worker.run")  # the module has a function of its own name
 
 STEPS = 12
 
@@ -59,7 +59,7 @@ class Journal:
 
 
 def reads(folder: Path, name: str, what: str) -> list[Any]:
-    """Everything that the worker wrote into its journal under the key ``what``."""
+    """Return everything that the worker wrote into its journal under the key ``what``."""
     path = folder / f"{name}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [entry[what] for entry in map(json.loads, lines) if what in entry]
@@ -73,11 +73,11 @@ def die() -> None:
 
 
 class Accident:
-    """At ``point`` of the step ``step``, do ``what``, once.
+    """At ``point`` of the step ``step``, call ``what``, once.
 
-    Points: start, forward, backward, summed, in the optimizer, stepped, committed; returned, when the
-    run function has; forming, when all have come to form the group; sending and receiving, in the
-    middle of this worker's transfer of that number.
+    Points: start, forward, backward, summed, in the optimizer, stepped, committed. Further points: returned,
+    when the run function has returned; forming, when all workers have come to form the group; sending and
+    receiving, in the middle of this worker's transfer of that number.
     """
 
     def __init__(self, point: str = "", step: int = -1, what: Any = die) -> None:
@@ -105,22 +105,23 @@ def hear_of_leaving() -> None:
 
 
 class Gate:
-    """A place where a worker waits until the test lets it go on: a pair of named pipes."""
+    """A place where a worker waits until the test opens it: a pair of named pipes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.came = path.with_suffix(".came")
         for pipe in (self.path, self.came):
-            with contextlib.suppress(FileExistsError):  # the worker makes them, or the test
+            with contextlib.suppress(FileExistsError):  # the worker and the test both try to make the pipes
                 os.mkfifo(pipe)
 
     def wait(self) -> None:
-        """Wait for ``open``; in one worker only."""
+        """Wait for ``open``. Only one worker can wait."""
         self.came.write_text("here")
         self.path.read_text()
 
     def wait_and_leave(self) -> None:
-        """Wait for ``open``, and until this worker is told to leave its world. See ``hear_of_leaving``."""
+        """Wait for ``open``, and then until this worker is told to leave its world. See
+        ``hear_of_leaving``."""
         self.wait()
         LEAVING.wait()
 
@@ -159,7 +160,8 @@ def wait_for_word_of_anyone() -> None:
 
 
 def trip_on_the_way(accident: Accident) -> None:
-    """In the transfer numbered ``accident.step``: the outline was sent, and the tensors were not."""
+    """Fail in the transfer numbered ``accident.step``: the list of tensors was sent, and the tensors were
+    not."""
     carry, begin = exchange._Chain.carry, exchange._Chain.__init__
     transfers = carried = 0
 
@@ -179,7 +181,8 @@ def trip_on_the_way(accident: Accident) -> None:
 
 
 def trip_while_forming(accident: Accident) -> None:
-    """All have come, and this worker does not connect. In the first ``accident.step`` rounds it does."""
+    """Fail before connecting, though all workers have come. This happens in the first ``accident.step``
+    rounds."""
     init = dist.init_process_group
     formed = 0
 
@@ -215,7 +218,7 @@ TRIPS: dict[str, Callable[[Accident], None]] = {
 
 
 def take_the_same_of_all(model: nn.Module) -> DistributedDataParallel:
-    """Wrap the model. All ranks compute the same gradients: their maximum is exact in a world of any size."""
+    """Wrap the model. All ranks compute the same gradients; their maximum is exact in a world of any size."""
     wrapped = DistributedDataParallel(model, init_sync=False)
 
     def largest(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -281,7 +284,7 @@ def update(state: worker.State, accident: Accident, step: int) -> None:
 
 
 def commit(state: worker.State, journal: Journal) -> None:
-    """Commit, and note the commit even if the world ends with it."""
+    """Commit. Write the commit down even if the world ends with it."""
     committed = state.step
     try:
         state.commit()
@@ -298,7 +301,7 @@ def make_step(state: worker.State, journal: Journal, accident: Accident, step: i
 
 
 def train(state, journal, accident, steps=STEPS, begins=lambda step: None):
-    """The body of most scripts. All bodies have these first four parameters."""
+    """Train: the body of most scripts. All bodies have these first four parameters."""
     journal.write(entered=state.step)
     for step in state.steps(steps):
         begins(step)
@@ -323,14 +326,15 @@ def work(address: str, folder: str, name: str, accident: Accident = NOTHING, **o
 
 
 def work_impatiently(address: str, folder: str, name: str, accident: Accident, **options: Any) -> None:
-    """Run a worker that soon says that it has lost the others."""
+    """Run a worker that soon reports that it has lost the others."""
     run_loop.NEWS_S = run_loop.NEWS_S_MAX = 0.1
     group.FORMING_S_MAX = 0.5
     work(address, folder, name, accident, **options)
 
 
 def work_patiently(address: str, folder: str, name: str) -> None:
-    """A worker that waits without a limit for a store that does not answer. The gate tells that it waits."""
+    """Run a worker that waits without a limit for a store that does not answer. The gate tells that the
+    worker waits."""
     group.STORE_S_MAX = 3600.0
     wait = dist.TCPStore.wait
 
@@ -352,7 +356,7 @@ def work_twice(address: str, folder: str, name: str) -> None:
 
 
 def train_whatever_happens(state, journal, accident, steps):
-    """Skip what fails, as some scripts do."""
+    """Skip steps that fail, as some scripts do."""
     journal.write(entered=state.step)
     for step in state.steps(steps):
         try:
@@ -364,7 +368,7 @@ def train_whatever_happens(state, journal, accident, steps):
 
 
 def train_and_swallow_everything(state, journal, accident, steps):
-    """Go on until all steps are made, and never notice that the world is over."""
+    """Go on until all steps are made. Never notice that the world is over."""
     while (step := state.step) < steps:
         try:
             make_step(state, journal, accident, step)
@@ -418,7 +422,7 @@ def train_and_count_graphs(state, journal, accident, steps):
 
 
 def train_and_talk_before_the_commit(state, journal, accident, steps):
-    """Add the losses up between the optimizer's step and the commit, the one place where no script may."""
+    """Add the losses up between the optimizer's step and the commit, where no script may."""
     journal.write(entered=state.step)
     for step in state.steps(steps):
         loss = make_gradients(state, accident, step)
@@ -460,7 +464,7 @@ def train_with_a_group_of_its_own(state, journal, accident, steps):
 
 
 def train_with_own_randomness(state, journal, accident, steps):
-    """Each rank seeds for itself, and draws."""
+    """Seed each rank differently, and draw."""
     for step in state.steps(steps):
         accident("start", step)
         if step == 0:
@@ -472,8 +476,8 @@ def train_with_own_randomness(state, journal, accident, steps):
 
 
 def work_slowly(address: str, folder: str, name: str) -> None:
-    """The first worker takes longer to send the state, and then to send a message of the script's own, than
-    it may take to connect."""
+    """Let the first worker be slow: to send the state, and then a message of the script's own, takes it
+    longer than a worker may take to connect."""
     group.FORMING_S_MAX = 3.0
     send = exchange.send_snapshot
 

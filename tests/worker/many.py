@@ -22,7 +22,7 @@ BIG = 1 << 19  # elements: more than a checkpoint writes in one piece
 
 
 class Renaming(nn.Linear):
-    """Its ``state_dict`` gives copies, under other names."""
+    """A module whose ``state_dict`` gives copies, under other names."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {f"old_{key}": t.clone() for key, t in super().state_dict(*args, **kwargs).items()}
@@ -32,7 +32,7 @@ class Renaming(nn.Linear):
 
 
 def hooked() -> nn.Module:
-    """A hook has its ``state_dict`` give copies."""
+    """Give the module a hook that has its ``state_dict`` give copies."""
     module = linear(3)
     module.register_state_dict_post_hook(
         lambda _, state, prefix, __: state.update({key: t.clone() for key, t in state.items()})
@@ -55,7 +55,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def optimizer_of(name: str, module: nn.Module, turned: bool) -> torch.optim.Optimizer:
-    """``turned``: the groups are in another order."""
+    """Return an optimizer. ``turned``: its groups are in another order."""
     if name != "grouped":
         return torch.optim.AdamW(module.parameters(), lr=0.05)
     decayed = {"params": [module[0].weight], "weight_decay": 0.3, "lr": 0.05}
@@ -65,7 +65,7 @@ def optimizer_of(name: str, module: nn.Module, turned: bool) -> torch.optim.Opti
 
 def plain() -> dict[str, Any]:
     return {
-        "numbers": {},  # large, by number
+        "numbers": {},  # a large mapping with numbers as keys
         "dotted": {"a.b": 0, "a": {"b": 0}},
         "history": [],
         "named": {},  # a long mapping
@@ -150,7 +150,7 @@ def train(
     saver: str = "",
     **more: Any,
 ) -> None:
-    """A whole script. Without an address: in a world of its own."""
+    """Run the whole script. Without an address: in a world of its own."""
     journal = begin(address, folder, name, saver)
     hear_of_leaving()
     state = make(turned, **more)

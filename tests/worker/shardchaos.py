@@ -3,9 +3,9 @@ HSDP, drawn from a seed. The losses of all steps are compared with those of an u
 are in consistent mode: their losses and weights must have the bits of an undisturbed run of DDP.
 
 Workers are real processes, and are really killed and stopped; the crew takes the agent's place. Most scripts
-have no checkpoint, so all state comes from the workers' memory, and what no worker has would end the run.
-The others have a saver beside the workers, and may lose more workers at once than there are copies: then the
-state comes from the saver's memory, and never from the disk.
+have no checkpoint, so all state comes from the workers' memory, and a lost part of the state would end the
+run. Other scripts have a saver beside the workers, and may lose more workers at once than there are copies.
+Then the state comes from the saver's memory, and never from the disk.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ PAUSE_S = 0.2  # how long a worker stays stopped, until its agent notices
 
 @dataclass(frozen=True)
 class Event:
-    """What happens once step ``step`` is made. ``kind``: kill, stop, node, grow, shrink; twice, which is to
-    shrink again before the next world; or lose, which is to kill more than there are copies. ``many``: the
+    """What happens once step ``step`` is made. ``kind``: kill, stop, node, grow, shrink; twice (shrink, and
+    shrink again before the next world); or lose (kill more workers than there are copies). ``many``: the
     number of workers."""
 
     kind: str
@@ -58,7 +58,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """``saves``: a saver has the commits. ``virtual_ranks``: 0, or the samples come from worker.Data.
+    """``saves``: a saver has the commits. ``virtual_ranks``: 0 if the samples do not come from worker.Data.
     ``consistent``: in consistent mode. ``whole``: in DDP. ``overlap``: copies are sent while the next step
     runs."""
 
@@ -104,7 +104,8 @@ def draw(seed: int) -> Plan:
 
 
 def _simple(seed: int) -> Plan:
-    """Losses are at most as many at once as the redundancy, and each comes once its world has the copies."""
+    """Let each loss cost at most as many workers as there are copies, and come once its world has the
+    copies."""
     chance = random.Random(f"shards {seed}")
     unit, redundancy = chance.choice([1, 1, 2]), chance.choice([0, 1, 1, 2])
     if chance.random() < 0.15:
@@ -129,7 +130,7 @@ def _simple(seed: int) -> Plan:
 
 
 class Agent(Crew):
-    """Runs one training to its end. ``losses``: of each step, as all workers said."""
+    """Runs one training to its end. ``losses``: of each step, as all workers reported."""
 
     def __init__(self, plan: Plan, folder: Path, chance: random.Random) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ class Agent(Crew):
         return self._is_over() or (self._made >= event.step and not self.closing and self._has_copies())
 
     def _has_copies(self) -> bool:
-        """Whether every shard has as many copies as it is to have: all workers train in the present world."""
+        """Whether every shard has all its copies: all workers train in the present world."""
         return all(hand.entered and hand.entered[-1].round == self.round for hand in self.members)
 
     def _is_over(self) -> bool:
@@ -185,7 +186,7 @@ class Agent(Crew):
                 self._kill(chosen)
             case "stop":
                 self._signal(signal.SIGSTOP, chosen)
-                time.sleep(PAUSE_S)  # the agent notices a worker that stands still after a while
+                time.sleep(PAUSE_S)  # the agent notices a stopped worker after a while
                 self._kill(chosen)
             case "node":
                 first = PER_NODE * self._chance.randrange(max(1, len(members) // PER_NODE))
@@ -196,7 +197,8 @@ class Agent(Crew):
                 self._shrink(chosen, again=event.kind == "twice")
 
     def _kill(self, hands: list[Hand]) -> None:
-        """Kill the workers, and wait until this is noticed, so that their world has no further loss."""
+        """Kill the workers. Wait until the end of their world is noticed, so that the world has no further
+        loss."""
         self._signal(signal.SIGKILL, hands)
         self.until(lambda: all(hand.status is not None for hand in hands))
 
@@ -242,8 +244,8 @@ class Agent(Crew):
 
 @functools.cache
 def undisturbed(virtual_ranks: int = 0) -> tuple[dict[int, set[float]], list[float | str]]:
-    """The losses of each step, and the outcome, of one worker. ``virtual_ranks``: 0, or in consistent mode
-    with the whole model, in so many virtual ranks."""
+    """Return the losses of each step, and the outcome, of one worker. ``virtual_ranks``: 0, or the number of
+    virtual ranks for a run of the whole model in consistent mode."""
     consistent = virtual_ranks > 0
     folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
     try:
@@ -256,8 +258,8 @@ def undisturbed(virtual_ranks: int = 0) -> tuple[dict[int, set[float]], list[flo
 
 
 def run(seed: int, befell: Counter[str] | None = None) -> list[str]:
-    """Return what is wrong with the run of that seed. ``befell`` counts the events, and where
-    state came from."""
+    """Run the plan of the seed. Return what is wrong with the run. ``befell`` counts the events, and where
+    the state came from."""
     plan = draw(seed)
     losses, outcome = undisturbed(plan.virtual_ranks if plan.consistent else 0)
     folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
@@ -311,7 +313,7 @@ def _differences(agent: Agent, losses: dict[int, set[float]], outcome: list[floa
 
 
 def _audited(folder: Path) -> list[str]:
-    """Return what the workers' notes say against their samples."""
+    """Return what is wrong with the samples, according to the workers' notes."""
     verdict = judge({path.name: lines(path.read_bytes()) for path in (folder / FOLDER).iterdir()})
     used = [(epoch.used, epoch.over) for epoch in verdict.epochs]
     right = [(STEPS * shardgpt.BATCH, True)]

@@ -1,5 +1,6 @@
 """The small GPT of workers/gpt.py in FSDP2 or HSDP, with elasticd.worker. Each step's loss and gradients are
-those of one global batch, whatever the number of workers, but for rounding; in consistent mode to the bit."""
+those of one global batch, whatever the number of workers: within rounding, and in consistent mode to the bit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint  # parts of DTensors are found with it
+import torch.distributed.checkpoint  # importing this module also finds parts of DTensors
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -73,9 +74,9 @@ def work(
     whole: bool = False,
     overlap: bool = False,
 ) -> None:
-    """A whole script. ``news``: the socket that is told of each committed step, of the outcome, and of each
-    read from disk. ``saver``: commits are saved, in its memory and on disk. ``virtual_ranks``: 0, or the
-    samples come from worker.Data, in so many virtual ranks, and are noted for an audit. ``consistent``: in
+    """Run the whole script. ``news``: the socket that gets each committed step, the outcome, and each read
+    from disk. ``saver``: commits are saved, in its memory and on disk. ``virtual_ranks``: 0, or the number of
+    virtual ranks if the samples come from worker.Data and are noted for an audit. ``consistent``: in
     consistent mode. ``whole``: each worker has the whole model."""
     begin(address, folder, name, saver)
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -133,7 +134,8 @@ def learn(state: worker.State, step: int) -> float:
 
 
 def learn_of_data(state: worker.State, step: Step) -> float:
-    """The same, with this worker's batches of the step."""
+    """Compute the gradients of a step from this worker's batches of worker.Data. Return the loss of the
+    global batch."""
     total = torch.zeros((), dtype=torch.float64)
     for text in step:
         logits = state.model(text[:, :-1])

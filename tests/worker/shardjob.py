@@ -1,5 +1,5 @@
 """A script that shards its model (FSDP2). Each step's loss and gradients are those of one global batch, which
-the workers share evenly, so they are the same in a world of 1, 2, 3 or 4 workers, but for rounding."""
+the workers share evenly. So within rounding they are the same in a world of 1, 2, 3 or 4 workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint  # parts of DTensors are found with it
+import torch.distributed.checkpoint  # importing this module also finds parts of DTensors
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -32,14 +32,15 @@ batch_of = functools.partial(noise, BATCH)
 
 
 class Body(nn.Linear):
-    """A layer with code of its own: torch compiles no layer of torch by itself."""
+    """A layer with code of its own: torch does not compile a layer of torch by itself."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
 
 
 class Net(nn.Module):
-    """Rows that no world divides, parameters that two layers share, a frozen layer, and a buffer."""
+    """A model with rows that no world divides evenly, parameters that two layers share, a frozen layer, and a
+    buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Net(nn.Module):
 
 
 def shard(model: Net, mesh: DeviceMesh, feature: str = "") -> None:
-    """``feature``: what else FSDP2 or torch does with the model."""
+    """Shard the model. ``feature``: what else FSDP2 or torch does with the model."""
     options: dict[str, Any] = {}
     if feature == "mixed":  # rounding is that of float32
         options["mp_policy"] = MixedPrecisionPolicy(torch.float32, torch.float64)
@@ -76,7 +77,7 @@ def shard(model: Net, mesh: DeviceMesh, feature: str = "") -> None:
     fully_shard(model, mesh=mesh, **options)
 
 
-graphs: list[torch.fx.GraphModule] = []  # that this process has compiled
+graphs: list[torch.fx.GraphModule] = []  # the graphs that this process has compiled
 
 
 def count_graphs(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -136,8 +137,9 @@ def train(
     accumulate: int = 1,
     **options: Any,
 ) -> None:
-    """A whole script. Without an address: in a world of its own. ``virtual_ranks``: 0, or the samples come
-    from worker.Data, in so many virtual ranks, each in ``accumulate`` batches, and are noted for an audit."""
+    """Run the whole script. Without an address: in a world of its own. ``virtual_ranks``: 0, or the number of
+    virtual ranks if the samples come from worker.Data, each rank in ``accumulate`` batches, and are noted for
+    an audit."""
     journal = begin(address, folder, name, saver)
     hear_of_leaving()
     trip(accident)
@@ -193,8 +195,8 @@ def outcome(state: worker.State) -> dict[str, Any]:
 
 
 def trip(accident: Accident) -> None:
-    """Have the accident happen while shards are on their way: at ``copying`` after this worker has copied its
-    own shard of that step, at ``moving`` before this worker's parts have moved for that round."""
+    """Have the accident happen while shards are on their way. ``copying``: after this worker has copied its
+    own shard of that step. ``moving``: before this worker's parts are moved for that round."""
     if accident.point == "copying":
         send = sharded_state.copy_to_guardians
         sends = 0
@@ -202,7 +204,7 @@ def trip(accident: Accident) -> None:
         @functools.wraps(send)
         def stumble(*args: Any) -> Any:
             nonlocal sends
-            accident("copying", sends - 1)  # the first is at the beginning of the world
+            accident("copying", sends - 1)  # the first one is at the beginning of the world
             sends += 1
             return send(*args)
 
@@ -272,7 +274,7 @@ def wrapping(model: Net, mesh: DeviceMesh) -> None:
 
 
 def refusals() -> dict[str, str]:
-    """Return the error of each State that is refused, by name."""
+    """Return the error message of each State that is refused, by name."""
     model, optimizer = Net, torch.optim.AdamW
     replicas = worker.mesh(1)
     given: dict[str, dict[str, Any]] = {
@@ -309,8 +311,8 @@ def refusals() -> dict[str, str]:
 
 
 def laid_out_twice() -> tuple[Any, Any, int]:
-    """Return what is to be the same before and after a change of layout, and how many references to the
-    process group have come about, without a garbage collection."""
+    """Return the values that must be the same before and after a change of layout. Also return how many
+    references to the process group were added, without a garbage collection."""
     gc.disable()
     group = dist.group.WORLD
     references = sys.getrefcount(group)

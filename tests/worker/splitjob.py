@@ -1,7 +1,6 @@
-"""A script of which each worker has a part of the model: a stage of a pipeline, or parts of matrices.
-Each step's gradients are those of one global batch, so they are the same in a world of any number of units,
-but for rounding.
-"""
+"""A script in which each worker has a part of the model: a stage of a pipeline, or parts of matrices. Each
+step's gradients are those of one global batch, so within rounding they are the same in a world of any number
+of units."""
 
 from __future__ import annotations
 
@@ -74,7 +73,8 @@ SPLITS: dict[str, Any] = {"pipeline": (stage, pipelined), "tensor": (rows_and_co
 def train(
     address: str, folder: str, name: str, accident: Accident = NOTHING, *, by: str = "pipeline"
 ) -> None:
-    """A whole script. Two units share three virtual ranks, so one of them has a batch that does not count."""
+    """Run the whole script. Two units share three virtual ranks, so one of them has a batch that does not
+    count."""
     journal = begin(address, folder, name, "")
     os.environ |= {VARIABLE: str(Path(folder) / FOLDER), EVERY: "4"}
     split, gradients = SPLITS[by]

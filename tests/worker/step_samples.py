@@ -1,4 +1,4 @@
-"""A dataset made of the batches of steps: the same in each process, whatever the world."""
+"""A dataset made of the batches of steps. It is the same in each process, whatever the world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Notes for an audit are whole lines, are written before what they are about, and never end a training."""
+"""Notes for an audit are whole lines. Samples are noted before their step is committed. Notes that cannot be
+written do not end a training."""
 
 from __future__ import annotations
 

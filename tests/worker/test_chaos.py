@@ -1,4 +1,4 @@
-"""Some of the runs of ``python -m tests.worker.chaos``, and that it finds what is wrong."""
+"""Runs some seeds of ``python -m tests.worker.chaos``. Also: the command finds runs that are wrong."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A state that outlives all its workers: they are killed at once, or sent away, and no worker that has the
-state is left."""
+"""A state outlives all its workers: they are killed at once or told to leave, and no worker is left that has
+the state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_undisturbed(crew: Crew, folder: Path, names: range, undisturbed: dict
 
 
 def end_of(state: object, journal: Journal, accident: Accident, steps: int) -> None:
-    """Have all workers die at once after so many steps, when what they handed over is on disk."""
+    """Have all workers die at once after so many steps, when the saved steps are on disk."""
     train(state, journal, accident, COMMITTED)
     state._committed.saves.checkpoints.wait()
     os.kill(os.getpid(), 9)
@@ -62,7 +62,7 @@ def end_of(state: object, journal: Journal, accident: Accident, steps: int) -> N
 def test_the_last_step_is_saved_however_long_those_before_it_take(savers, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpointing, "GOING_S_MAX", 0.01)
     monkeypatch.setattr(checkpointing.dist, "get_rank", lambda: 0)
-    monkeypatch.setenv("ELASTICD_SAVER", savers.saver(bytes_s=1e7)[0])  # a fifth of a second for each
+    monkeypatch.setenv("ELASTICD_SAVER", savers.saver(bytes_s=1e7)[0])  # each save takes a fifth of a second
     checkpoints = Checkpoints(tmp_path / "run")
     last = CommitCheckpoints(checkpoints)
     parts = checkpointing.Parts({"w": torch.zeros(1 << 19)}, {}, {})
@@ -103,7 +103,7 @@ def test_a_world_killed_at_once_goes_on_from_what_outlived_it(
 
 
 def train_on_without(spare: Hand, last: Hand, crew: Crew, gate: Gate) -> None:
-    """The job grows smaller by the spare, and then loses the worker that has trained on."""
+    """Shrink the job by the spare. Then lose the worker that has trained on."""
     crew.form(last, spare)
     gate.until_somebody_waits()
     spare.shunned = True
@@ -116,7 +116,7 @@ def train_on_without(spare: Hand, last: Hand, crew: Crew, gate: Gate) -> None:
 def test_whoever_was_not_in_the_last_world_goes_on_from_what_that_kept(
     crew, tmp_path, saver, new_saver, undisturbed, tier
 ):
-    """It has a whole state, of when the job grew smaller, and the worker that trained on is gone."""
+    """The spare has a whole state of the time when the job shrank. The worker that trained on has ended."""
     run, gate = tmp_path / "run", Gate(tmp_path / "gate")
     more = {"checkpoints": str(run)}
     leaves = Accident("start", 2, gate.wait)
@@ -126,7 +126,7 @@ def test_whoever_was_not_in_the_last_world_goes_on_from_what_that_kept(
     )
     train_on_without(spare, last, crew, gate)
     assert crew.settled == [(1, 2), (2, 1)]
-    kept = saved_steps(run)[-1]  # perhaps not of its very last step, if the disk was busy
+    kept = saved_steps(run)[-1]  # perhaps not the very last step, if the disk was busy
     assert spare.waiting.state is Holds.WHOLE and spare.waiting.step < kept
     spare.shunned = False
     crew.form(spare)
@@ -165,10 +165,10 @@ def test_whoever_was_not_in_the_last_world_goes_on_from_its_own_where_that_came_
     ("kept", "beyond"),
     [
         (None, False),
-        (Kept(2, 30), False),  # an end that was abandoned
+        (Kept(2, 30), False),  # the same round, whose world was given up
         (Kept(3, 30), True),
         (Kept(3, 25), False),
-        (Kept(9, 20), False),  # rounds run ahead in a folder that has outlived another job
+        (Kept(9, 20), False),  # the folder has outlived another job, so rounds have large numbers
     ],
 )
 def test_what_was_kept_is_newer_only_if_it_came_further_in_a_later_world(monkeypatch, kept, beyond):
@@ -204,7 +204,7 @@ def test_a_worker_without_memory_to_save_the_state_dies_of_it_alone(crew, tmp_pa
 
 
 def train_in_two_parts(state: object, journal: Journal, accident: Accident, steps: int) -> None:
-    """Train in two parts; between them, everything is on disk."""
+    """Train in two parts. Between the two, every save is on disk."""
     train(state, journal, NOTHING, accident.step)
     state._committed.saves.checkpoints.wait()
     train(state, journal, accident, steps)
@@ -220,7 +220,7 @@ def train_astray_to_the_end(state: object, journal: Journal, accident: Accident,
 def test_a_worker_that_wakes_after_it_was_replaced_can_commit_no_checkpoint(
     crew, tmp_path, saver, undisturbed
 ):
-    """Nobody could tell this worker that it was replaced, and it trains on alone."""
+    """No message can reach this worker to tell it that it was replaced, and it trains on alone."""
     run = tmp_path / "run"
     asleep, held = Gate(tmp_path / "asleep"), Gate(tmp_path / "held")
     more = {"saver": saver, "checkpoints": str(run)}
@@ -254,7 +254,8 @@ def test_a_worker_that_wakes_after_it_was_replaced_can_commit_no_checkpoint(
 def work_until_told_to_leave(
     address: str, folder: str, name: str, _: Accident = NOTHING, **options: object
 ) -> None:
-    """Waits before a step until it is told to leave, which it may be as soon as it is told to enter."""
+    """Wait before a step until this worker is told to leave, which may follow at once after it is told to
+    enter."""
     hear_of_leaving()
     work(address, folder, name, Accident("start", 4, LEAVING.wait), **options)
 
@@ -357,9 +358,9 @@ def test_restore_is_asked_where_no_checkpoint_is_whole_and_without_it_that_is_an
 
 
 def end_with_each_step_on_disk(state: object, journal: Journal, accident: Accident, steps: int) -> None:
-    """In a round far on."""
+    """Train in a round with a large number, and save each step."""
     os.environ["ELASTICD_ROUND"] = "50"
-    state._committed.saves.checkpoints.close()  # it was asked for what there is in round 1
+    state._committed.saves.checkpoints.close()  # the worker was asked for what there is in round 1
     for step in range(1, COMMITTED + 1):
         train(state, journal, NOTHING, step)
         state._committed.saves.checkpoints.wait()
@@ -376,8 +377,9 @@ def damage(folder: Path) -> None:
 def test_survivors_keep_their_steps_where_what_was_kept_beyond_them_proves_damaged(
     crew, tmp_path, new_saver, undisturbed
 ):
-    """It is of a former job, so that its round is ahead. This job saves nothing by itself, and one of its
-    worlds ends before all have the state, so that survivors look for what may have been kept meanwhile."""
+    """The damaged checkpoint is of an earlier job, so its round has a larger number. This job saves nothing
+    by itself. One of its worlds ends before all workers have the state, so survivors look for a checkpoint.
+    """
     run, more = tmp_path / "run", {"checkpoints": str(tmp_path / "run")}
     with Crew() as former:
         former.begin(tmp_path, NOTHING, first=9, saver=new_saver(), body=end_with_each_step_on_disk, **more)

@@ -24,13 +24,14 @@ from elasticd.worker.gradients.consistent import Arithmetic, ConsistentReduction
 from tests.worker.worlds import in_world
 
 SEED = 11
-BATCHES = [24, 24, 13, 3]  # the last is too short to reach all virtual ranks
+BATCHES = [24, 24, 13, 3]  # the last batch is too short for all virtual ranks
 
 
 class Odd(nn.Module):
-    """Much of what could depend on who computes it: normalization over the batch, dropout, other random
-    numbers, parameters that some samples do not use or nobody does, one that is used twice, other memory
-    formats, other types, large buffers, one that changes, one through ``.data``, and one that does not."""
+    """A model with much that could depend on which worker computes it: normalization over the batch, dropout,
+    other random numbers, parameters that only some samples use or that none uses, a parameter that is used
+    twice, other memory formats and types, and large buffers: one that changes, one that changes through
+    ``.data``, and one that does not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,12 +82,12 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer, *more: Any) -> st
 
 
 def drawn() -> tuple[float, ...]:
-    """What comes next."""
+    """Return the next random numbers."""
     return torch.rand(1).item(), random.random(), np.random.rand()
 
 
 def trained(virtual_ranks: int, accumulate: int = 1) -> list[str]:
-    """Return all values that a training has led to, after each step."""
+    """Return all values of the training after each step."""
     buckets.FIRST_BYTES = buckets.BUCKET_BYTES = 300
     model, optimizer = made()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -95,7 +96,7 @@ def trained(virtual_ranks: int, accumulate: int = 1) -> list[str]:
     found = []
     for number, samples in enumerate(BATCHES):
         place[0] = number
-        torch.rand(rank)  # whatever was drawn before
+        torch.rand(rank)  # the random numbers before must not matter
         x = samples_of(number)
         parts = parts_of(rank, world, samples=samples, virtual_ranks=virtual_ranks, accumulate=accumulate)
         for part in parts:
@@ -111,8 +112,8 @@ def trained(virtual_ranks: int, accumulate: int = 1) -> list[str]:
 
 
 def trained_the_obvious_way(virtual_ranks: int, accumulate: int) -> list[str]:
-    """Train one virtual rank after the other, each with a copy of the model; then add up the tree by
-    recursion."""
+    """Train in the simplest way: one virtual rank after the other, each with a copy of the model. Then add
+    the gradients up in the order of the tree, by recursion."""
     model, optimizer = made()
     trained = [p for p in model.parameters() if p.requires_grad]
     found = []
@@ -234,7 +235,8 @@ def test_steps_add_up_until_gradients_are_set_to_zero_and_parameters_may_be_froz
 
 
 def accumulated() -> list[list[list[float]]]:
-    """Return the gradients of a step, of the step made twice, and of the step with one parameter frozen."""
+    """Return the gradients of a step, of the same step made twice, and of the step with one parameter
+    frozen."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     reduction = ConsistentReduction([model], 4, SEED, lambda: [0])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint  # parts of DTensors are found with it
+import torch.distributed.checkpoint  # importing this module also finds parts of DTensors
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -26,8 +26,8 @@ SAMPLES, BATCH, VIRTUAL_RANKS = 37, 17, 5  # the last batch reaches three of fiv
 
 
 class Part(nn.Module):
-    """Rows that no world divides, normalization over the batch, dropout, and a layer that only some virtual
-    ranks use."""
+    """A module with rows that no world divides evenly, normalization over the batch, dropout, and a layer
+    that only some virtual ranks use."""
 
     def __init__(self, recomputes: bool) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Aside(nn.Module):
 
 
 class Stack(nn.Module):
-    """Parameters that two layers share, a layer that is frozen, and one that nobody uses."""
+    """A model with parameters that two layers share, a frozen layer, and a layer that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def shard_offloaded(model: Stack, mesh: DeviceMesh) -> None:
 
 
 def trained(accumulate: int = 1, shard: Any = None, unit: int = 1) -> str:
-    """A digest of all that training leads to, and of what it says on its way."""
+    """Return a digest of all results of the training, and of what each step returns."""
     torch.manual_seed(3)
     model = Stack()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -144,7 +144,7 @@ def digest(state: worker.State) -> str:
 
 
 def in_modes(accumulate: int = 1, *units: int) -> list[str]:
-    """DDP and FSDP2, and HSDP with these units."""
+    """Return the results in DDP, in FSDP2, and in HSDP with these units."""
     return [trained(accumulate), *(trained(accumulate, shard, unit) for unit in (1, *units))]
 
 
@@ -172,8 +172,8 @@ def test_one_digest_comes_out_of_ddp_and_fsdp2_and_hsdp_in_a_world_of_any_size(
 
 
 def gradients(refused: bool) -> tuple[float, float, str]:
-    """The gradient of a step of two parts in bfloat16, the gradient of the script's own backward pass after
-    the run function, and what is said if the script makes one during a step."""
+    """Return three things: the gradient of a step of two parts in bfloat16; the gradient of the script's own
+    backward pass after the run function; and the error if the script makes such a pass during a step."""
     model = nn.Linear(1, 1, bias=False)
     samples = torch.tensor([[1.0], [2.0**-10]])
     options: dict[str, Any] = {"virtual_ranks": 1, "accumulate": 2, "shuffle": False, "consistent": True}
@@ -209,7 +209,7 @@ def gradients(refused: bool) -> tuple[float, float, str]:
 
 
 def taken_whole() -> list[bool]:
-    """Whether the norm of a tensor on the mesh is taken whole, by its placement."""
+    """Return, for each placement of a tensor on the mesh, whether its norm is taken whole."""
     mesh = init_device_mesh("cpu", (1,))
     end = whole_norms.take_whole(mesh)
     tensors = [distribute_tensor(torch.ones(2, 2), mesh, [how]) for how in (Shard(0), Shard(1), Replicate())]

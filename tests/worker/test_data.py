@@ -21,11 +21,12 @@ from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.samples.loading import Share
 from tests.worker.worlds import entered, in_world
 
-Loaded = tuple[int, list[int], list[float]]  # virtual rank, samples, what chance added to them
+# virtual rank, samples, and the random numbers that were added to them
+Loaded = tuple[int, list[int], list[float]]
 
 
 class Numbers(Dataset[tuple[int, float]]):
-    """Sample i is i, and a number that its augmentation drew."""
+    """Sample i is i, and a random number that its augmentation drew."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -52,7 +53,7 @@ class Flow(IterableDataset[tuple[int, float]]):
 
 
 class Far(Flow):
-    """A stream that refuses to be read from its beginning again."""
+    """A stream that refuses to be read from its beginning a second time."""
 
     def iter_from(self, position: int) -> Iterator[tuple[int, float]]:
         return iter([(i, 0.0) for i in range(position, self.length)])
@@ -71,8 +72,9 @@ def load(share: Share) -> list[Loaded]:
 
 
 def epoch_in(worlds: list[int], state: dict[str, Any] | None = None, **options: Any) -> list[list[Loaded]]:
-    """The steps of a training whose world is another after each step; a world's workers are as many
-    Datas, of which each takes what the last committed. Two steps are begun in each, and one committed."""
+    """Return the steps of an epoch in which the world changes after each step. Each worker of a world is a
+    Data that begins with what the last world has committed. In each world two steps are begun, and one is
+    committed."""
     steps = []
     turn = 0
     while True:
@@ -115,7 +117,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_worlds_together_are_one_training(kind):
-    """With the same batches, samples, and random augmentations."""
+    """The batches, the samples and the random augmentations are the same in all worlds."""
     alone = epoch_in([1], **KINDS[kind])
     if kind != "weighted":
         assert sorted(ids(alone)) == list(range(23))
@@ -166,8 +168,8 @@ def test_workers_of_the_dataloader_change_nothing_but_the_speed(kind):
 
 
 class Dealing(IterableDataset[tuple[int, float]]):
-    """Deals itself out to loading processes, as torch's documentation has it: in ``__iter__``, by its
-    ``worker_init_fn``, or by a number that only that function is told."""
+    """A dataset that deals itself out to loading processes, in the ways that torch's documentation shows: in
+    ``__iter__``, by its ``worker_init_fn``, or by a number that only this function gets."""
 
     def __init__(self, how: str) -> None:
         self.how, self.start, self.end, self.by = how, 0, 23, 1
@@ -207,7 +209,7 @@ def test_a_stream_of_which_loading_processes_read_different_samples_is_refused(m
 
 
 class Sharded(IterableDataset[int]):
-    """By rank."""
+    """A stream that is sharded by rank."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(worker.rank(), 40, worker.world_size()))
@@ -232,7 +234,7 @@ def test_a_stream_that_is_sharded_by_rank_is_refused(tmp_path):
 
 
 def contrast(virtual_ranks: int, compares: bool = True) -> str:
-    """Compare each batch with those of all other workers, or not."""
+    """Train, and return the error. ``compares``: the script calls a collective for each batch."""
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4))
     data = Data(Numbers(32), global_batch=16, virtual_ranks=virtual_ranks)
     state = worker.State(model, torch.optim.SGD(model.parameters(), lr=0.1), data=data)
@@ -308,7 +310,7 @@ def test_virtual_ranks_are_as_many_as_workers_at_most_and_stay_so(monkeypatch):
 
 
 class Twice:
-    """A sampler with an epoch."""
+    """A sampler with an epoch. Unless it is ``pure``, its order also depends on how often it was asked."""
 
     def __init__(self, *, pure: bool = True, offset: int = 0) -> None:
         self.epoch, self.pure, self.offset, self.asked = 0, pure, offset, 0
@@ -492,7 +494,7 @@ def test_the_position_is_committed_with_the_state_and_goes_back_with_it():
     for step in state.steps():
         used.append([batch[0].tolist() for batch in step if not step.backward(loss_of(state, batch))])
         if step.number == 1:
-            state._loop.leave()  # the world ends before that is committed
+            state._loop.leave()  # the world ends before the step is committed
             entered(state)
             break
         state.commit()

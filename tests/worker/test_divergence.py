@@ -1,5 +1,5 @@
-"""Values of one name that differ between ranks: taken from one rank where they may differ, refused where they
-must not."""
+"""Values of one name that differ between ranks. Some may differ, and are taken from one rank; others are
+refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST = 4
 
 
 def normalize(address: str, folder: str, name: str, _: Any, saver: str, dies: bool) -> None:
-    """Each rank has its own samples, so its running statistics are its own too."""
+    """Each rank normalizes samples of its own, so its running statistics are its own, too."""
     journal = begin(address, folder, name, saver)
     torch.manual_seed(3)
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 256), nn.Linear(256, 8), nn.BatchNorm1d(8))

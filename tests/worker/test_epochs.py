@@ -22,7 +22,7 @@ from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, outcome, 
 from tests.worker.worlds import entered, in_world
 
 SAMPLES, BATCH, HELD_OUT = 38, 8, 6
-STEPS = -(-SAMPLES // BATCH)  # of an epoch
+STEPS = -(-SAMPLES // BATCH)  # the steps of an epoch
 PATIENCE = 2
 
 
@@ -53,7 +53,7 @@ class Flow(torch.utils.data.IterableDataset[Any]):
 
 
 def evaluate(model: nn.Module, accident: Accident, epoch: int) -> float:
-    """Evaluate this worker's share of the held-out data; the sum is exact in a world of any size."""
+    """Evaluate this worker's share of the held-out data. The sum is exact in a world of any size."""
     model.eval()
     losses = torch.zeros(HELD_OUT, dtype=torch.float64)
     with torch.no_grad():
@@ -79,20 +79,20 @@ def train(state: worker.State, journal: Journal, accident: Accident) -> None:
             state.commit()
             journal.write(trained=step.number)
             if state._committed.saves is not None:
-                state._committed.saves.checkpoints.wait()  # none is left out
+                state._committed.saves.checkpoints.wait()  # no sample is left out
         loss = evaluate(state.model, accident, epoch.number)
         journal.write(evaluated=epoch.number, step=state.step, rank=worker.rank())
         state.drawn += torch.rand(1).item()
         state.schedule.step(loss)
         state.seen.append(loss)
         state.best, state.bad = min(loss, state.best), 0 if loss < state.best else state.bad + 1
-        if state.bad > PATIENCE and worker.rank() == 0:  # which decides for all
+        if state.bad > PATIENCE and worker.rank() == 0:  # rank 0 decides for all
             epoch.stop()
         accident("judged", epoch.number)
 
 
 def wait_to_be_asked(gate: Gate) -> None:
-    """To leave, at the next commit."""
+    """Wait until this worker is asked to leave at the next commit."""
     asked, ask = threading.Event(), World.ask_to_leave
 
     def told(world: World, going: bool) -> None:
@@ -164,7 +164,7 @@ def test_a_worker_lost_in_an_evaluation_has_that_repeated_and_no_step_and_newcom
     assert reads(tmp_path, "0", "trained") == [*range(epochs * STEPS)]
     assert Counter(steps)[4 * STEPS - 1] == 1 and Counter(steps)[4 * STEPS] == 2
     evaluated = Counter(reads(tmp_path, "0", "evaluated"))
-    # What worker 3 was lost in is over for worker 0, or not.
+    # Worker 0 has finished the evaluation in which worker 3 was lost, or has not.
     assert evaluated.pop(2) in (1, 2) and set(evaluated.values()) == {1} and len(evaluated) == epochs - 1
     assert reads(tmp_path, "4", "entered") == [[4 * STEPS, 2]]
     assert reads(tmp_path, "4", "evaluated") == [*range(4, epochs)]
@@ -213,7 +213,7 @@ def test_epochs_without_data_are_of_so_many_steps_and_go_on_where_they_were_left
         for epoch in state.epochs(3, steps=4):
             for step in epoch:
                 if (step, len(made)) == (6, 9):
-                    break  # as where the world ends
+                    break  # as at the end of a world
                 made.append(step)
                 if step % 3 == 2:
                     state.commit()

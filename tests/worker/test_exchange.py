@@ -63,7 +63,7 @@ def test_the_most_advanced_whole_state_is_gone_on_from(standings, choice):
 
 
 def test_a_step_that_the_others_have_made_anew_is_not_gone_back_to():
-    """Rank 0 committed step 6 in round 1 and was left behind; the others made theirs in round 2."""
+    """Rank 0 committed step 6 in round 1, and was left behind. The others made their step 6 in round 2."""
     assert choose([whole(1, 6), whole(2, 5), whole(2, 5)]) == Transfer(1, (0,), fresh=False)
     assert choose([whole(1, 6), whole(2, 6), whole(2, 6)]) == Transfer(1, (0,), fresh=False)
 
@@ -101,7 +101,7 @@ def test_what_is_kept_of_a_parcel_does_not_keep_the_parcel():
 
 def test_of_a_state_of_small_tensors_only_a_few_parcels_are_in_memory_a_second_time(monkeypatch):
     @dataclass
-    class Message:  # gloo's hold what they send, too
+    class Message:  # gloo's own messages hold what they send, too
         piece: torch.Tensor
 
         def wait(self) -> None:
@@ -144,7 +144,7 @@ def test_each_place_gets_the_state_once_after_few_hops(places: int) -> None:
 def test_a_state_that_is_passed_on_by_a_tree_arrives_as_it_was(
     monkeypatch: pytest.MonkeyPatch, takers: int
 ) -> None:
-    """Each worker is a thread."""
+    """Each worker is a thread of this process."""
     monkeypatch.setattr(exchange, "CHAIN_MAX", 0)
     monkeypatch.setattr(exchange, "PARCEL_BYTES", 1000)
     lines: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)

@@ -1,4 +1,4 @@
-"""Unusual steps: a death in the middle of one is survived, with no step lost or made twice, or the script is
+"""Unusual steps. A death in the middle of such a step loses no step and repeats none, or the script is
 refused in a sentence."""
 
 from pathlib import Path
@@ -12,15 +12,16 @@ from tests.worker.guarding import STEPS, Script, guarded
 from tests.worker.jobs import NOTHING, Accident, Gate, reads
 
 SURVIVED: list[type[Script]] = [
-    guarding.TwoModules, guarding.Adversaries, guarding.Closure, guarding.Lbfgs, guarding.Momentum,
-    guarding.MomentumUnfrozen, guarding.Swapped, guarding.Averages, guarding.Sharp, guarding.Scaled,
-    guarding.Unfrozen, guarding.UnfrozenParts, guarding.Embedded, guarding.Extra, guarding.Codebook,
+    guarding.TwoModules, guarding.Adversaries, guarding.Skipping, guarding.Closure, guarding.Lbfgs,
+    guarding.Momentum, guarding.MomentumUnfrozen, guarding.Swapped, guarding.Averages, guarding.Sharp,
+    guarding.Scaled, guarding.Unfrozen, guarding.UnfrozenParts, guarding.Embedded, guarding.Extra,
+    guarding.Codebook,
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Script], Any]:
-    """The weights that a script of each kind comes to in one worker."""
+    """Return the final weights of a script of each kind in one worker."""
     folder = tmp_path_factory.mktemp("undisturbed")
     kinds = [*SURVIVED, guarding.SeveralModels]
     with Crew() as crew:
@@ -47,14 +48,14 @@ def errors(folder: Path) -> list[str]:
 def test_a_death_within_a_step_leaves_the_survivors_with_what_was_committed(
     crew, tmp_path, undisturbed, kind
 ):
-    dies = Accident("between" if kind is guarding.Adversaries else "forward", 5)
+    dies = Accident("between" if issubclass(kind, guarding.Adversaries) else "forward", 5)
     assert train(crew, tmp_path, kind, NOTHING, NOTHING, dies) == [0, 0, -9], errors(tmp_path)
     for name in "01":
         assert reads(tmp_path, name, "committed") == list(range(1, STEPS + 1))
         assert reads(tmp_path, name, "entered") == [0, 5]
     [found], [other] = (reads(tmp_path, name, "weights") for name in "01")
     assert found == other
-    if kind is not guarding.TwoModules:  # which has other data in each worker
+    if kind is not guarding.TwoModules:  # the workers of this script have different data
         assert found == [pytest.approx(weights, rel=1e-3, abs=1e-4) for weights in undisturbed[kind]]
 
 

@@ -14,7 +14,7 @@ from tests.worker.jobs import NOTHING, Accident, Gate, reads
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the digests of all values when nothing happens."""
+    """Return the digests of all values of a training that nothing disturbs."""
     return outcome_alone(many.train, tmp_path_factory.mktemp("alone"), "digests")
 
 
@@ -24,8 +24,8 @@ def differing(folder: Path, name: str, expected: dict[str, str]) -> list[str]:
 
 
 def test_all_things_reach_who_comes_when_a_worker_was_killed(crew, tmp_path, expected):
-    """One whose script has its groups in another order is refused, and costs the others nothing. Then the
-    last of those who were there from the start is killed: what is left was handed over."""
+    """A newcomer whose script has the groups in another order is refused, and costs the others nothing. Then
+    the last of the first workers is killed, so all that is left was handed over."""
     comes, dies = Gate(tmp_path / "comes"), Gate(tmp_path / "dies")
     accidents = Accident("forward", 5, comes.wait_and_leave), Accident("forward", 3)
     first, _ = crew.begin(tmp_path, *accidents, job=many.train)
@@ -50,12 +50,12 @@ def test_all_things_reach_who_comes_when_a_worker_was_killed(crew, tmp_path, exp
 def test_all_things_come_back_from_a_checkpoint_when_all_workers_were_killed(
     crew, tmp_path, new_saver, expected
 ):
-    """To a script that has its groups in another order."""
+    """The new workers run a script that has the groups in another order."""
     gates = [Gate(tmp_path / name) for name in "01"]
     more = {"saver": new_saver(), "checkpoints": str(tmp_path / "run")}
     accidents = [Accident("saved", many.SAVED, gate.wait) for gate in gates]
     hands = crew.begin(tmp_path, *accidents, job=many.train, **more)
-    for gate in gates:  # both have saved before one dies: the other would train on alone
+    for gate in gates:  # both have saved before one is killed: the other one would train on alone
         gate.until_somebody_waits()
     for hand in hands:
         hand.process.kill()

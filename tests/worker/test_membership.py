@@ -80,7 +80,8 @@ def test_a_worker_leaves_at_a_commit_and_the_others_redo_nothing(crew, tmp_path,
 def test_a_newcomer_that_dies_while_it_takes_the_state_costs_the_others_nothing(
     crew, tmp_path, gate, undisturbed, survivors, victim
 ):
-    """Two at once; the state passes from the first to the second. Perhaps nobody has it but its sender."""
+    """Two workers join at once. The first passes the state on to the second. If the first dies, perhaps no
+    worker but the sender has the state."""
     accidents = [at(gate), *[NOTHING] * (survivors + 1)]
     accidents[victim] = Accident("receiving", 1)
     grow(crew, tmp_path, gate, survivors, *accidents)
@@ -103,7 +104,7 @@ def test_who_is_asked_to_leave_before_all_have_joined_hands_over_what_it_has_fir
     crew.until(lambda: leaver.status is not None)
     assert_exact(crew, tmp_path, {0}, undisturbed)
     assert crew.settled == [(1, 1), (2, 2), (3, 1)]
-    # The commit that it left at: the first, or the second if the word reached it late.
+    # The commit at which the worker left: the first, or the second if it was told late.
     assert reads(tmp_path, "1", "entered")[0] in reads(tmp_path, "0", "committed")[4:]
 
 
@@ -149,8 +150,8 @@ def test_a_worker_without_memory_to_take_or_send_the_state_dies_of_it_alone(
 def test_a_worker_that_wakes_after_it_was_replaced_has_no_part_in_what_the_others_make(
     crew, tmp_path, undisturbed
 ):
-    """It was stopped in its step, and the others were told to go on without it. What it then makes of that
-    step is another, and nobody's but its own."""
+    """A worker was stopped in its step, and the others continued without it. Its own result of that step
+    differs, and no other worker gets it."""
     asleep, held = Gate(tmp_path / "asleep"), Gate(tmp_path / "held")
     crew.start(work, str(tmp_path), "0", Accident("start", 7, held.wait))
     crew.start(work, str(tmp_path), "1", Accident("summed", 4, asleep.wait), body=train_astray)
@@ -180,7 +181,7 @@ def test_a_worker_that_wakes_after_it_was_replaced_has_no_part_in_what_the_other
 
 
 def test_a_collective_of_a_group_that_the_script_made_is_aborted_too(crew, tmp_path, undisturbed):
-    """One worker is stopped before it, another is in it."""
+    """One worker is stopped before the collective. Another one is in it."""
     outside, inside = Gate(tmp_path / "outside"), Gate(tmp_path / "inside")
     accidents = Accident("met", 4, inside.wait), Accident("start", 4, outside.wait)
     _, stopped = crew.begin(tmp_path, *accidents, body=train_with_a_group_of_its_own)
@@ -219,8 +220,8 @@ def test_a_worker_leaves_though_the_network_to_the_store_that_it_waits_on_is_cut
         return lines[-1].port
 
     crew.led = led
-    other.waiting = one.waiting  # as if it were there
-    crew.least = 3  # no other round
+    other.waiting = one.waiting  # as if the other worker had come
+    crew.least = 3  # form no other round
     try:
         crew.form(one, other)
         Gate(tmp_path / "gate").until_somebody_waits()
@@ -234,7 +235,7 @@ def test_a_worker_leaves_though_the_network_to_the_store_that_it_waits_on_is_cut
 
 
 def test_ranks_that_draw_for_themselves_go_on_doing_so(crew, tmp_path):
-    """What each has drawn independently must not become the same for all after a recovery."""
+    """Numbers that each rank has drawn by itself must not become the same for all ranks after a recovery."""
     accidents = NOTHING, NOTHING, Accident("start", 5)
     crew.begin(tmp_path, *accidents, body=train_with_own_randomness, steps=8)
     crew.all_ended()
@@ -275,6 +276,6 @@ def test_newcomers_find_survivors_of_a_group_that_never_came_about(crew, tmp_pat
 def test_the_crew_hears_all_that_a_worker_said_before_it_notes_the_workers_end(crew, tmp_path):
     crew.begin(tmp_path, NOTHING)
     (hand,) = crew.hands
-    hand.process.join()  # here as on a machine on which the worker is faster than the test
+    hand.process.join()  # let the test be slower than the worker, as it may be on some machines
     crew.all_ended()
     assert hand.status == 0 and hand.done

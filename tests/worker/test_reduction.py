@@ -15,7 +15,7 @@ from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_paralle
 from elasticd.worker.world.group import World
 from tests.worker.worlds import in_world
 
-BATCHES = [24, 24, 5, 1]  # the last are too short to reach all workers
+BATCHES = [24, 24, 5, 1]  # the last batches are too short for all workers
 
 
 class Net(nn.Module):
@@ -94,7 +94,8 @@ def this_world() -> World:
 
 
 def several_parts_of(samples: int) -> list[Portion]:
-    """Of a batch in two virtual ranks, cut in two: one of three workers has none."""
+    """Return the parts of this worker in a batch that is cut into two virtual ranks of two parts each. One of
+    three workers has none."""
     return parts_of(dist.get_rank(), dist.get_world_size(), samples=samples, virtual_ranks=2, accumulate=2)
 
 
@@ -123,8 +124,8 @@ def test_a_worker_without_a_part_adds_up_in_the_order_of_the_calls_of_the_last_p
 
 
 def steps_without_a_sum(steps: int) -> tuple[list[list[str]], bool]:
-    """The models that a worker without a part hears of, by step, once the last worker has made all steps;
-    and whether the store still has the last of them."""
+    """Return the models that a worker without a part hears of, by step, once the last worker has made all
+    steps. Also return whether the store still has the models of the last step."""
     world = this_world()
     models = wrapped_models({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}, lambda model: model)
     reduction = AveragedReduction(models, world=world)

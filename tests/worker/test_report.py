@@ -21,7 +21,7 @@ from elasticd.worker.report import all_finite, any_nan
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
-    """This process's, as if it were a worker."""
+    """Return the page of this process, as if it were a worker."""
     made = Page(tmp_path / "page")
     os.pwrite(made._fd, struct.pack("=Q", os.getpid()), 16)
     monkeypatch.setenv(VARIABLE, str(made.path))

@@ -1,4 +1,4 @@
-"""A script that counts samples goes on with those that are left, in a world of any size."""
+"""A script that counts samples continues with the samples that are left, in a world of any size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(loader: DataLoader[Any]) -> Batches:
 
 
 def rests(used: int, *, world: int, **cut: Any) -> list[Batches]:
-    """Return the batches of each rank after so many samples."""
+    """Return the batches that are left for each rank after so many samples."""
     return [read(rest_of_epoch(loader_of(rank=rank, world=world, **cut), used)) for rank in range(world)]
 
 
@@ -51,13 +51,15 @@ CUTS = st.fixed_dictionaries(
     [
         (0, 2, False, [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]),
         (4, 2, False, [[[4, 6], [8]], [[5, 7], [9]]]),
-        (4, 3, False, [[[4, 7]], [[5, 8]], [[6, 9]]]),  # a skip of whole batches would repeat 0 to 3
-        (3, 2, False, [[[3, 5], [7, 9]], [[4, 6], [8, 0]]]),  # filled up with the epoch's beginning
+        # a script that skips whole batches would repeat 0 to 3
+        (4, 3, False, [[[4, 7]], [[5, 8]], [[6, 9]]]),
+        # the last batch is filled up with samples of the epoch's beginning
+        (3, 2, False, [[[3, 5], [7, 9]], [[4, 6], [8, 0]]]),
         (3, 2, True, [[[3, 5], [7]], [[4, 6], [8]]]),
         (9, 4, False, [[[9]], [[0]], [[1]], [[2]]]),
         (9, 4, True, [[], [], [], []]),
         (10, 3, False, [[], [], []]),
-        (12, 3, False, [[], [], []]),  # an epoch that was filled up
+        (12, 3, False, [[], [], []]),  # an epoch whose last batch was filled up
     ],
 )
 def test_the_ranks_go_on_after_the_used_samples(

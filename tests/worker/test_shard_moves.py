@@ -1,5 +1,5 @@
-"""The plan after a change of world: from which commit to continue, and which rank sends which part to
-which."""
+"""The plan after a change of world: the commit from which workers continue, and which rank sends which part
+to which rank."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ LATER = CommitPoint(1, 5, 0)
 
 
 def chunks(rows: int, row: int, world: int) -> list[Span]:
-    """The rows of each rank, as FSDP2 cuts them: 5 rows on 3 ranks are 2, 2 and 1."""
+    """Return the rows of each rank, as FSDP2 cuts them: 5 rows on 3 ranks are 2, 2 and 1."""
     each = -(-rows // world)
     return [Span(min(r * each, rows) * row, min((r + 1) * each, rows) * row) for r in range(world)]
 
 
 def laid_out(shapes: list[tuple[int, int]], world: int) -> list[Spans]:
-    """The spans of each rank. ``shapes``: rows, and elements of a row, of each parameter."""
+    """Return the spans of each rank. ``shapes``: for each parameter, its rows and the elements of a row."""
     by_parameter = [chunks(rows, row, world) for rows, row in shapes]
     return [tuple(spans[rank] for spans in by_parameter) for rank in range(world)]
 
@@ -68,7 +68,7 @@ def test_elements_that_no_span_has_are_counted(size: int, spans: list[Span], abs
 
 
 def test_five_rows_on_three_ranks_are_moved_to_two() -> None:
-    """Rank 1 of three is gone, and the rank after it guards its rows."""
+    """Rank 1 of three has ended. The next rank guards its rows."""
     before, after = laid_out([(5, 3)], 3), laid_out([(5, 3)], 2)
     held = [[HeldShard(AT, before[0])], [HeldShard(AT, before[2]), HeldShard(AT, before[1])]]
     moves = [(move.span, move.sender, move.shard, move.receiver) for move in plan_moves(held, AT, after)]
@@ -122,10 +122,11 @@ shapes = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), min_size=1, m
 def test_through_any_sequence_of_worlds_each_rank_gets_exactly_its_elements_of_one_step(
     shapes: list[tuple[int, int]], worlds: list[int], data: st.DataObject
 ) -> None:
-    """Each world loses as many workers as it has copies of a shard, at most, one commit apart."""
+    """Each world loses at most as many workers as there are copies of a shard. Workers may be one commit
+    apart."""
     sizes = sizes_of(shapes)
     redundancy = data.draw(st.integers(0, 2))
-    # The contents of each element: the step that it is of, and its place.
+    # The content of each element: its step, and its place.
     contents = {AT: 4, LATER: 5}
     for before, after in pairwise(worlds):
         spans = laid_out(shapes, before)
@@ -193,7 +194,7 @@ def test_who_leaves_hands_over_what_no_guardian_that_stays_has(
 
 
 def hybrid(replicate: int, unit: int) -> list[Spans]:
-    """The spans of each rank where each shard of four rows has ``replicate`` replicas."""
+    """Return the spans of each rank where each shard of four rows has ``replicate`` replicas."""
     return laid_out([(4, 2)], unit) * replicate
 
 

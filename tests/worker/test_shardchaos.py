@@ -1,4 +1,4 @@
-"""Some of the runs of ``python -m tests.worker.shardchaos``."""
+"""Runs some seeds of ``python -m tests.worker.shardchaos``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from tests.worker import shardchaos
 
-LOSES = (17, 24, 26)  # more than there are copies: the state is in the saver's memory
-RESIZES = (12, 28)  # from two workers to eight and back, and losses among the eight
+LOSES = (17, 24, 26)  # more workers are lost than there are copies: the saver's memory has the state
+RESIZES = (12, 28)  # from two workers to eight and back, with losses among the eight
 
 
 @pytest.mark.slow

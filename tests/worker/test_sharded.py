@@ -1,4 +1,5 @@
-"""Workers that train a sharded model join, leave and die; the others keep their process, and lose no step."""
+"""Workers that train a sharded model join, leave and die. The other workers keep their process, and lose no
+step."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from tests.worker.worlds import in_world
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The losses and the outcome in one process, when nothing happens."""
+    """Return the losses and the outcome of an undisturbed training in one process."""
     folder = tmp_path_factory.mktemp("undisturbed")
     outcome = outcome_alone(shardjob.train, folder)
     return {"outcome": outcome, "losses": reads(folder, "alone", "losses")}
 
 
 def close(expected: Any, rounding: float = 1e-9) -> Any:
-    """Whether the two are the same, but for rounding, at any depth."""
+    """Whether two nested values are equal within rounding."""
     if isinstance(expected, dict):
         return {name: close(value, rounding) for name, value in expected.items()}
     if isinstance(expected, list):
@@ -46,8 +47,8 @@ def assert_like(
     rounding: float = 1e-9,
     again: Sequence[int] = (),
 ) -> None:
-    """The survivors have made each step's commit once, with the losses and to the end of the undisturbed
-    training. ``again``: the commits that they have made twice."""
+    """Check that the survivors have committed each step once, with the losses and the outcome of the
+    undisturbed training. ``again``: the commits that they have made twice."""
     for name in map(str, survivors):
         hand = crew.hands[int(name)]
         assert hand.status == 0, (folder / f"{name}.err").read_text()
@@ -95,7 +96,7 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
 def test_what_torch_does_with_a_sharded_model_is_laid_out_anew_as_well(
     crew, tmp_path, undisturbed, feature, more, rounding
 ):
-    """One of three workers dies, and later a newcomer joins the others."""
+    """One of three workers dies. Later a newcomer joins the two others."""
     gate = Gate(tmp_path / "gate")
     accidents = Accident("start", 5, gate.wait_and_leave), Accident("summed", 2), NOTHING
     crew.begin(tmp_path, *accidents, job=shardjob.train, feature=feature, **more)
@@ -110,12 +111,13 @@ def test_what_torch_does_with_a_sharded_model_is_laid_out_anew_as_well(
 
 
 def assert_told_of_memory(crew: Crew) -> None:
-    """Before the first step the workers of two worlds say the same of the whole state, though the optimizer
-    had none in the first. Each keeps two commits of its shard and of that of one other worker."""
+    """Check what the workers of two worlds report before the first step. The size of the whole state is the
+    same, though the optimizer had no state in the first world. Each worker keeps two commits of its own
+    shard, and of the shard of one other worker."""
     worlds = [[m for hand in crew.hands for m in hand.entered if m.round == round] for round in (1, 2)]
     elements = sum(p.numel() for p in shardjob.Net().parameters())
     frozen = sum(p.numel() for p in shardjob.Net().frozen.parameters())
-    whole = 8 * (elements + 2 * (elements - frozen))  # in float64, with two moments
+    whole = 8 * (elements + 2 * (elements - frozen))  # in float64, with the optimizer's two moments
     for told in worlds:
         assert sum(m.shard_bytes for m in told) == pytest.approx(whole, abs=16 * 3 * 6 * len(told))
         assert sum(m.copies_bytes for m in told) == 4 * sum(m.shard_bytes for m in told)
@@ -189,7 +191,7 @@ def test_a_world_that_shrinks_by_more_workers_than_there_are_copies_loses_nothin
     crew.begin(tmp_path, *accidents, job=shardjob.train, redundancy=redundancy)
     gate.until_somebody_waits()
     going = (*crew.hands[stay:],)
-    crew.least = 5  # the next round is formed by hand
+    crew.least = 5  # the test forms the next round
     crew.close(planned=True, going=going)
     gate.open()
     crew.until(lambda: all(hand.waiting for hand in crew.hands))
@@ -208,8 +210,8 @@ def test_a_world_that_shrinks_by_more_workers_than_there_are_copies_loses_nothin
 def test_a_death_while_shards_are_on_their_way_to_a_newcomer_costs_the_others_nothing(
     crew, tmp_path, undisturbed
 ):
-    """One dies in its second step, and a survivor of that in the second round, in the middle of the moves to
-    the third round, in which a newcomer takes part. So three, two, three and two workers train."""
+    """One worker dies in its second step. A survivor dies in the second round, while shards are moved for the
+    third round, in which a newcomer takes part. So three, two, three and two workers train."""
     gate = Gate(tmp_path / "gate")
     accidents = Accident("start", 4, gate.wait), Accident("summed", 2), Accident("moving", 3)
     crew.begin(tmp_path, *accidents, job=shardjob.train)
@@ -240,7 +242,7 @@ def test_the_same_sizes_of_worlds_come_again(crew, tmp_path, undisturbed):
 def test_replicas_of_a_shard_stand_in_for_it_and_the_mesh_of_a_world_has_replicas_again(
     crew, tmp_path, undisturbed
 ):
-    """Two replicas of a model on two workers each. A world of three has one model on all workers."""
+    """Two replicas of a model train on two workers each. In a world of three all workers hold one model."""
     gate = Gate(tmp_path / "gate")
     accidents = Accident("start", 5, gate.wait), Accident("stepped", 2), NOTHING, NOTHING
     more = {"unit": 2, "virtual_ranks": 3}
@@ -276,7 +278,7 @@ def test_a_shard_whose_replicas_are_all_lost_comes_from_the_newest_checkpoint(
 
 
 def test_with_overlap_a_loss_undoes_the_commit_of_which_copies_are_on_their_way(crew, tmp_path, undisturbed):
-    """Four commits are made when the worker dies, and the workers go on from the third."""
+    """Four commits are made when the worker dies. The others continue from the third."""
     accidents = NOTHING, Accident("summed", 4), NOTHING
     crew.begin(tmp_path, *accidents, job=shardjob.train, overlap=True, virtual_ranks=3)
     crew.all_ended()
@@ -310,12 +312,12 @@ def test_two_workers_at_once_are_lost_without_loss_if_there_are_two_copies(crew,
 def test_who_was_to_stay_and_leaves_all_the_same_hands_over_before_the_next_world(
     crew, tmp_path, undisturbed
 ):
-    """From three workers to two, and to one before these two train."""
+    """The job shrinks from three workers to two, and to one before these two train."""
     gate = Gate(tmp_path / "gate")
     accidents = Accident("start", 3, gate.wait), NOTHING, NOTHING
     stays, second, third = crew.begin(tmp_path, *accidents, job=shardjob.train, redundancy=0)
     gate.until_somebody_waits()
-    crew.least = 4  # the next rounds are formed by hand
+    crew.least = 4  # the test forms the next rounds
     crew.close(planned=True, going=(third,))
     gate.open()
     crew.until(lambda: all(hand.waiting for hand in crew.hands))
@@ -339,7 +341,7 @@ def test_the_only_worker_hands_all_of_it_over(crew, tmp_path, undisturbed):
         crew.start(shardjob.train, str(tmp_path), name, accident, redundancy=0)
     leaver, *others = crew.hands
     crew.all_waiting(*crew.hands)
-    crew.least = 4  # the next round is formed by hand
+    crew.least = 4  # the test forms the next round
     crew.form(leaver)
     gate.until_somebody_waits()
     crew.close(planned=True)

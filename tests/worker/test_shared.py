@@ -1,4 +1,4 @@
-"""Plain data that is the same in all workers, and data of each worker's own."""
+"""Plain data that must be the same in all workers, and data of each worker's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.worker.jobs import NOTHING, Accident, Gate, begin, commit, reads
 from tests.worker.worlds import entered, in_world
 
 STEPS = 9
-MANY = 1 << 16  # elements of a tensor that is looked at in full
+MANY = 1 << 16  # the elements of a tensor that is compared in full
 
 
 class Meter:
@@ -37,7 +37,7 @@ class Meter:
 
 
 def job(address: str, folder: str, name: str, accident: Accident = NOTHING, how: str = "") -> None:
-    """``how``: what is wrong with it."""
+    """Run a script. ``how``: what is wrong with it."""
     journal = begin(address, folder, name)
     model = nn.Linear(1, 1)
     more: dict[str, Any] = {
@@ -121,7 +121,7 @@ def test_what_is_to_be_alike_and_is_not_ends_the_job_and_is_named(crew, tmp_path
         committed = reads(tmp_path, name, "committed")
         if "own" in how:
             assert not committed
-        elif how != "a number":  # which is wrong later
+        elif how != "a number":  # the value is wrong later
             assert committed == [1]
 
 

@@ -1,5 +1,5 @@
-"""Workers that each have a part of the model: the units that are whole go on in their processes, and the lost
-unit is back, without a lost step."""
+"""Each worker has a part of the model. When a worker dies, the units that are whole continue in their
+processes, and the lost unit comes back. No step is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.worker.splitjob import STEPS
 
 
 def assert_like(crew: Crew, folder: Path, survivors: list[int]) -> None:
-    """The survivors have made each step once, and have together the weights of the undisturbed training."""
+    """Check that the survivors have made each step once, and that their parts together are the weights of the
+    undisturbed training."""
     expected = splitjob.undisturbed()
     found: dict[str, Any] = {}
     for number in survivors:
@@ -50,7 +51,7 @@ def test_the_other_unit_goes_on_when_a_worker_dies_and_the_lost_unit_is_back(cre
         [NOTHING, Accident(point, 3), Accident("start", 5, gate.wait), NOTHING]
     ):
         crew.start(splitjob.train, str(tmp_path), str(number), accident, by=by)
-    crew.least = 5  # the test itself says who is in the next world
+    crew.least = 5  # the test chooses the workers of the next world
     crew.form(*crew.hands)
     crew.all_waiting(crew.hands[0], *crew.hands[2:])
     crew.form(*crew.hands[2:])
@@ -67,7 +68,7 @@ def test_the_other_unit_goes_on_when_a_worker_dies_and_the_lost_unit_is_back(cre
 
 
 def test_a_part_that_nobody_holds_any_more_ends_the_job_with_a_sentence(crew, tmp_path):
-    """The rest of two units that lost the same place make no unit."""
+    """Two units have lost the worker of the same place, so their rest makes no unit."""
     accidents = [NOTHING, Accident("backward", 3), NOTHING, Accident("backward", 3)]
     for number, accident in enumerate(accidents):
         crew.start(splitjob.train, str(tmp_path), str(number), accident)

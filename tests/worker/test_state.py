@@ -1,4 +1,4 @@
-"""What a State keeps, and to what it goes back."""
+"""What a State keeps, and to which values it goes back."""
 
 import contextlib
 import enum
@@ -57,7 +57,7 @@ def test_an_abandoned_step_leaves_no_trace(state):
 
 
 class Spoiling:
-    """What was kept, and turns out not to be whole once it has been read over all there is."""
+    """A checkpoint that turns out to be damaged after all of it has been read over the State."""
 
     checkpoints = SimpleNamespace(overwrote=True)
 
@@ -154,7 +154,7 @@ def test_steps_are_counted_as_they_are_yielded_however_many_a_commit_covers(stat
         if (step + 1) % every == 0:
             state.commit()
         if len(made) == 7:
-            break  # as where the world ends
+            break  # as at the end of a world
     assert state.step == 7 // every * every
     state._loop.leave()
     entered(state)
@@ -268,7 +268,7 @@ def test_what_is_changed_after_a_commit_is_said_once(caplog, what):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    none = torch.tensor([float("nan"), 1.0])  # which is not equal to itself
+    none = torch.tensor([float("nan"), 1.0])  # NaN is not equal to itself
     state = worker.State(model, optimizer, schedule=schedule, wrap=None, epoch=0, seen=[], none=none)
     entered(state)
     for _ in state.steps(4):
@@ -347,7 +347,7 @@ def test_what_no_other_worker_could_take_is_refused_by_the_first_commit_of_it(st
 
 
 class Growing(nn.Module):
-    """A module with a table that is made again where it is too short, and with a cache that exists for a
+    """A module with a table that is made again if it is too short, and with a cache that exists for a
     while."""
 
     def __init__(self) -> None:
@@ -493,14 +493,14 @@ def test_a_script_without_an_agent_imports_nothing_of_it_and_begins_where_restor
     parts = {
         "channel": ("", ".codec", ".framing", ".worker_messages"),
         "checkpoint": ("", ".client", ".client.collectives", ".client.objects", ".client.tensors"),
-        "core": ("", ".age", ".page_layout"),
+        "core": ("", ".age", ".page_layout", ".state_memory"),
         "data": ("", ".auditnotes", ".dealing", ".order", ".summing"),
     }
     assert imported == str([f"elasticd.{package}{m}" for package, modules in parts.items() for m in modules])
 
 
 def test_parameters_that_an_optimizer_has_in_another_order_are_refused():
-    """Momentum would go to the wrong ones, and only where their shapes differ would that be seen."""
+    """Otherwise momentum would go to the wrong parameters. Nobody would notice unless their shapes differ."""
 
     def made(turned: bool) -> worker.State:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

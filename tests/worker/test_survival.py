@@ -1,4 +1,4 @@
-"""Workers die at the worst instants; the survivors continue, and end as if nobody had died."""
+"""Workers die at the worst instants. The survivors continue, and end as if no worker had died."""
 
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,8 @@ from tests.worker.jobs import (
 
 
 def assert_exact(crew: Crew, folder: Path, dead: set[int], undisturbed: dict) -> None:
-    """Every survivor has committed each step once, in order, and has come to the same end."""
+    """Check that every survivor has committed each step once, in order, with the outcome of the undisturbed
+    training."""
     for i, hand in enumerate(crew.hands):
         if i in dead:
             assert hand.status in (-9, 1)
@@ -83,7 +84,7 @@ def test_one_death_after_the_other_is_survived(crew, tmp_path, undisturbed):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_death_while_the_survivors_join_is_survived(crew, tmp_path, undisturbed, victim):
-    """The second one dies when all have come for the second round, before it connects."""
+    """The second worker dies when all have come for the second round, before it connects."""
     accidents = [NOTHING, NOTHING, NOTHING, Accident("backward", 4)]
     accidents[victim] = Accident("forming", 1)
     crew.begin(tmp_path, *accidents)
@@ -120,7 +121,7 @@ def test_a_function_that_swallows_exceptions_commits_no_broken_step(crew, tmp_pa
     ],
 )
 def test_what_a_function_makes_of_the_end_of_its_world_is_not_its_own(crew, tmp_path, undisturbed, body):
-    """One dies, and later another is taken in, at a commit that all agree on."""
+    """One worker dies. Later another one joins, at a commit that all have agreed on."""
     late = Gate(tmp_path / "late")
     crew.begin(tmp_path, Accident("start", 6, late.wait), Accident("forward", 3), body=body)
     survivor = crew.hands[0]
@@ -152,7 +153,7 @@ def test_as_many_steps_are_made_as_were_asked_for_where_a_commit_covers_several(
 def test_a_function_that_swallows_even_the_end_of_its_world_spoils_nothing_for_others(
     crew, tmp_path, undisturbed
 ):
-    """It never leaves; here as with an agent, until it is killed."""
+    """Such a worker never leaves its world. Its agent kills it in the end, and so does the test."""
     deaf = Gate(tmp_path / "deaf")
     crew.start(
         work, str(tmp_path), "0", Accident("swallowed", 6, deaf.wait), body=train_and_swallow_everything
@@ -162,7 +163,7 @@ def test_a_function_that_swallows_even_the_end_of_its_world_spoils_nothing_for_o
     crew.form()
     crew.hands[0].shunned = True
     deaf.until_somebody_waits()
-    deaf.open()  # from here on it tries again and again, next to the others
+    deaf.open()  # from here on the worker tries to go on, again and again, beside the others
     crew.all_ended()
     assert crew.hands[0].status is None and crew.hands[0].round == 1
     crew.hands[0].process.kill()
@@ -173,7 +174,7 @@ def test_a_function_that_swallows_even_the_end_of_its_world_spoils_nothing_for_o
 
 
 def test_who_is_a_commit_behind_takes_it_from_who_is_ahead(crew, tmp_path, undisturbed):
-    """Before its commit, one worker waits for a message of a worker that dies; the other one has passed
+    """Before its commit, one worker waits for a message of a worker that dies. The other worker has passed
     that point."""
     ahead, silent = Gate(tmp_path / "ahead"), Gate(tmp_path / "silent")
     accidents = [
@@ -181,7 +182,8 @@ def test_who_is_a_commit_behind_takes_it_from_who_is_ahead(crew, tmp_path, undis
         Accident("summed", 4, wait_for_word_of_the_third),
         Accident("summed", 4, silent.wait),
     ]
-    crew.begin(tmp_path, *accidents, compare=False)  # who is ahead would wait for the others to compare
+    # the worker that is ahead would wait for the others to compare
+    crew.begin(tmp_path, *accidents, compare=False)
     ahead.until_somebody_waits()
     silent.until_somebody_waits()
     crew.hands[2].process.kill()

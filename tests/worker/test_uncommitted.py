@@ -9,7 +9,7 @@ from torch import nn
 from elasticd.worker.commit.changes import ChangeDetector
 from elasticd.worker.commit.uncommitted import Owners
 
-# The model has parameters 0, 1 and a frozen 6, a critic 2 and 3, and averages of the model are 4 and 5.
+# The model has parameters 0, 1 and a frozen 6. A critic has 2 and 3. Averages of the model are 4 and 5.
 OWNERS = Owners({"optimizer": {0, 1}, "second": {2, 3}}, [{0, 1, 6}, {2, 3}, {4, 5}])
 
 

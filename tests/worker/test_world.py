@@ -1,4 +1,4 @@
-"""Which failures, and which connections, end with a world."""
+"""Which failures end with a world, and which connections."""
 
 from __future__ import annotations
 
@@ -68,11 +68,12 @@ def in_a_group_of_two(
     try:
         act(groups[0])
     finally:
-        del groups[1]  # ends what still waits in vain
+        del groups[1]  # ends threads that still wait in vain
 
 
 def lose_a_sum_of_gradients() -> None:
-    """A hook of DistributedDataParallel waits for a sum, and torch hides the class of the error."""
+    """Have a hook of DistributedDataParallel wait for a sum that fails. torch hides the class of the
+    error."""
     waits.use_group_timeouts()
     asked: Future[list[torch.Tensor]] = Future()
     hooked = waits.until_end(asked).then(lambda done: done.value()[0])
@@ -85,7 +86,7 @@ def run_out_of_memory() -> None:
 
 
 def run_out_of_threads() -> None:
-    raise RuntimeError("can't start new thread")  # as threading has it
+    raise RuntimeError("can't start new thread")  # as threading calls the function
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,8 @@ def test_what_one_worker_lacks_is_its_own_error_unless_the_world_is_over_anyway(
 def test_a_world_that_is_over_as_soon_as_all_have_come_connects_to_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All workers have agreed that all are here, so no worker can announce any more that one has left."""
+    """All workers have agreed that all are here, so no worker can announce any more that another one has
+    left."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.add("here", 1)
     world = a_world(server.port)
@@ -169,7 +171,7 @@ def test_a_world_cuts_what_torch_has_connected_and_no_connection_of_the_scripts_
 def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("send", "recv", "recv_anysource"):  # which a world replaces for good
+    for name in ("send", "recv", "recv_anysource"):  # a world replaces these for good
         monkeypatch.setattr(dist.ProcessGroup, name, getattr(dist.ProcessGroup, name))
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):  # likewise
         monkeypatch.setenv(name, "0")
@@ -187,7 +189,7 @@ def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_w
 
 @pytest.fixture
 def waits_end() -> Iterator[None]:
-    """In this process, waits end with the world."""
+    """In this process, let waits end with the world."""
     wait, before = dist.Work.wait, {*threading.enumerate()}
     waits.use_group_timeouts()
     yield
@@ -215,7 +217,7 @@ def wait_for_a_message_with_a_timeout(group: dist.ProcessGroupGloo) -> None:
 
 
 def wait_for_a_functional_collective(group: dist.ProcessGroupGloo) -> None:
-    """As a DTensor does."""
+    """Wait as a DTensor does."""
     total = torch.ones(1)
     torch._C._distributed_c10d._register_work(total, group.allreduce([total]))
     assert torch.ops._c10d_functional.wait_tensor(total) is total
@@ -234,7 +236,8 @@ WAITS = [
 def test_whoever_waits_for_others_is_told_of_the_end_though_gloo_is_not(
     waits_end: None, wait: Callable[[dist.ProcessGroupGloo], None]
 ) -> None:
-    """Gloo is not if the connection is lost when a part of a message has come, or waits to be sent."""
+    """Gloo does not notice a connection that is lost after a part of a message has come, or while a part
+    waits to be sent."""
 
     def wait_until_the_end(group: dist.ProcessGroupGloo) -> None:
         def end() -> None:
@@ -264,9 +267,9 @@ def test_a_wait_that_others_answer_returns_and_one_that_fails_says_why(
 def test_a_backward_pass_ends_with_the_next_gradients_once_the_world_is_over(
     waits_end: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It computes no gradients that nobody adds up."""
+    """After the end of the world, a worker does not compute gradients that no worker adds up."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
-        monkeypatch.setenv(name, "0")  # which a world replaces for good
+        monkeypatch.setenv(name, "0")  # a world replaces these for good
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = a_world(server.port, size=1)
     world.form(0, timedelta(seconds=60))
@@ -288,7 +291,7 @@ def test_a_backward_pass_ends_with_the_next_gradients_once_the_world_is_over(
 
 
 def test_a_thread_that_waited_as_the_world_ended_waits_for_nobody_else(waits_end: None) -> None:
-    """The thread has given two answers: that of the world's end, and its own."""
+    """The thread has two results: the error of the world's end, and the result of the wait."""
     with pytest.raises(dist.DistNetworkError, match="the world ended before"):
         waits._in_another_thread(waits.end)
     assert not waits._Substitute.idle
@@ -325,7 +328,8 @@ def test_a_world_is_left_at_once_also_where_a_communicator_cannot_be_aborted_wel
 def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_its_connections_are_not_watched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gloo's threads may wait for half an hour, and its event loop would spin meanwhile."""
+    """Gloo's threads may wait for half an hour. If their connections were watched, gloo's event loop would
+    spin meanwhile."""
     monkeypatch.setattr(destroying, "SOON_S", 0.01)
     released, destroyed = threading.Event(), threading.Event()
 
@@ -345,7 +349,7 @@ def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_its_connections_a
             end.shutdown(socket.SHUT_RDWR)
         assert len(loop.poll(0)) == 2
         ours = {one for one in destroying.sockets() if one[0] == mine.fileno()}
-        closed = script.fileno(), "socket:[1]"  # the script's has its descriptor
+        closed = script.fileno(), "socket:[1]"  # the script has the descriptor of its own
         destroying.destroy(groups, {*ours, closed})
         assert not destroyed.is_set(), "its destructor waits still"
         assert [number for number, _ in loop.poll(0)] == [script.fileno()], "the script's own is watched"

@@ -56,7 +56,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# torch finds no unused parameters behind a dataclass.
+# torch does not find unused parameters behind a dataclass.
 @pytest.mark.parametrize(
     ("kind", "shared"),
     [("tuple", True), ("tuple", False), ("mapping", True), ("mapping", False), ("dataclass", True)],

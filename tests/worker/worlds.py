@@ -19,7 +19,7 @@ PATIENCE_S = 100.0
 
 
 def entered(state: worker.State, world: World | None = None) -> worker.State:
-    """Have the state enter a world whose workers all have the state, and return it."""
+    """Enter a world whose workers all have the state. Return the state."""
     if not state._committed.last.kept:
         state._committed.begin()
         state._committed.agree(1)
@@ -28,7 +28,7 @@ def entered(state: worker.State, world: World | None = None) -> worker.State:
 
 
 def in_world(size: int, folder: Path, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what ``job(*args)`` returns in each process of a process group, by rank."""
+    """Run ``job(*args)`` in each process of a process group. Return the results by rank."""
     context = forkserver()
     store = folder / f"store-{size}"
     ends = []

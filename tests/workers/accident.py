@@ -1,10 +1,11 @@
 """Runs a program of ``workers/`` in a worker that may have accidents, each once in a job.
 
 argv: accidents, with commas; a folder, in which they are noted; the program and its arguments. An accident is
-KIND:RANK:STEPS: the worker of that rank has it after so many steps of its optimizers. The kinds are "kill",
-"stop", "wait", which lasts until the folder has a file named "go-STEPS", and "mark", which only is noted.
+KIND:RANK:STEPS: the worker of that rank has the accident after so many steps of its optimizers. The kinds are
+"kill"; "stop"; "wait", which lasts until the folder has a file named "go-STEPS"; and "mark", which is only
+noted.
 
-The files: "STEPS" holds the time of the accident, the round that it came in, and the CPU time of the worker;
+Files in the folder: "STEPS" holds the time of the accident, its round, and the CPU time of the worker;
 "STEPS-over" the time of the first step in a later round. Times are of the monotonic clock, which all
 processes share.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-SLICE_S = 0.02  # between looks at the folder and the world
+SLICE_S = 0.02  # seconds between two looks at the folder and the world
 
 accidents = [accident.split(":") for accident in sys.argv[1].split(",")]
 folder, program, arguments = Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
@@ -54,7 +55,7 @@ def after_step(*_: Any) -> None:
         if had.exists():
             if had.read_text().split()[1] != round:
                 note(f"{steps}-over", str(time.monotonic()))
-            elif kind == "wait":  # slowly, as the world is about to change
+            elif kind == "wait":  # train slowly, since the world is about to change
                 time.sleep(SLICE_S)
         elif number == int(steps) and rank == whose and note(steps, noted(round)):
             if kind == "wait":

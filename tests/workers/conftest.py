@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.e2e.conftest import clusters, shared_etcd  # noqa: F401  # what tests here are given
+from tests.e2e.conftest import clusters, shared_etcd  # noqa: F401  # fixtures for the tests in this folder

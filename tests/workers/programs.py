@@ -1,6 +1,7 @@
-"""The programs of ``workers/`` in small configurations, and the faults that they meet.
+"""The programs of ``workers/`` in small configurations, and the faults that happen to them.
 
-A fault comes after a step that is counted in the worker itself, so that it comes at the same place each time.
+A fault comes after a step that is counted in the worker itself, so that the fault comes at the same place
+each time.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 
 WORKERS = Path(__file__).parents[2] / "workers"
 ACCIDENT = str(Path(__file__).with_name("accident.py"))
-SLICE_S = 0.02  # between looks at a folder
+SLICE_S = 0.02  # seconds between two looks at a folder
 
 
 @dataclass(frozen=True)
 class Program:
     """A program in a small configuration.
 
-    ``after``: a fault comes after so many steps of a worker's optimizers, and a second after twice as many.
-    ``rank``: of that worker. ``accuracy``: the least balanced accuracy on held-out images, in percent.
-    ``loss``: the largest held-out loss. ``unit``: of ``elasticd run --unit``. ``same_bits``: the weights are
-    the same, to the last bit, whether or not a worker is killed. ``audited``: the audit proves that each draw
-    was used once. ``says``: a line that it prints if a worker is killed. ``samples``: how many all workers
+    ``after``: a fault comes after so many steps of a worker's optimizers, and a second one after twice as
+    many. ``rank``: of that worker. ``accuracy``: the least balanced accuracy on held-out images, in percent.
+    ``loss``: the largest held-out loss. ``unit``: of ``elasticd run --unit``. ``same_bits``: the weights have
+    the same bits, whether or not a worker is killed. ``audited``: the audit proves that each draw was used
+    once. ``says``: a line that the program prints if a worker is killed. ``samples``: how many all workers
     together handle from one step of that worker's optimizers to the next. ``beside``: the program that trains
     the same model with DistributedDataParallel.
     """
@@ -103,7 +104,7 @@ def start(
         whose = program.rank if rank is None else rank
         accidents = [f"{kind}:{whose}:{steps_until(program, n)}" for n, kind in enumerate(kinds)]
         argv = [ACCIDENT, ",".join(accidents), str(cluster.folder), *argv]
-    cluster.policy["settle_s"] = PATIENCE_S  # so that the first world is of all nodes
+    cluster.policy["settle_s"] = PATIENCE_S  # the first world has workers of all nodes
     options = ["--audit"] if program.audited else []
     if program.unit > 1:
         options.append(f"--unit={program.unit}")
@@ -116,7 +117,7 @@ def steps_until(program: Program, number: int) -> int:
 
 
 def end(program: Program, *agents: Agent) -> str:
-    """Wait for the end of a job that reaches its quality. Return what it said about that."""
+    """Wait for the end of a job that reaches its quality. Return the line with its quality."""
     for agent in agents:
         assert agent.end(4 * PATIENCE_S) == 0, agent.said()
     return program.require_quality([line for agent in agents for line in agent.out])
@@ -130,12 +131,12 @@ def weights(agent: Agent) -> str:
 
 
 def killed(cluster: Cluster, program: Program) -> str:
-    """A worker is killed."""
+    """Kill a worker."""
     return end(program, *start(cluster, program, "kill"))
 
 
 def hung(cluster: Cluster, program: Program) -> str:
-    """Stop a worker; the agents must notice."""
+    """Stop a worker. The agents must notice."""
     return end(program, *start(cluster, program, "stop"))
 
 
@@ -150,10 +151,10 @@ def node_lost(cluster: Cluster, program: Program) -> str:
 
 def resized(cluster: Cluster, program: Program) -> str:
     """Shrink the world by a worker, or by a unit, and grow it again."""
-    (agent,) = start(cluster, program, "wait", "wait", rank=0)  # which is in each world
+    (agent,) = start(cluster, program, "wait", "wait", rank=0)  # the rank of this worker is in each world
 
     def changes() -> int:
-        """Return how often a change of the world was begun, or put off until the next snapshot."""
+        """Return how often a change of the world was begun, or delayed until the next snapshot."""
         return len(agent.find("round.closing") + agent.find("round.awaiting_checkpoint"))
 
     for number, size in enumerate((program.workers - program.unit, program.workers)):
@@ -171,12 +172,12 @@ def resized(cluster: Cluster, program: Program) -> str:
 
 
 def let_go(cluster: Cluster, program: Program, number: int) -> None:
-    """End the fault with that number, which is a wait."""
+    """End the fault with that number, which is a "wait"."""
     (cluster.folder / f"go-{steps_until(program, number)}").touch()
 
 
 def until_there(cluster: Cluster, name: str, *agents: Agent) -> None:
-    """Wait for a file in the cluster's folder, of which nothing tells."""
+    """Wait for a file in the cluster's folder. No event tells of it."""
     while not (cluster.folder / name).exists():
         for agent in agents:
             assert agent.process.poll() is None, agent.said()
@@ -192,5 +193,6 @@ FAULTS: dict[str, Callable[[Cluster, Program], str]] = {
 
 
 def applies(fault: str, program: Program) -> bool:
-    """Whether the program can meet the fault: one worker has no other node, and cannot shrink."""
+    """Whether the fault can happen to the program: a program with one worker has no second node, and cannot
+    shrink."""
     return program.workers > 1 or fault in ("worker killed", "worker hangs")

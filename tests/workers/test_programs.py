@@ -159,7 +159,10 @@ def test_a_program_runs_under_plain_torchrun(
         ("train_gpt_in_place", ["--data=/nowhere"], "1", "cannot read /nowhere"),
         ("train_gpt_fsdp_in_place", ["--data=/nowhere"], "1", "cannot read /nowhere"),
         ("train_gpt_fsdp", [], "1", "no folder for checkpoints"),
-        ("ddp", ["--lr=much"], "1", "invalid float value: 'much'"),
+        ("ddp", ["--lr=much"], "1", "invalid rate value: 'much'"),
+        ("pipeline", ["--lr=nan"], "1", "nan is no learning rate"),
+        ("train_gpt_in_place", ["--lr=-1"], "1", "-1 is no learning rate"),
+        ("imbalanced", [f"--seed={1 << 63}"], "1", "is no number from 0 to 2^63 - 1"),
     ],
 )
 def test_each_worker_answers_bad_input_with_one_sentence(
@@ -171,7 +174,8 @@ def test_each_worker_answers_bad_input_with_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", workers)
-    monkeypatch.setenv("LOCAL_RANK", str(int(workers) - 1))  # each says it, as the others may be stopped
+    # each worker prints it, since the others may be stopped
+    monkeypatch.setenv("LOCAL_RANK", str(int(workers) - 1))
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
     monkeypatch.syspath_prepend(str(WORKERS))
     with pytest.raises(SystemExit) as ended:

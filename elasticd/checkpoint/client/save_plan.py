@@ -171,7 +171,7 @@ def deal(
         if not heap:
             heap += [(load[rank], rank) for rank in chain.from_iterable(groups)]
             heapify(heap)
-        while heap[0][0] < load[heap[0][1]]:  # the rank has got more by another heap
+        while heap[0][0] < load[heap[0][1]]:  # another heap has given the rank more since
             heapreplace(heap, (load[heap[0][1]], heap[0][1]))
         rank = heap[0][1]
         load[rank] += part.size

@@ -54,9 +54,9 @@ _CALLS = {
 }
 _SAME_WITH_GLOO = {"all_gather", "gather"}
 _EACH_STEP, _EVERY = 16, 16  # the weights' digests: after each of the first steps, then now and then
-_PARAMETERS = 24  # of which each digest is noted
-_BATCHES = 4  # of an epoch, of which the digests are noted
-_BATCH_BYTES = 1 << 16  # of each tensor of a batch
+_PARAMETERS = 24  # parameters whose digests are noted one by one
+_BATCHES = 4  # the batches of an epoch whose digests are noted
+_BATCH_BYTES = 1 << 16  # the bytes of each tensor of a batch that are digested
 
 
 def start() -> None:

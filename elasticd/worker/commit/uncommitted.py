@@ -119,8 +119,8 @@ class Uncommitted:
                 self._warn_of_calls()
         else:
             self._unused = self._unused_gradient()
-            if self._world is not None:
-                self._world.require_all_sums()
+        if self._world is not None and (not self.stepped or self._world.sums_begun):
+            self._world.require_all_sums()
         self._commits += 1
 
     def keep(self) -> None:

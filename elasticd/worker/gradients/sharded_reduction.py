@@ -211,7 +211,7 @@ class ShardedReduction:
         self._notes = torch.zeros(self._turns, width, device=device())
 
     def _make_room(self, sums: OwnedSums) -> None:
-        """Have rooms in which the data of these sums is sent and arrives."""
+        """Make memory large enough for the data of these sums: to send, and to receive."""
         its = self._rooms.setdefault(sums.dtype, [])
         sent, arriving = (max([0, *(len(room[i]) for room in its)]) for i in (0, 1))
         sent, arriving = max(sent, sums.sent_elements), max(arriving, sums.arriving_elements)

@@ -22,9 +22,8 @@ import torch.distributed as dist
 SOON_S = 0.2  # many times as long as the destructor usually takes
 
 
-def destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> bool:
-    """Drop the groups of the list, which holds the last references to them, and return soon. Return whether
-    they are destroyed.
+def destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
+    """Drop the groups of the list, which holds the last references to them, and return soon.
 
     ``connections``: the groups' sockets, which are shut down: descriptors and ids, as from ``sockets``.
     """
@@ -35,10 +34,8 @@ def destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) 
         destroyed.set()
 
     threading.Thread(target=drop, name="elasticd-destroy", daemon=True).start()
-    if destroyed.wait(SOON_S):
-        return True
-    _forget_connections(connections)
-    return False
+    if not destroyed.wait(SOON_S):
+        _forget_connections(connections)
 
 
 def is_held(groups: list[dist.ProcessGroup]) -> bool:

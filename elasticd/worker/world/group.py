@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elasticd.channel.worker_messages import Enter
-from elasticd.worker.world import destroying, devices, waits
+from elasticd.worker.world import destroying, waits
 from elasticd.worker.world.destroying import sockets
 
 if TYPE_CHECKING:
@@ -332,11 +332,7 @@ class World:
         c10d._world.group_count = 0
         if destroying.is_held(groups):
             gc.collect()  # for example a cycle of an exception and a frame
-        held = destroying.is_held(groups)
-        if destroying.destroy(groups, self._connections) and not held:
-            devices.give_back()
-        else:
-            devices.drop()
+        destroying.destroy(groups, self._connections)
 
     @contextlib.contextmanager
     def or_over(self) -> Iterator[None]:
@@ -391,7 +387,7 @@ class World:
         """Note also the connections of groups that the script makes."""
 
         def connecting(*args: Any, **kwargs: Any) -> Any:
-            with self._connecting(), devices.kept():
+            with self._connecting():
                 return _make_group(*args, **kwargs)
 
         c10d._new_process_group_helper = connecting

@@ -1,5 +1,5 @@
-"""Notes each optimizer step of a worker, whatever its script, in the file named by BENCH_STEPS, as job.py
-does. Runs in every process that has this folder on its PYTHONPATH; a worker is one that has a rank."""
+"""Writes each optimizer step of a worker, whatever its script, to the file named by BENCH_STEPS, as job.py
+does. Runs in every process that has this folder on its PYTHONPATH; a worker is a process that has a rank."""
 
 import importlib.util
 import os

@@ -1,8 +1,8 @@
-"""What a training job writes down itself, so that nobody has to believe the supervisor: one line for each
-thing that happened, in a file of each process, on disk before the process goes on.
+"""What a training job writes down itself, so that the test need not trust the agents: one line for each
+event, in a file of each process, on disk before the process continues.
 
-``CHAOS_FOLDER`` has ``ledger/``, to which the lines go; ``stop``, once the job is to end; and
-``raise-RANK``, where the worker of that rank is to fail.
+``CHAOS_FOLDER`` has ``ledger/``, the folder of the files; ``stop``, once the job is to end; and
+``raise-RANK``, if the worker of that rank is to fail.
 """
 
 import functools
@@ -13,7 +13,7 @@ import time
 import uuid
 
 FOLDER = os.environ["CHAOS_FOLDER"]
-ALONE = os.environ.get("CHAOS_UNTIL")  # by itself, undisturbed, for so many steps
+ALONE = os.environ.get("CHAOS_UNTIL")  # so many steps in one undisturbed process, without an agent
 STEP_S = float(os.environ.get("CHAOS_STEP_S", "0"))
 
 
@@ -41,7 +41,7 @@ def told_to_stop():
 
 
 def fail_if_told(rank):
-    """Fail if the test has ordered it, once for each order, whoever has the rank then."""
+    """Fail if the test has ordered this rank to fail, once for each order."""
     try:
         os.unlink(os.path.join(FOLDER, f"raise-{rank}"))
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""A training with elasticd.worker, in place, that writes a ledger. argv: "consistent" or "plain".
+"""A training that keeps its processes with elasticd.worker, and writes a ledger. argv: "consistent" or
+"plain".
 
-It ends when it is told to.
+The training ends when the test tells it to.
 """
 
 import os
@@ -22,7 +23,7 @@ inputs, wanted = torch.randn(SAMPLES, 12, generator=chance), torch.randn(SAMPLES
 
 
 def all_stop():
-    """Everybody or nobody."""
+    """Return whether the workers stop. All workers return the same."""
     told = torch.tensor([int(ledger.told_to_stop())])
     if dist.is_initialized():
         dist.all_reduce(told, dist.ReduceOp.MAX)

@@ -1,7 +1,7 @@
-"""A plain torchrun script, DistributedDataParallel with snapshots, that knows nothing of elasticd, and writes
-a ledger. Which samples a step uses depends on its number alone.
+"""A plain torchrun script: DistributedDataParallel with snapshots, and nothing of elasticd. It writes a
+ledger. The samples of a step depend on the step's number alone.
 
-A snapshot has its step in its name, so that one that is late takes the place of no newer one.
+A snapshot's name has its step, so that a late snapshot does not replace a newer one.
 """
 
 import os

@@ -1,10 +1,10 @@
 """Forks savers: one for each line of JSON on stdin, with its options.
 
-A saver says on stdout, a line each: its name and pid, then what it does. ``fail``: [function of os, number of
-calls that still work, how many fail then, errno]; the saver says ``spoiled`` when one does. ``record``: the
-saver says ``opens``, ``syncs`` and ``renames``, with the path, when it does that. ``node``: the
-name of its node among those that hold copies for each other; ``peers``: the folder with a file for each node.
-The variable ``S3_PART`` is the size of the parts in which a file is sent to S3.
+A saver prints its name and pid on stdout, and then a line for each event. ``fail``: [function of os, number
+of calls that still work, how many fail then, errno]; the saver prints ``spoiled`` at each call that fails.
+``record``: the saver prints ``opens``, ``syncs`` and ``renames``, each with the path. ``node``: the name of
+its node among those that hold copies for each other; ``peers``: the folder with a file for each node. The
+variable ``S3_PART`` is the size of the parts in which a file is sent to S3.
 """
 
 from __future__ import annotations

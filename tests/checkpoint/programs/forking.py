@@ -1,4 +1,4 @@
-"""A program that forks a process for each line of JSON on stdin: a fork takes no imports."""
+"""Forks a process for each line of JSON on stdin: a fork needs no imports."""
 
 from __future__ import annotations
 

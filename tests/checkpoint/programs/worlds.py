@@ -1,7 +1,7 @@
 """Three processes that train and resume in one world after the other.
 
-Usage: worlds.py FOLDER. Each stage is a world of its own size and kind; all must see the same
-numbers. What is saved in one is loaded in the next, by ours and by plain DCP.
+Usage: worlds.py FOLDER. Each stage is a world of its own size and kind, and all stages must have the same
+numbers. A stage loads what the stage before has saved, with elasticd and with plain DCP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FOLDER = Path(sys.argv[1])
 RUN = FOLDER / "run"
 torch.set_num_threads(1)
 peers: list[int] = []
-for RANK in (1, 2, 0):  # forked, so that torch is imported once
+for RANK in (1, 2, 0):  # forked, so that torch is imported only once
     if RANK == 0:
         break
     if not (pid := os.fork()):
@@ -140,7 +140,8 @@ def more_ranks_than_tensors() -> None:
 
 
 def all_save_at_the_same_steps() -> None:
-    """By the clock of rank 0, which alone knows how often the job has failed."""
+    """Check that all ranks save at the same steps: those by the clock of rank 0, which alone knows how often
+    the job has failed."""
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/clocks", rank=RANK, world_size=3)
     schedules.LEAST_S = 0.03
     if RANK == 0:
@@ -150,11 +151,11 @@ def all_save_at_the_same_steps() -> None:
         schedule, step, saved = Schedule(cadence), 0, []
         while len(saved) < 4:
             step += 1
-            dist.barrier()  # as a training step keeps the ranks together
+            dist.barrier()  # keeps the ranks together, as a training step does
             if schedule.due(step, ranks):
                 saved.append((step, time.monotonic()))
         assert len(set(ranks.gather(str([step for step, _ in saved]).encode()))) == 1, saved
-        assert saved[3][1] - saved[0][1] >= 0.03, saved  # not at each step
+        assert saved[3][1] - saved[0][1] >= 0.03, saved  # a save is not due at each step
     for each in ([b"same"] * 3, [b"", b"ab", b"c" * 5000], [b"ab", b"", b"ab"]):
         assert ranks.gather_alike(each[RANK]) == each
     dist.destroy_process_group()

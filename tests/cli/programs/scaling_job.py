@@ -1,5 +1,5 @@
-"""A DDP training with the fault that its first argument names. Where a worker would compute, it sleeps, so
-that the other work of the machine matters little."""
+"""A DDP training with the fault that its first argument names. The worker sleeps instead of computing, so
+that other work on the machine matters little."""
 
 import sys
 import time

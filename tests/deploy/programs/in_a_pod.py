@@ -1,4 +1,4 @@
-"""Stands for an agent that is started as process 1. Does what its argument says, and tells of it."""
+"""Stands in for an agent that is started as process 1. Does what its argument says, and reports it."""
 
 import os
 import select
@@ -22,18 +22,18 @@ match sys.argv[1]:
         told, tell = os.pipe()
         if os.fork() == 0:
             if (orphan := os.fork()) == 0:
-                os._exit(0)  # nobody of its own waits for it
+                os._exit(0)  # a process whose parent does not wait for it
             os.write(tell, str(orphan).encode())
             os._exit(0)
         os.wait()
         orphan = int(os.read(told, 99))
-        for _ in range(1000):  # nothing tells that a process was reaped
+        for _ in range(1000):  # no event tells that a process was reaped
             if not os.path.exists(f"/proc/{orphan}"):
                 sys.exit(0)
             select.select([], [], [], 0.02)
         sys.exit(f"{orphan} is still a zombie")
     case "count":
-        # The signals are blocked and read: one that came just before a pause() would not end that pause.
+        # The signals are blocked and read: a signal that came just before pause() would not end that pause.
         signals = {signal.SIGINT, signal.SIGTERM}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         print("ready", flush=True)

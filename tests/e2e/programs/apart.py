@@ -1,4 +1,4 @@
-"""A training of two modules, one of which is called without State's wrapper: its weights differ from
+"""A training of two modules. The script calls one of them without State's wrapper, so its weights differ from
 worker to worker."""
 
 import torch

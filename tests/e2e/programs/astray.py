@@ -1,5 +1,5 @@
-"""Keeps its process from round to round, and goes wrong once: one rank alone, and some steps after a
-checkpoint, has a loss that is no number. Usage: astray.py FOLDER."""
+"""A worker that keeps its process from round to round. Once, some steps after a checkpoint, one rank alone
+has a loss that is NaN. Usage: astray.py FOLDER."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""A training on data, as its users would write it, for so many epochs, with so many processes that load, and
-a rest of so many seconds after each step. A fourth word: "grows" has the batch grow with the world, and
-"consistent" is the mode of that name. With ``E2E_BREAK`` its dataset takes another sample than asked for;
-after ``E2E_DRIFT`` steps its losses are a little too large; ``E2E_SAMPLES`` is the length of its dataset.
+"""A training on a dataset, as users would write it. The arguments: the epochs; the processes that load; the
+seconds of rest after each step. A fourth argument is "grows" (the batch grows with the world) or "consistent"
+(consistent mode).
+
+With ``E2E_BREAK`` the dataset returns another sample than the one that was asked for. After ``E2E_DRIFT``
+steps the losses are a little too large. ``E2E_SAMPLES`` is the length of the dataset.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Joins by the address it is given, as programs did before torchrun: ``--init-method tcp://HOST:PORT``."""
+"""Joins at the address that it is given, as programs did before torchrun: ``--init-method tcp://HOST:PORT``."""
 
 import argparse
 import os

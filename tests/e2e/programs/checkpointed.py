@@ -26,7 +26,8 @@ while step < 10:
     optimizer.zero_grad()
     step += 1
     checkpoints.save(state, step)
-    assert step == 10 or checkpoints.wait(60.0)  # the last is finished without us
+    # the saver finishes the last checkpoint after this process has ended
+    assert step == 10 or checkpoints.wait(60.0)
     if step == 6 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         sys.exit(3)
 if checkpoints.failed:

@@ -1,9 +1,9 @@
-"""A training in consistent mode that waits for worlds and has accidents where it is told to, and says at
-its end what it has come to.
+"""A training in consistent mode. A schedule says when it waits for worlds and when workers have accidents. At
+its end it reports the results.
 
-argv: "digits" or "gpt"; a folder. In it: ``digits.npz``; ``schedule.json``: after so many steps, wait for a
-world of such a size ("waits"), and have the worker of such a rank, at such a point, die, stop or fall asleep
-("accidents").
+argv: "digits" or "gpt", and a folder. The folder has ``digits.npz`` and ``schedule.json``. The schedule has
+"waits" (after so many steps, wait for a world of a certain size) and "accidents" (at a certain point, the
+worker of a certain rank dies, stops or falls asleep).
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from elasticd import worker
 
 ROOT = Path(__file__).parents[3]
 VIRTUAL_RANKS = 8
-SLICE_S = 0.02  # between looks at the world, while there is nothing to do
+SLICE_S = 0.02  # the time between two looks at the world while the worker waits
 
 kind, folder = sys.argv[1], Path(sys.argv[2])
 schedule = json.loads((folder / "schedule.json").read_text()) if (folder / "schedule.json").exists() else {}
 stage = socket.socket(socket.AF_UNIX)
-beat = torch.optim.SGD([torch.zeros(1)])  # its steps tell the agent that nobody hangs where nobody trains
+# its steps show the agent that no worker hangs while all wait for a world
+beat = torch.optim.SGD([torch.zeros(1)])
 
 
 def say(what: str, **fields: object) -> None:
@@ -43,7 +44,7 @@ def say(what: str, **fields: object) -> None:
 
 
 def digits() -> tuple[nn.Module, worker.Data, Any]:
-    """Pictures of 8 by 8, of which are learnt some hundreds."""
+    """Learn some hundred pictures of 8 by 8."""
     with np.load(folder / "digits.npz") as file:
         images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"])
     model = nn.Sequential(
@@ -66,7 +67,7 @@ def digits() -> tuple[nn.Module, worker.Data, Any]:
 
 
 def gpt() -> tuple[nn.Module, worker.Data, Any]:
-    """On Python's own sources."""
+    """Learn the sources of Python."""
     sys.path.insert(0, str(ROOT))
     from workers.gpt import GPT, Shape, read_text
 
@@ -91,7 +92,7 @@ def gpt() -> tuple[nn.Module, worker.Data, Any]:
 
 
 def accident(point: str, done: int) -> None:
-    """At most once each, whoever comes to it."""
+    """Have the accident, at most once in the training, whichever worker comes to it."""
     for at, rank, where, what in schedule.get("accidents", ()):
         if (at, where) == (done, point) and worker.rank() == rank % worker.world_size():
             try:
@@ -104,8 +105,8 @@ def accident(point: str, done: int) -> None:
 
 
 def wait_for_world(state: worker.State) -> None:
-    """Until it was scaled and all are in such a world; committing nothing meanwhile, which is where a
-    world may end."""
+    """Wait until the job was scaled, and all workers are in a world of this size. Commit meanwhile,
+    unchanged, since a world may end at a commit."""
     wanted = next((size for at, size, _ in schedule.get("waits", ()) if at == state.done), None)
     if wanted is None:
         return
@@ -113,7 +114,7 @@ def wait_for_world(state: worker.State) -> None:
     while True:
         scaled = (folder / f"scaled-{state.done}").exists()
         go_on = torch.tensor([int(scaled and worker.world_size() == wanted)])
-        dist.all_reduce(go_on, dist.ReduceOp.MIN)  # all of them, or none
+        dist.all_reduce(go_on, dist.ReduceOp.MIN)  # all workers, or none
         if go_on.item():
             return
         select.select([], [], [], SLICE_S)
@@ -145,7 +146,7 @@ def train(state: worker.State, loss_of: Any) -> None:
 
 
 def digest(state: worker.State, model: nn.Module) -> str:
-    """Of the weights, the buffers, what the optimizer has, and every loss."""
+    """Return a digest of the weights, the buffers, the optimizer's state and all losses."""
     found = hashlib.sha256(json.dumps(state.losses).encode())
     tensors = [*model.state_dict().values()]
     tensors += [t for values in state.optimizer.state_dict()["state"].values() for t in values.values()]

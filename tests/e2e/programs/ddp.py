@@ -1,4 +1,5 @@
-"""A worker that really trains: DDP over gloo, each step a collective. Otherwise it behaves as player.py."""
+"""A worker that really trains: DDP over gloo, with a collective in each step. In all else it behaves as
+player.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Makes steps and checkpoints, dies once between two of them, and comes to a loss that is no number.
+"""Makes steps and checkpoints, dies once between two checkpoints, and then has losses that are NaN.
 
-Usage: diverging.py FOLDER [TIMES]: so many times, and then goes on to a good end; by default for ever.
+Usage: diverging.py FOLDER [TIMES]. After so many losses that are NaN the training goes on to its end; by
+default it never does.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ while step < STEPS:
     step += 1
     with (folder / "steps").open("a") as log:
         log.write(f"{os.getpid()} {step} {time.time()}\n")
-    wrong = step >= DIVERGES_AT and lives < 2 + times  # it has died before
+    wrong = step >= DIVERGES_AT and lives < 2 + times  # the worker has died before
     worker.report(loss=loss * float("nan") if wrong else loss, samples=8, pace=1 / STEP_S)
     time.sleep(STEP_S)
     if step % SAVE_EVERY == 0:

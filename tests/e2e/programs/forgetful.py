@@ -1,4 +1,4 @@
-"""Trains without snapshots: each start begins anew. ``forgetful.py STEPS``."""
+"""Trains without snapshots, so each start begins from the first step. Usage: forgetful.py STEPS."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ for step in range(int(sys.argv[1])):
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    time.sleep(0.05)  # so that the agent looks in between
+    time.sleep(0.05)  # give the agent time to look
     if first and step == 40 and dist.get_rank() == 1:
         os._exit(3)
 dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""Trains on gloo, and hangs in another way each time it is started; the last time it ends well. The words
-after a hash name the lines that the evidence must name."""
+"""Trains on gloo. At each start a worker hangs in another way; at the last start the training ends well. The
+words after a hash name the lines that the evidence must name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Numbers(Dataset):
 
 
 def deadlock() -> None:
-    """Two threads that wait for each other's lock."""
+    """Let two threads wait for each other's lock."""
     first, second = threading.Lock(), threading.Lock()
     both = threading.Barrier(2)
 

@@ -1,9 +1,10 @@
-"""A plain torchrun script that saves when SIGTERM asks it to leave, and at its end.
-Usage: leaving.py FOLDER HOW
+"""A plain torchrun script that saves when SIGTERM asks it to leave, and at its end. Usage: leaving.py FOLDER
+HOW
 
-HOW: "own" is a file of its own, of which it tells; "checkpoints" are worker.Checkpoints, by hand. Once one
-rank is asked, all leave after the same step. Rank 0 notes each step that all have made in FOLDER/steps, with
-the world's size, and in FOLDER/left after which it has left. It ends once there is a FOLDER/stop.
+HOW: with "own" the script writes files of its own and reports them; with "checkpoints" it calls
+worker.Checkpoints. Once one rank is asked to leave, all leave after the same step. Rank 0 writes each step
+that all have made to FOLDER/steps, with the world's size, and the step after which it leaves to FOLDER/left.
+The script ends once there is a FOLDER/stop.
 """
 
 import signal
@@ -29,7 +30,7 @@ def save() -> None:
             (folder / "snapshot.new").replace(file)
             worker.checkpointed(file)
         return
-    checkpoints.wait()  # or the disk has not caught up, and this one would be left out
+    checkpoints.wait()  # otherwise this save may be left out, if the disk is slow
     if not checkpoints.save(state | {"step": step}, step) or not checkpoints.wait() or checkpoints.failed:
         sys.exit(f"step {step} was not saved: {checkpoints.last_error}")
 
@@ -45,7 +46,7 @@ else:
     step = checkpoints.load(state) or 0
 leaves, ends = False, False
 while not leaves and not ends:
-    time.sleep(PACE_S)  # what a step takes
+    time.sleep(PACE_S)  # the time of a step
     said = torch.tensor([float(bool(asked)), float(first and (folder / "stop").exists())])
     dist.all_reduce(said)
     leaves, ends = map(bool, said.tolist())

@@ -1,4 +1,4 @@
-"""Trains, and makes the mistakes that its arguments name, in rank 1 only."""
+"""Trains. Rank 1 alone makes the mistakes that the arguments name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A worker that carries out the test's orders, which come over a socket, and tells the test each of its
-steps. As a program it runs without torch, so that it starts fast; its steps count as an optimizer's."""
+"""A worker that follows the test's orders, which come over a socket, and reports each of its steps to the
+test. As a program it runs without torch, so that it starts fast. Its steps count as steps of an optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if os.fork() == 0:
 
 
 class Player:
-    """``work``: what it does in each step."""
+    """``work``: the function that is called in each step."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.work = work
@@ -44,12 +44,12 @@ class Player:
 
     def tell(self, what: str, **fields: Any) -> None:
         line = json.dumps({"is": what, "at": time.monotonic(), **fields})
-        # A stage that was torn down is no reason to fail: the test is over.
+        # The stage is gone, so the test is over: that is no failure.
         with contextlib.suppress(OSError):
             self.stage.sendall(line.encode() + b"\n")
 
     def heed(self, patience_s: float | None) -> None:
-        """Carry out the orders that have come; wait for the first at most that long."""
+        """Follow the orders that have come. Wait for the first order at most that long."""
         if select.select([self.stage], [], [], patience_s)[0]:
             data = self.stage.recv(65536)
             if not data:
@@ -102,7 +102,7 @@ class Player:
         # else "ignore"
 
     def play(self) -> None:
-        # A started agent may ask for the end at once, before the stage has said how to take it.
+        # An agent may ask a new worker to end before the stage has said what SIGTERM does.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.terminated)
         self.tell("hello", pid=os.getpid(), argv=sys.argv[1:], env=dict(os.environ))
@@ -116,7 +116,8 @@ class Player:
 
 if __name__ == "__main__":
     sys.path.insert(0, os.environ["E2E_FAKE_TORCH"])
-    # The stand-in of tests/procs. An import statement would tell the agent that the program uses torch, so
+    # The stand-in for torch of tests/procs. An import statement would tell the agent that the program uses
+    # torch,
     # that the server of the rounds' stores would import torch ahead.
     torch_optimizer = importlib.import_module("torch.optim.optimizer")
     Player(torch_optimizer.Optimizer().step).play()

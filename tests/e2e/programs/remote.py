@@ -1,4 +1,4 @@
-"""Trains ten steps and saves them where the agent says; usage: remote.py [fail]."""
+"""Trains ten steps, and saves them at the address that the agent was given. Usage: remote.py [fail]."""
 
 import os
 import sys

@@ -1,5 +1,6 @@
-"""A worker that keeps its process from round to round, and tells the test every step that it commits. What
-it learns depends on the number of the step, not on the world, so all worlds together are one training."""
+"""A worker that keeps its process from round to round, and reports every step that it commits to the test.
+What it learns depends on the number of the step and not on the world, so all worlds together are one
+training."""
 
 import atexit
 import contextlib
@@ -25,7 +26,7 @@ if "NEWS_S" in os.environ:
 
 
 class Stage:
-    """``last``: the step after which all are to stop, once it is known."""
+    """``last``: the step after which all workers are to stop, once it is known."""
 
     def __init__(self) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -70,7 +71,7 @@ class Stage:
 
 
 def lose_connections() -> None:
-    """Shut all connections, as a network that forgets them would."""
+    """Shut all connections, as a network does that forgets them."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -95,7 +96,7 @@ def make(state: worker.State, step: int) -> None:
     try:
         state.commit()
     finally:
-        if state.step > step:  # also where the world ends with this commit
+        if state.step > step:  # the step is reported even if the world ends with this commit
             stage.tell(
                 "committed",
                 step=step,

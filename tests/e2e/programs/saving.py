@@ -1,5 +1,5 @@
-"""A worker that trains alone, makes a checkpoint when it is told to, or one after the other until one is
-left out, and once a loss that is no number. Otherwise a player.
+"""A worker that trains alone, and behaves as player.py. On an order it saves a checkpoint, saves one after
+the other until one is left out, or has a loss that is NaN.
 
 Usage: saving.py FOLDER
 """

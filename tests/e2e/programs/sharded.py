@@ -1,8 +1,8 @@
-"""Trains an FSDP2 model and hands every step over, as a plain torchrun script does: it is started again after
-a failure. Usage: sharded.py FOLDER STEPS STEP
+"""Trains an FSDP2 model and saves every step, as a plain torchrun script: it is started again after a
+failure. Usage: sharded.py FOLDER STEPS STEP
 
-Once, after that step, rank 1 kills its agent. Each rank notes at each start, in
-FOLDER/began-RANK, the step, its tier and the world; the first one notes the losses.
+Once, after STEP, rank 1 kills its agent. At each start each rank writes the step, the tier of the checkpoint
+and the world to FOLDER/began-RANK. Rank 0 writes the losses.
 """
 
 import os
@@ -33,7 +33,7 @@ with open(folder / f"began-{dist.get_rank()}", "a") as file:
     file.write(f"{step} {checkpoints.tier or 'nothing'} {dist.get_world_size()}\n")
 while step < steps:
     torch.manual_seed(step)
-    loss = model(torch.randn(4, 64)).square().mean()  # the same on all ranks, as are the gradients
+    loss = model(torch.randn(4, 64)).square().mean()  # the same on all ranks, and so are the gradients
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -44,11 +44,12 @@ while step < steps:
         with open(folder / "losses", "a") as file:
             file.write(f"{step} {loss.item():.9g}\n")
     if step == fatal and not (folder / "killed").exists():
-        dist.barrier()  # all have got here
+        dist.barrier()  # all ranks have come here
         if dist.get_rank() == 1:
             (folder / "killed").touch()
-            os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)  # the warden's parent
+            # the process that the warden is a child of
+            os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)
             signal.pause()
-        dist.barrier()  # never all of them again
+        dist.barrier()  # wait for all ranks a last time
 checkpoints.close()
 dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""A plain torchrun script that writes a snapshot every ten steps and tells of it; SIGTERM kills it.
+"""A plain torchrun script that writes a snapshot every ten steps and reports it. SIGTERM kills the script.
 Usage: snapshots.py FOLDER
 
-Rank 0 notes each step that all have made in FOLDER/steps, with the world's size. It ends, with a last
-snapshot, once there is a FOLDER/stop.
+Rank 0 writes each step that all have made to FOLDER/steps, with the world's size. The script ends, with a
+last snapshot, once there is a FOLDER/stop.
 """
 
 import sys
@@ -22,7 +22,7 @@ first = dist.get_rank() == 0
 step = torch.load(snapshot, weights_only=True)["step"] if snapshot.exists() else 0
 stops = torch.zeros(1)
 while not stops.item():
-    time.sleep(PACE_S)  # what a step takes
+    time.sleep(PACE_S)  # the time of a step
     stops[0] = float(first and (folder / "stop").exists())
     dist.all_reduce(stops)
     step += 1

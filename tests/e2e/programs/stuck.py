@@ -1,5 +1,5 @@
-"""Keeps its process. One worker dies, and after that a survivor never makes a first step. Usage: stuck.py
-FILE, which exists once a worker has died."""
+"""A worker that keeps its process. One worker dies. In the world after that a survivor never makes a first
+step. Usage: stuck.py FILE; the file exists once a worker has died."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from elasticd import worker
 
 dead = Path(sys.argv[1])
-ranks: list[int] = []  # in each world
+ranks: list[int] = []  # the steps in each world
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

@@ -1,10 +1,11 @@
-"""Trains with plain DistributedDataParallel or FSDP2; while FOLDER/slow is there, the rank that is named
-takes so many times as long for its own part of a step, in the forward and in the backward pass:
-uneven.py ddp|busy|gpu|fsdp2 RANK TIMES FOLDER. Ends once FOLDER/end is there. With busy, the part is
-computing, else it is sleep. With gpu, parameters say that they are on one, whose clock is the processor's and
-tells what it knows two steps later.
+"""Trains with plain DistributedDataParallel or FSDP2, with one slow rank. Usage: uneven.py ddp|busy|gpu|fsdp2
+RANK TIMES FOLDER
 
-It prints the process of each rank, and a line for each step."""
+While there is a FOLDER/slow, the rank takes TIMES as long for its own part of the forward and backward pass.
+This part is sleep, or with "busy" computing. With "gpu" the parameters claim to be on a GPU, whose simulated
+clock answers two steps later. The script ends once there is a FOLDER/end. It prints the process of each rank,
+and a line for each step.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-FORWARD_S, LAYERS = 0.01, 4  # of one layer; twice as long backward
+FORWARD_S, LAYERS = 0.01, 4  # of one layer; the backward pass takes twice as long
 
 how, slow, times, folder = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 slot = int(os.environ["LOCAL_RANK"]) if dist.get_world_size() == 3 else -1
-pace = 1.0  # of this step
+pace = 1.0  # how many times longer this step takes
 print(f"rank {dist.get_rank()} is process {os.getpid()}", flush=True)
 
 

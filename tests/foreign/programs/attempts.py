@@ -1,4 +1,4 @@
-"""Fails in the first round, by its launcher's count."""
+"""Fails in the first round, as its launcher counts rounds."""
 
 import os
 import sys

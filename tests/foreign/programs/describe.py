@@ -1,4 +1,4 @@
-"""Everything a program can know of how it was started, written to FOLDER/RANK.json."""
+"""Writes everything that a program can know about its start to FOLDER/RANK.json."""
 
 import json
 import os

@@ -3,7 +3,7 @@ import os
 
 import torch
 
-SHARED = 50_000  # objects, that come with torch
+SHARED = 50_000  # objects that come with torch
 print(
     "rank",
     os.environ["RANK"],

@@ -1,4 +1,4 @@
-"""Saves when it is told to stop."""
+"""Saves when SIGTERM tells it to stop."""
 
 import os
 import signal
@@ -18,4 +18,4 @@ def save(number, frame):
 signal.signal(signal.SIGTERM, save)
 (folder / f"ready-{rank}").touch()
 while True:
-    time.sleep(0.01)  # a step; the handler of a signal that came just before pause() would not run
+    time.sleep(0.01)  # one step; if a signal comes just before pause(), its handler runs too late

@@ -1,4 +1,5 @@
-"""After the DDP tutorials: a Trainer whose rank 0 writes a snapshot, which every rank loads on restart."""
+"""As in the DDP tutorials: a Trainer whose rank 0 writes a snapshot, which every rank loads after a
+restart."""
 
 import argparse
 import os

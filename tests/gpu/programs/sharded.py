@@ -1,5 +1,5 @@
-"""Saves what FSDP2 has on the GPU while that is busy, steps on, and loads it into another: sharded.py FOLDER.
-Fails by itself where anything is not as it was saved."""
+"""Saves an FSDP2 model while the GPU is busy, trains on, and loads the checkpoint into another model. Usage:
+sharded.py FOLDER. The program fails if anything differs from what was saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from elasticd.worker.checkpoints import Checkpoints
 
-CYCLES = 4_000_000_000  # of the GPU's clock: two seconds, far longer than a save takes
+CYCLES = 4_000_000_000  # cycles of the GPU's clock: two seconds, far longer than a save takes
 
 
 def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -1,9 +1,10 @@
-"""Trains with plain DistributedDataParallel on the one GPU that all ranks share, and knows nothing of
-elasticd: train.py gloo|nccl FOLDER [SLOW] [HANGS]
+"""Trains with plain DistributedDataParallel on the one GPU that all ranks share, without elasticd's library.
+Usage: train.py gloo|nccl FOLDER [SLOW] [HANGS]
 
-In FOLDER/pid-RANK it tells its pid, and 1 if it was forked from a zygote, else 0; it ends once FOLDER/end is
-there. While FOLDER/slow is, rank SLOW needs a fifth more of the GPU for its own part of a step; rank HANGS
-sleeps in its twenty-first."""
+FOLDER/pid-RANK gets the rank's pid, and 1 if the process was forked from a zygote, else 0. The program ends
+once there is a FOLDER/end. While there is a FOLDER/slow, rank SLOW needs a fifth more of the GPU for its own
+part of a step. Rank HANGS sleeps in its twenty-first step.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from tests.gpu.sharing import share_the_gpu
 
-CYCLES = 100_000_000  # of the GPU's clock: some 50 ms forward, and as much backward
+CYCLES = 100_000_000  # cycles of the GPU's clock: some 50 ms forward, and as much backward
 backend, folder = sys.argv[1], Path(sys.argv[2])
 slow, hangs = (int(sys.argv[n]) if len(sys.argv) > n else -1 for n in (3, 4))
 
@@ -26,7 +27,7 @@ share_the_gpu()
 torch.cuda.set_device(0)
 dist.init_process_group(backend)
 rank = dist.get_rank()
-pace = 1.0  # of this step
+pace = 1.0  # how much longer this step takes
 
 
 class Work(torch.autograd.Function):
@@ -50,7 +51,7 @@ forked = int(gc.get_freeze_count() > 1000)
 for step in range(1_000_000):
     ends = torch.tensor([float((folder / "end").exists())], device="cuda")
     dist.all_reduce(ends, dist.ReduceOp.MAX)
-    if step % 8 == 0 and ends.item():  # now and then, so that the program gets ahead of its GPU
+    if step % 8 == 0 and ends.item():  # only now and then, so that the program gets ahead of its GPU
         break
     if rank == hangs and step == 20:
         time.sleep(3600)  # hangs

@@ -64,7 +64,7 @@ def in_place():
 
 
 def plain():
-    """As Accelerate's documentation says."""
+    """Train as Accelerate's documentation says."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=int(ACCUMULATE))
     model, optimizer = accelerator.prepare(*made())
     loader = accelerator.prepare(DataLoader(Numbered(), batch_size=2, shuffle=True))

@@ -68,7 +68,7 @@ def in_place(loader):
 
 
 def plain(loader):
-    """As Lightning's documentation says."""
+    """Train as Lightning's documentation says."""
     saves = ModelCheckpoint(OUTPUT, every_n_train_steps=int(EVERY), save_last=True)
     fit(Model(), loader, "last", saves, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
 

@@ -1,10 +1,10 @@
-"""What the programs share: a dataset whose samples know their numbers, notes of the samples that were trained
+"""Shared by the programs: a dataset whose samples know their numbers, notes of the samples that were trained
 on, and accidents.
 
-The environment: LEDGER is a folder for the notes. ACCIDENT is KIND:NUMBER, and happens in the first round of
-a job. "evaluate" kills rank 1 in the evaluation of the epoch of this number. After as many steps, "kill"
-kills rank 1, and "wait" has all workers wait for a file named "go", and three steps later for a file named
-"closing".
+Environment variables: LEDGER is a folder for the notes. ACCIDENT is KIND:NUMBER, and happens in the first
+round of a job. "evaluate" kills rank 1 in the evaluation of the epoch with this number. "kill" kills rank 1
+after so many steps. "wait" has all workers wait after so many steps for a file named "go", and three steps
+later for a file named "closing".
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def evaluate(epoch, meet):
 
 
 def note_committed():
-    """Note the step that the agent hears of as the last that was committed."""
+    """Note the step that the agent knows as the last committed one."""
     from elasticd.core.page_layout import COMMITTED
     from elasticd.worker.agent_link.agentpage import own_page
 

@@ -1,7 +1,8 @@
-"""Starts a container from its description as JSON: process 1 of namespaces of its own. Ends as that ends.
+"""Starts a container from its description as JSON: process 1 of namespaces of its own. Ends when process 1
+ends.
 
-Its root is this machine's, under a layer of its own that is thrown away: what the image would bring is
-there, and what is written goes nowhere. Standard library only, and no package of ours.
+The container's root is this machine's root, under a layer that is thrown away. So the files that the image
+would bring are there, and writes are lost. Uses the standard library only, and nothing of elasticd.
 """
 
 import ctypes
@@ -38,7 +39,7 @@ def bind(source, target, readonly=False):
 
 
 def make_root(folder, reachable):
-    """An overlay of / in which everybody may walk to these paths."""
+    """Make an overlay of / in which every user may walk to these paths."""
     mount("tmpfs", folder, "tmpfs", data="mode=755")
     upper, work, root = (os.path.join(folder, name) for name in ("upper", "work", "root"))
     for path in (upper, work, root):
@@ -91,7 +92,7 @@ def main():
 
 
 def become(told):
-    sys.stdin.readline()  # the network is in place
+    sys.stdin.readline()  # the network is connected now
     socket.sethostname(told["hostname"])
     root = make_root(told["folder"], told["reachable"])
     make_devices(root + "/dev", told["termination_log"])

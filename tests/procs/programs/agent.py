@@ -1,6 +1,6 @@
-"""An agent with a service and some workers, as the tests of sudden deaths need it.
+"""An agent with a service and some workers, for the tests of sudden deaths.
 
-The argument is JSON: command, workers, fence_s, fork. Says what happens in lines of JSON.
+The argument is JSON: command, workers, fence_s, fork. The program prints a line of JSON for each event.
 """
 
 import json
@@ -44,8 +44,9 @@ procs.start(
     lambda number, exit: say("exited", exit=asdict(exit), at=time.time()),
 )
 fork = 0
-if asked.get("fork") and not (fork := os.fork()):  # as multiprocessing would; it holds all our files
+# a child as multiprocessing starts it, which holds all files of this process
+if asked.get("fork") and not (fork := os.fork()):
     signal.pause()
 say("ready", fork=fork, warden=warden.pid, service=service, paths=[folder, str(procs.page_dir)])
 while True:
-    time.sleep(0.01)  # the handler of a signal that came just before pause() would not run
+    time.sleep(0.01)  # if a signal comes just before pause(), its handler runs too late

@@ -1,4 +1,5 @@
-"""A worker that does what the environment variable BEHAVE says: it trains until told otherwise, or ends."""
+"""A worker that does what the environment variable BEHAVE says: it trains until it is told to stop,
+or ends."""
 
 import os
 import signal

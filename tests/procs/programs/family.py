@@ -1,8 +1,8 @@
-"""A worker with descendants of every kind. Prints their pids as JSON once all are there, then waits.
+"""A worker with descendants of every kind. Once all are there, prints their pids as JSON, and waits.
 
-With an argument, only those kinds: child, group (a process group of its own, and no environment),
-setsid (a session of its own), daemon (forked twice), forgetful (a daemon without environment).
-"ignore" is none: the worker ignores signals.
+Arguments choose the kinds: child, group (a process group of its own, and no environment), setsid (a session
+of its own), daemon (forked twice), forgetful (a daemon without environment). With "ignore" the worker ignores
+signals.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""A worker that keeps its process from round to round: speaks the link, and steps while it is in one.
+"""A worker that keeps its process from round to round: speaks the protocol of the link, and makes steps while
+it is in a round.
 
-The environment variable BEHAVE says which: ``obeys``, ``deaf`` to being told to leave, ``fails`` in its first
-round or is ``alone`` there, ``never commits``, or how it breaks the rules.
+The environment variable BEHAVE says how: it ``obeys``; it is ``deaf`` when told to leave; it ``fails`` in its
+first round, or is ``alone`` there; it ``never commits``; or it breaks the protocol in some way.
 """
 
 import gc
@@ -91,6 +92,6 @@ except OSError:
     pass
 print("unlinked", flush=True)
 if "LINGER" in os.environ:
-    open(os.environ["LINGER"]).close()  # a fifo: until the test opens it too
+    open(os.environ["LINGER"]).close()  # a named pipe: wait until the test opens it, too
 if os.environ.get("FINISH") is None:
     time.sleep(1000)

@@ -21,7 +21,7 @@ if mode == "crash" and attempt < int(sys.argv[3]):
 
 while True:
     done = torch.tensor([int(rank == 0 and os.path.exists(stop))])
-    if mode == "alone":  # one that does not notice that the others are gone
+    if mode == "alone":  # a worker that does not notice that the others have ended
         done[0] = int(os.path.exists(stop))
     else:
         ones = torch.ones(1)

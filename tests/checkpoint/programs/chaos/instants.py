@@ -1,8 +1,8 @@
-"""Instants of a save at which processes are killed: calls of a process.
+"""Instants of a save at which processes are killed: certain calls of a process.
 
-``CHAOS_ARMED`` names a file with an order (JSON), if one is given: ``who``, a process or the beginning of its
-name, kills ``pids`` (itself if there are none) at its call ``event``, after ``skip`` such calls.
-Processes tell ``CHAOS_SOCKET`` what they do.
+``CHAOS_ARMED`` names a file with an order (JSON), if there is one. The process ``who`` (a name, or the
+beginning of names) kills ``pids`` (or itself, if there are none) at its call ``event``, after ``skip`` such
+calls. Processes report their calls to ``CHAOS_SOCKET``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def tell(what: str, **facts: Any) -> None:
 
 
 def armed(who: str, event: str) -> dict[str, Any] | None:
-    """The order, if it is to be carried out at this event; else None."""
+    """Return the order, if it is to be carried out at this event; else None."""
     try:
         with open(_armed, opener=lambda path, flags: _real_open(path, flags | os.O_CLOEXEC)) as file:
             raw = file.read()
@@ -43,7 +43,7 @@ def armed(who: str, event: str) -> dict[str, Any] | None:
 
 
 def fire(order: dict[str, Any]) -> None:
-    """Kill the processes of the order, this one last."""
+    """Kill the processes of the order, and this process last."""
     with suppress(OSError):
         _real_unlink(_armed)
     pids = [pid for pid in order["pids"] or [os.getpid()] if _is_ours(pid)]

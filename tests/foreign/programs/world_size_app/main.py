@@ -1,4 +1,5 @@
-"""A package run with -m: relative imports, its configuration a file inside the package."""
+"""A package that is run with -m. It has relative imports, and its configuration is a file inside the
+package."""
 
 import json
 from importlib.resources import files

@@ -1,5 +1,5 @@
-"""Ends in the way that its first argument names; then Python crashes in its finalisation, in the way of
-the second."""
+"""Ends in the way that the first argument names. Then Python crashes in its finalisation, in the way that the
+second argument names."""
 
 import atexit
 import os

@@ -1,4 +1,5 @@
-"""Prints, as JSON, everything that a script can see of its process, without what always differs."""
+"""Prints, as JSON, everything that a script can see of its process, without what differs between any two
+processes."""
 
 import atexit
 import ctypes

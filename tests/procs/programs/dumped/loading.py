@@ -1,4 +1,4 @@
-"""DataLoaders whose workers are started in each way, and must find the script's classes."""
+"""DataLoaders whose workers are started in each possible way, and must find the script's classes."""
 
 import gc
 import sys

@@ -1,3 +1,3 @@
-"""Stands in for torch where a test needs its optimizers' hooks, but not its slow import."""
+"""Stands in for torch in tests that need the hooks of torch's optimizers, but not torch's slow import."""
 
 from . import distributed as distributed

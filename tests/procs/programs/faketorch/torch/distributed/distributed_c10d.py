@@ -12,7 +12,7 @@ def destroy_process_group(group=None):
     def late():
         ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop", 0, 0, 0)
         begun.set()
-        hashlib.pbkdf2_hmac("sha256", b"x", b"y", 400_000)  # without the interpreter's lock
+        hashlib.pbkdf2_hmac("sha256", b"x", b"y", 400_000)  # without Python's global lock
         print("let go of", group, flush=True)
 
     threading.Thread(target=late, daemon=True).start()
