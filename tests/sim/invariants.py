@@ -173,11 +173,12 @@ class Invariants:
             raise Broken(f"round {round.number} has a unit on several nodes: {round.members}")
 
     def _of_each(self, workers: int) -> int:
-        """Return the memory that each of ``count`` workers needs: for its part, and for copies of half that
-        size."""
+        """Return the memory that each of so many workers needs: for its part, and for copies of half its size.
+        Each unit has the whole state, and counts as a copy for the other units."""
         job = self.cluster.training.job
-        copies = min(job.redundancy, workers - 1) * (job.state // 2)
-        return math.ceil((job.state + copies) / workers)
+        wholes = workers // job.unit if job.unit > 1 else 1
+        copies = max(0, min(job.redundancy + 1, workers) - wholes) * (job.state // 2)
+        return math.ceil((job.state * wholes + copies) / workers)
 
     def _memory_of(self, node: str) -> float:
         return self.cluster.agents[node].memory or float("inf")
@@ -358,12 +359,12 @@ class Invariants:
             seated = seat.slots if seat is not None and seat.incarnation == node.incarnation else ()
             there = {*node.ready, *seated} if self.cluster.training.job.inplace else {*node.slots}
             usable = sum((node.name, slot) not in out for slot in there)
-            usable = min(usable, node.most or usable)
-            there_are[node.name] = usable - usable % unit if whole_on_a_node else usable
-        for workers in range(min(sum(there_are.values()), spec.limits.max), 0, -1):
+            there_are[node.name] = min(usable, node.most or usable)
+        most = min(sum(there_are.values()), spec.limits.max)
+        for workers in range(most - most % unit, 0, -unit):
             each = self._of_each(workers)
-            room = (min(n, self._memory_of(name) // each) if each else n for name, n in there_are.items())
-            if workers % unit == 0 and sum(room) >= workers:
+            room = [min(n, self._memory_of(name) // each) if each else n for name, n in there_are.items()]
+            if sum(n - n % unit if whole_on_a_node else n for n in room) >= workers:
                 return workers
         return 0
 

@@ -301,7 +301,7 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
         if kind in ("crash", "sigterm", "drain") and random.random() < 0.3:
             for_s = 0.0
         faults.append(Fault(at_s, kind, node, for_s, int(random.random() * 100) / 100))
-    if job.sharded and job.unit == 1 and not any(fault.kind == "scale" for fault in faults):
+    if job.sharded:
         _draw_memory(seed, setup)
     faults += _draw_hangs(seed, count, kinds)
     slowness = _draw_slowness(seed, count, kinds)
@@ -326,11 +326,17 @@ def _draw_units(seed: int | str, slots: tuple[int, ...], limits: Limits) -> Limi
     if random.random() < 0.7:
         return limits
     unit, within = random.choice((2, 2, 3, 4)), random.choice(list(UnitWithin))
-    places = sum(n - n % unit for n in slots) if within is UnitWithin.NODE else sum(slots)
+    places = _places(slots, Limits(unit, unit, unit, within))
     if places < unit:
         return limits
     least = _whole(min(limits.min, places * 2 // 3), unit)
     return Limits(least, max(least, _whole(limits.max, unit)), unit, within)
+
+
+def _places(slots: tuple[int, ...], limits: Limits) -> int:
+    """Return how many workers can be in whole units on these nodes."""
+    unit = limits.unit
+    return sum(n - n % unit for n in slots) if limits.within is UnitWithin.NODE else sum(slots)
 
 
 def _draw_memory(seed: int | str, setup: Setup) -> None:
@@ -338,10 +344,14 @@ def _draw_memory(seed: int | str, setup: Setup) -> None:
     workers."""
     random = Random(f"{seed}/memory")
     if random.random() < 0.5:
-        workers = min(setup.limits.max, max(setup.limits.min, sum(setup.slots) * 2 // 3))
+        unit = setup.limits.unit
+        workers = max(setup.limits.min, _whole(_places(setup.slots, setup.limits) * 2 // 3, unit))
+        workers = min(setup.limits.max, workers)
         setup.memory = 1000
-        of_own = 2 / (2 + min(setup.job.redundancy, workers - 1))
-        setup.job.state = int(workers * setup.memory * of_own * random.uniform(0.5, 1.0))
+        replicas = workers // unit if unit > 1 else 1
+        copies = max(0, min(setup.job.redundancy + 1, workers) - replicas)
+        of_own = replicas + copies / 2
+        setup.job.state = int(workers * setup.memory / of_own * random.uniform(0.5, 1.0))
 
 
 def _draw_hangs(seed: int | str, count: int, kinds: frozenset[str] | None) -> list[Fault]:
@@ -412,6 +422,8 @@ def _play(cluster: Cluster, invariants: Invariants, schedule: Schedule) -> None:
     quiet = START + FAULTS_S if schedule.faults else START
     if not clock.run(until=quiet, done=lambda: bool(invariants.ends)):
         cluster.mend()
+        if schedule.setup.memory:  # the job may have been scaled below the memory that its state needs
+            cluster.scale(schedule.setup.limits)
         mended = clock.now()
         hangs = any(fault.kind in HANGS for fault in schedule.faults)
         step_s = HANG_BOUND_S if hangs else STEP_BOUND_S
