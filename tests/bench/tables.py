@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-SECONDS = re.compile(r", [\d.]+ s$")  # the time behind the quality in a cell
+SECONDS = re.compile(r"(, [\d.]+ s)+$")  # the times behind the quality in a cell
 
 
 def cells_of(row: str) -> list[str]:

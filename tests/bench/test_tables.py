@@ -31,7 +31,7 @@ def test_cells_are_replaced_in_the_table_with_the_columns_and_other_rows_stay() 
 
 
 def test_times_after_a_quality_are_left_out() -> None:
-    printed = ["| program | quality |", "|---|---|", "| a.py | 95 %, 0.5 s |"]
+    printed = ["| program | quality |", "|---|---|", "| a.py | 95 %, 0.5 s, 1.04 s |"]
     assert put(TEXT, printed, {"quality": "quality"}).endswith("| a.py | 95 % |\n")
 
 
