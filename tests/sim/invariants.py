@@ -173,8 +173,8 @@ class Invariants:
             raise Broken(f"round {round.number} has a unit on several nodes: {round.members}")
 
     def _of_each(self, workers: int) -> int:
-        """Return the memory that each of so many workers needs: for its part, and for copies of half its size.
-        Each unit has the whole state, and counts as a copy for the other units."""
+        """Return the memory that each of so many workers needs: for its part, and for copies of half its
+        size. Each unit has the whole state, and counts as a copy for the other units."""
         job = self.cluster.training.job
         wholes = workers // job.unit if job.unit > 1 else 1
         copies = max(0, min(job.redundancy + 1, workers) - wholes) * (job.state // 2)
