@@ -121,6 +121,7 @@ class World:
         self.held = False  # the world waits after a save
         # the newest commit of a sharded model; at first the one with which the world begins
         self.point: Point | None = None
+        self._moves_parts = False  # of a sharded model, before the first step
         self._waits = False  # whether the world waits for an ill worker
         self._began_at: float | None = None  # when the present step began
         self._next: Timer | None = None
@@ -150,15 +151,17 @@ class World:
         """Move the parts. A worker that has its own parts does not know whether the others have theirs."""
         random, clock = self.training.random, self.training.clock
         left = set(self.workers)
+        self._moves_parts = True
 
         def enter(worker: SimWorker) -> None:
-            if self.broken or worker.world is not self:  # after the last step a world does not break
+            if self.broken or worker.world is not self:
                 return
             if not self.handover:
                 worker.has_entered()
             left.discard(worker.rank)
             if left:
                 return
+            self._moves_parts = False
             for laid_out in self.training.laid_out:
                 laid_out(self)
             if self.handover:
@@ -205,7 +208,8 @@ class World:
 
     def break_up(self, why: str) -> None:
         """Break the connections between the world's workers."""
-        if not self.running or self.broken or self.step >= self.training.job.total_steps:
+        past_the_last_step = self.step >= self.training.job.total_steps and not self._moves_parts
+        if not self.running or self.broken or past_the_last_step:
             return
         self.broken = True
         self.running = False
