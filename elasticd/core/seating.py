@@ -101,16 +101,24 @@ def order(nodes: Sequence[Node], last: Round | None) -> list[Node]:
     return [*survivors, *(node for node in nodes if _seat(node, last) is None)]
 
 
+_Holding = Mapping[str, tuple[int, ...]]
+
+
 def form(
     nodes: Sequence[Node],
     last: Round | None,
     limits: Limits,
     quarantines: Sequence[Quarantine],
     now: float,
+    holding: Callable[[Sequence[Node]], _Holding] | None = None,
 ) -> tuple[Member, ...]:
     """Return the largest world that ``limits`` allow, and that has memory for the job's sharded state. It may
     be smaller than ``limits.min``. The rest is as for ``form_in_any_memory``."""
-    return _form_in_memory(nodes, last, limits, quarantines, now, newest_holders)
+    members = form_in_any_memory(nodes, last, limits, quarantines, now, holding)
+    while members and (fewer := shortage.with_room(nodes, members)) is not None:
+        # Of fewer workers, each has more of the state. So the next turn may leave out more of them.
+        nodes, members = fewer, form_in_any_memory(fewer, last, limits, quarantines, now, holding)
+    return members
 
 
 def form_in_any_memory(
@@ -119,6 +127,7 @@ def form_in_any_memory(
     limits: Limits,
     quarantines: Sequence[Quarantine],
     now: float,
+    holding: Callable[[Sequence[Node]], _Holding] | None = None,
 ) -> tuple[Member, ...]:
     """Return the largest world that ``limits`` allow. It may be smaller than ``limits.min``.
 
@@ -126,39 +135,8 @@ def form_in_any_memory(
     where it is while its node lives; only nodes that share a unit with another node come last. A node's ranks
     are contiguous. If there are too many slots, those with the newest state come first, then those of the
     last round; whole units are compared by their best slots. A unit of ``last`` that is whole is not divided
-    to complete another.
+    to complete another. ``holding``: tells which slots hold the newest state; None: ``newest_holders``.
     """
-    return _form(nodes, last, limits, quarantines, now, newest_holders)
-
-
-_Holding = Mapping[str, tuple[int, ...]]
-
-
-def _form_in_memory(
-    nodes: Sequence[Node],
-    last: Round | None,
-    limits: Limits,
-    quarantines: Sequence[Quarantine],
-    now: float,
-    holding: Callable[[Sequence[Node]], _Holding],
-) -> tuple[Member, ...]:
-    """Return ``form``. ``holding``: tells which slots hold the newest state."""
-    members = _form(nodes, last, limits, quarantines, now, holding)
-    while members and (fewer := shortage.with_room(nodes, members)) is not None:
-        # Of fewer workers, each has more of the state. So the next turn may leave out more of them.
-        nodes, members = fewer, _form(fewer, last, limits, quarantines, now, holding)
-    return members
-
-
-def _form(
-    nodes: Sequence[Node],
-    last: Round | None,
-    limits: Limits,
-    quarantines: Sequence[Quarantine],
-    now: float,
-    holding: Callable[[Sequence[Node]], _Holding],
-) -> tuple[Member, ...]:
-    """Return ``form_in_any_memory``. ``holding``: tells which slots hold the newest state."""
     ordered = order(nodes, last)
     out = {q.node for q in quarantines}
     usable = [node.slots for node in ordered]
@@ -168,7 +146,7 @@ def _form(
     if _are_all_in(ordered, usable, last, limits):
         chosen = ((number, slots) for number, slots in enumerate(usable) if slots)
     else:
-        chosen = _best(ordered, usable, last, limits, holding(ordered))
+        chosen = _best(ordered, usable, last, limits, (holding or newest_holders)(ordered))
     return seat(((ordered[n].name, ordered[n].incarnation, slots) for n, slots in chosen), last)
 
 
@@ -210,7 +188,7 @@ def left_out(
     ``nodes``: as for ``form``, with the slots in ``round``. What waiting workers hold does not count: the
     workers of ``round`` will hold a newer state.
     """
-    formed = _form_in_memory(nodes, round, limits, quarantines, now, lambda nodes: {})
+    formed = form(nodes, round, limits, quarantines, now, lambda nodes: {})
     return ranks_without(round.members, formed)
 
 

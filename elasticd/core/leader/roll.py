@@ -106,9 +106,7 @@ class Roll:
     def places(self) -> int:
         """How many workers there are for the next world, whatever its limits and quarantines. While the round
         is live, the places of its members count."""
-        return (
-            self.free + self.held if self.round is not None and self.round.phase is Phase.LIVE else self.free
-        )
+        return self.free + self.held if self._is_live else self.free
 
     def names(self, mark: Mark, *, but: Mark | None = None) -> tuple[str, ...]:
         """Return the nodes of the members with the mark, and without the mark ``but``, in the order of
