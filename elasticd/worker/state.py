@@ -43,8 +43,8 @@ class State:
       what is refused.
     * redundancy: with ``shard``, how many other workers, on other nodes if there are any, also have each
       shard: replicas, or else copies. So many workers can be lost at once without a checkpoint.
-    * overlap: with ``redundancy``, send a commit's copies while the next steps run, and wait for them at the
-      next commit. After a loss the workers may then repeat the steps since the commit before.
+    * overlap: with ``shard`` and ``redundancy``, send a commit's copies while the next steps run, and wait
+      for them at the next commit. After a loss the workers may then repeat the steps since the commit before.
     * split: in place of ``wrap``, a function ``split(module, mesh)`` that returns this worker's part of the
       module, such as a stage of a pipeline; None: the module, which the function has changed. The mesh has
       the workers of this worker's unit. The function is called for each world, on a copy of the model, and
@@ -109,6 +109,11 @@ class State:
         self._contents = contents = Contents({**given, **others})
         shards: ShardedState | SplitState | None = None
         consistent = data is not None and data.consistent
+        if overlap and (shard is None or redundancy == 0):
+            raise TypeError(
+                "overlap=True sends copies of shards while the next steps run: give shard= and redundancy=1 "
+                "or more, or leave out overlap="
+            )
         if split is not None:
             if not callable(split):
                 raise TypeError(

@@ -85,11 +85,11 @@ class Plan:
 
 
 def draw(seed: int) -> Plan:
-    """Return the plan of a seed. Half of the plans have worker.Data, most of these in consistent mode. A
-    fourth have a saver, and lose more workers than there are copies. In most worlds of eight a worker is
-    lost."""
+    """Return the plan of a seed. Half of the plans with copies send them while the next steps run. Half of
+    the plans have worker.Data, most of these in consistent mode. A fourth have a saver, and lose more workers
+    than there are copies. In most worlds of eight a worker is lost."""
     plan, chance = _simple(seed), random.Random(f"more shards {seed}")
-    plan = replace(plan, overlap=random.Random(f"overlap {seed}").random() < 0.3)
+    plan = replace(plan, overlap=plan.redundancy > 0 and random.Random(f"overlap {seed}").random() < 0.5)
     if chance.random() < 0.5:
         consistent = random.Random(f"mode {seed}").random() < 0.7
         plan = replace(plan, virtual_ranks=chance.randint(1, 8), consistent=consistent)
