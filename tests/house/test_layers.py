@@ -2,6 +2,7 @@
 them. Here are the rules about single files, and about packages from outside."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,18 @@ def test_what_is_pure_is_handed_time_and_chance_and_touches_nothing():
     }  # fmt: skip
     found = {name(module): roots(module) & effects for module in [*within("core"), *within("data")]}
     assert not {module: used for module, used in found.items() if used}
+
+
+def test_the_table_of_imports_in_the_architecture_is_what_the_packages_import():
+    rows = re.findall(r"^\| `(\w+)` \| (`\w+`(?:, `\w+`)*) \|$", (ROOT / "ARCHITECTURE.md").read_text(), re.M)
+    told = {package: set(re.findall(r"\w+", imported)) for package, imported in rows}
+    packages = {folder.name for folder in HOUSE.iterdir() if (folder / "__init__.py").is_file()}
+    found = {
+        package: {name.split(".")[1] for m in within(package) for name in imports(m) if "elasticd." in name}
+        & (packages - {package})
+        for package in packages
+    }
+    assert told == {package: imported for package, imported in found.items() if imported}
 
 
 def test_one_file_alone_imports_etcd3():
