@@ -75,6 +75,12 @@ def read_error_file(path: str | Path) -> tuple[str, str] | None:
     )
 
 
+def read_announced(why: str) -> tuple[str, str] | None:
+    """Return message and traceback from the error that a worker announced; None if there is no such error."""
+    message = _printable(why)[:_MESSAGE_CHARS_MAX]
+    return (message, "") if message else None
+
+
 def read_tail(output: bytes, code: int) -> tuple[str, str]:
     """Return message and traceback from the end of the output of a process that ended with ``code``."""
     message, shown = _cause(_printable(output[-TAIL_BYTES:].decode(errors="replace")), code)

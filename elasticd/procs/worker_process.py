@@ -15,7 +15,7 @@ from elasticd.core.facts import LAST_OUTPUT, Exit, SlotProgress
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.page_layout import PageContents
 from elasticd.core.ports import Assignment
-from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
+from elasticd.procs.errorfile import read_announced, read_error_file, read_tail, tail_of
 from elasticd.procs.link_protocol import LinkProtocol
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, trouble_with
 from elasticd.procs.output import Feed
@@ -33,7 +33,7 @@ class Worker:
 
     ``dest``, ``log_rank``: where the output goes, and the local rank at the start, which names the files.
     ``steps_before``, ``commits_before``: the counts when the worker entered the round. ``hung``: why it was
-    killed for a hang. ``held``: it has reported a checkpoint, and waits for permission to go on.
+    killed for a hang. ``error``: its own exception, which ends it, as the worker announced. ``held``: it has reported a checkpoint, and waits for permission to go on.
     """
 
     assignment: Assignment
@@ -51,6 +51,7 @@ class Worker:
     link: WorkerLink | None = None
     protocol: LinkProtocol = field(default_factory=LinkProtocol)
     hung: str = ""
+    error: str = ""
     held: bool = False
 
     def started(self, pid: int) -> None:
@@ -124,7 +125,9 @@ class Worker:
         elif end.fenced:
             message = end.error or "killed by the warden: the agent did not renew the worker's time limit"
         elif not message and end.code != 0:
-            message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail(), end.code)
+            # A worker that ends too slowly is killed before it writes its error anywhere.
+            found = read_error_file(self.error_file) or (read_announced(self.error) if end.code < 0 else None)
+            message, traceback = found or read_tail(self._stderr_tail(), end.code)
         place = self._log_place()
         # After a fatal error the worker may be killed before it exits, so any code but 0 is accepted.
         told = self.page_contents() if end.code else PageContents()

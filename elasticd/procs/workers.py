@@ -375,6 +375,7 @@ class LocalProcs:
                 has_left = self._handle_waiting(worker, message)
             if isinstance(message, wire.Broken) and message.fails and worker.life.in_round:
                 worker.become(Life.FAILING)
+                worker.error = message.why
             if isinstance(message, wire.Checkpointed) and not worker.protocol.linked:
                 worker.held = True
                 if worker.life is Life.STOPPING:  # the worker has saved because it was told to end

@@ -188,7 +188,8 @@ def test_a_worker_that_fails_has_as_long_to_end_as_others_have_who_are_stopped(
     party.until(lambda: party.heard.broke == [(10, 1, True)])
     party.procs.leave(False, SIGTERM, 0.0, LONG_S)
     party.until(lambda: party.exits)
-    assert [exit.code for _, exit in party.exits] == [-SIGKILL]
+    killed = [(exit.code, exit.message) for _, exit in party.exits]
+    assert killed == [(-SIGKILL, "the others are gone")], "the error that the worker announced is not lost"
 
 
 @pytest.mark.parametrize("last", ["Broken(1, True, 'its own')", "Waiting(7, 7, Holds.NONE)"])
