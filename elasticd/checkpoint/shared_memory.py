@@ -12,11 +12,17 @@ from typing import Final
 import psutil
 
 from elasticd.checkpoint import huge_pages
+from elasticd.control_groups import ROOT, control_groups
 
 _HUGE: Final = 2 << 20  # bytes of a huge page
 _ASKERS_MAX: Final = 64  # processes that may allocate memory of one container at the same time
 # Memory in the page cache, which the kernel frees under pressure.
 _RECLAIMED: Final = ("inactive_file", "active_file")
+# By version of control groups: the file with the limit, and the file with the usage.
+_FILES: Final = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
+}
 
 
 class Memory:
@@ -69,39 +75,23 @@ def _require(size: int) -> int:
     return there - size
 
 
-def available(groups: str | None = None, root: Path = Path("/sys/fs/cgroup")) -> int:
+def available(groups: str | None = None, root: Path = ROOT) -> int:
     """Return the bytes that can be allocated without swapping and without the out-of-memory killer.
-    ``groups``: the content of /proc/self/cgroup, by default of this process; ``root``: where the control
-    groups are mounted."""
-    if groups is None:
-        try:
-            groups = Path("/proc/self/cgroup").read_text()  # psutil knows no control groups
-        except OSError:
-            groups = ""
+    ``groups``, ``root``: see ``control_groups``."""
     of_machine: int = psutil.virtual_memory().available
     return max(0, min([of_machine, *_of_groups(groups, root)]))
 
 
-def _of_groups(groups: str, root: Path) -> Iterator[int]:
-    """Yield the bytes left in each control group (version 1 or 2) that has a limit, parent groups
-    included."""
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, total = root, ""
-            limit, usage = "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            top, total = root / "memory", "total_"
-            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
+def _of_groups(groups: str | None, root: Path) -> Iterator[int]:
+    """Yield the bytes left in each control group that has a limit, parent groups included."""
+    for version, group in control_groups("memory", groups, root):
+        total = "" if version == 2 else "total_"
+        limit, usage = _FILES[version]
+        try:
+            most = (group / limit).read_text().strip()
+            if most != "max":
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                freed = sum(int(stat.get(total + kind, 0)) for kind in _RECLAIMED)
+                yield int(most) - int((group / usage).read_text()) + freed
+        except (OSError, ValueError):
             continue
-        here = top / path.lstrip("/")
-        for group in (here, *here.parents[: len(here.parts) - len(top.parts)]):
-            try:
-                most = (group / limit).read_text().strip()
-                if most != "max":
-                    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                    freed = sum(int(stat.get(total + kind, 0)) for kind in _RECLAIMED)
-                    yield int(most) - int((group / usage).read_text()) + freed
-            except (OSError, ValueError):
-                continue  # the parent groups may be invisible in a container

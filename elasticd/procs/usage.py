@@ -15,9 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from elasticd.control_groups import ROOT, control_groups
 from elasticd.procs.linux import descendants
-
-_GROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +55,17 @@ def _own(pid: int) -> Usage | None:
         return None
 
 
-def memory_limit(groups: str | None = None, root: Path = _GROUPS) -> int:
+def memory_limit(groups: str | None = None, root: Path = ROOT) -> int:
     """Return the bytes of memory that this process's control groups and their parents may use; at most the
-    machine's memory. ``groups``, ``root``: see ``_of_groups``."""
+    machine's memory. ``groups``, ``root``: see ``control_groups``."""
     limits = _of_groups("memory", "memory.max", "memory.limit_in_bytes", groups, root)
     of_machine: int = psutil.virtual_memory().total
     return min([of_machine, *(int(most) for most in limits if most.strip().isdigit())])
 
 
-def throttled_s(groups: str | None = None, root: Path = _GROUPS) -> float:
+def throttled_s(groups: str | None = None, root: Path = ROOT) -> float:
     """Return for how many seconds processor quotas have stopped processes in this process's control groups
-    and their parents, summed over processors. ``groups``, ``root``: see ``_of_groups``."""
+    and their parents, summed over processors. ``groups``, ``root``: see ``control_groups``."""
     found = _of_groups("cpu", "cpu.stat", "cpu.stat", groups, root)
     return sum(int(time) * _UNIT_S[kind] for text in found for kind, time in _THROTTLED.findall(text))
 
@@ -76,25 +75,8 @@ _THROTTLED = re.compile(r"^throttled_(usec|time) ([0-9]+)$", re.MULTILINE)
 
 
 def _of_groups(controller: str, name: str, name_before: str, groups: str | None, root: Path) -> Iterator[str]:
-    """Yield a file of each control group of this process, and of their parents. psutil knows no groups.
-
-    ``name``: the file's name, ``name_before``: in version 1. ``groups``: the content of /proc/self/cgroup, by
-    default of this process. ``root``: where the groups are mounted.
-    """
-    if groups is None:
-        try:
-            groups = Path("/proc/self/cgroup").read_text()
-        except OSError:
-            groups = ""
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:  # a line without controllers is of version 2
-            top, file = root, name
-        elif controller in controllers.split(","):
-            top, file = root / controller, name_before
-        else:
-            continue
-        here = top / path.lstrip("/")
-        for group in (here, *here.parents[: len(here.parts) - len(top.parts)]):
-            with suppress(OSError, UnicodeError):  # the parent groups may be invisible in a container
-                yield (group / file).read_text()
+    """Yield the content of a file of each control group of this process, and of their parents. ``name``: the
+    file's name; ``name_before``: in version 1. ``groups``, ``root``: see ``control_groups``."""
+    for version, group in control_groups(controller, groups, root):
+        with suppress(OSError, UnicodeError):
+            yield (group / (name if version == 2 else name_before)).read_text()

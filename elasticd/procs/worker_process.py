@@ -33,7 +33,8 @@ class Worker:
 
     ``dest``, ``log_rank``: where the output goes, and the local rank at the start, which names the files.
     ``steps_before``, ``commits_before``: the counts when the worker entered the round. ``hung``: why it was
-    killed for a hang. ``error``: its own exception, which ends it, as the worker announced. ``held``: it has reported a checkpoint, and waits for permission to go on.
+    killed for a hang. ``error``: its own exception, which ends it, as the worker announced. ``held``: it has
+    reported a checkpoint, and waits for permission to go on.
     """
 
     assignment: Assignment

@@ -59,7 +59,8 @@ def test_what_is_pure_is_handed_time_and_chance_and_touches_nothing():
 
 
 def test_the_table_of_imports_in_the_architecture_is_what_the_packages_import():
-    rows = re.findall(r"^\| `(\w+)` \| (`\w+`(?:, `\w+`)*) \|$", (ROOT / "ARCHITECTURE.md").read_text(), re.M)
+    table = (ROOT / "ARCHITECTURE.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (`\w+`(?:, `\w+`)*) \|$", table, re.MULTILINE)
     told = {package: set(re.findall(r"\w+", imported)) for package, imported in rows}
     packages = {folder.name for folder in HOUSE.iterdir() if (folder / "__init__.py").is_file()}
     found = {
@@ -72,6 +73,11 @@ def test_the_table_of_imports_in_the_architecture_is_what_the_packages_import():
 
 def test_one_file_alone_imports_etcd3():
     assert [name(m) for m in MODULES if "etcd3" in roots(m)] == ["elasticd/etcd/_client3.py"]
+
+
+def test_one_file_alone_reads_the_control_groups_of_the_process():
+    found = [name(m) for m in MODULES if 'Path("/proc/self/cgroup")' in m.read_text()]
+    assert found == ["elasticd/control_groups.py"]
 
 
 def may_wait_for_torch(module: Path) -> bool:
