@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from elasticd.core.facts import BadSlot, Laggard, Paces, Phase, Policy, Round, Stragglers
 from elasticd.core.persistent_map import PersistentMap
@@ -17,15 +18,15 @@ LAGGARDS_MAX = 1000  # that a record names: 100 kB in etcd, and every agent read
 class PaceComparison:
     """The paces of all nodes.
 
-    ``paces``: the last report of each node. ``fresh``: how many of these reports are not in a period yet.
-    ``taken``: the ``Paces.number`` of each node in the last period. ``found``: the stragglers of ``round``,
-    as ``watch`` judges.
+    ``paces``: the last report of each node. ``own``: the own times of the members of ``round`` that have
+    reported since the last period, in the order of their slots. ``bad``: the last reports of members with bad
+    slots. ``found``: the stragglers of ``round``, as ``watch`` judges.
     """
 
     paces: PersistentMap[Paces] = field(default_factory=PersistentMap)
     round: int = 0
-    fresh: int = 0
-    taken: Mapping[str, int] = field(default_factory=dict)
+    own: PersistentMap[tuple[float, ...]] = field(default_factory=PersistentMap)
+    bad: PersistentMap[Paces] = field(default_factory=PersistentMap)
     watch: Watch = field(default_factory=Watch)
     found: Stragglers | None = None
 
@@ -43,12 +44,18 @@ def hear(known: PaceComparison, node: str, paces: Paces | None, round: Round | N
     """
     before = known.paces.get(node)
     told = known.paces.updated({node: paces})
-    fresh = known.fresh - _is_fresh(known, before) + _is_fresh(known, paces)
-    known = replace(known, paces=told, fresh=fresh)
-    if round is None or round.phase is not Phase.LIVE or round.number != known.round:
-        return known
-    same_gpus = (before.bad if before is not None else ()) == (paces.bad if paces is not None else ())
-    if same_gpus and known.fresh < len(round.members):
+    if round is None or round.number != known.round:
+        return replace(known, paces=told)
+    same_gpus = _bad(known.bad.get(node)) == _bad(mine := _of_member(round, paces))
+    if mine is None or not mine.slots:
+        own = known.own.updated({node: None})
+    elif node in known.own or not _was_in_a_period(mine, before):
+        own = known.own.updated({node: _own_times(mine)})
+    else:
+        own = known.own
+    bad = known.bad if same_gpus else known.bad.updated({node: mine if _bad(mine) else None})
+    known = replace(known, paces=told, own=own, bad=bad)
+    if round.phase is not Phase.LIVE or (same_gpus and len(own) < len(round.members)):
         return known
     return _compare(known, round)
 
@@ -57,30 +64,43 @@ def follow(known: PaceComparison, round: Round | None, policy: Policy) -> PaceCo
     """Return the comparison after news of the round. A new round starts without knowledge of its workers."""
     if round is None or round.phase is not Phase.LIVE or round.number == known.round:
         return known
+    told = [paces for paces in known.paces.to_dict().values() if _of_member(round, paces)]
+    own = PersistentMap({paces.node: _own_times(paces) for paces in told if paces.slots})
+    bad = PersistentMap({paces.node: paces for paces in told if paces.bad})
     watch = Watch(limit=policy.straggler_ratio)
-    known = PaceComparison(known.paces, round.number, watch=watch)
-    told = known.paces.to_dict().values()
-    fresh = sum([_is_fresh(known, paces) for paces in told if paces.round == round.number])
-    return _compare(replace(known, fresh=fresh), round)
+    return _compare(PaceComparison(known.paces, round.number, own, bad, watch), round)
 
 
-def _is_fresh(known: PaceComparison, paces: Paces | None) -> bool:
-    if paces is None or paces.round != known.round or not paces.slots:
+def _of_member(round: Round, paces: Paces | None) -> Paces | None:
+    """Return the paces if they are of a member of the round."""
+    if paces is None or paces.round != round.number or not round.member(paces.node, paces.incarnation):
+        return None
+    return paces
+
+
+def _was_in_a_period(paces: Paces, before: Paces | None) -> bool:
+    """Whether the paces are no newer than ``before``, the node's last report, which a period has."""
+    if before is None or (before.round, before.incarnation) != (paces.round, paces.incarnation):
         return False
-    return paces.number > known.taken.get(paces.node, 0)
+    return paces.number <= before.number
+
+
+def _own_times(paces: Paces) -> tuple[float, ...]:
+    return tuple([pace.own_s for pace in paces.slots])
+
+
+def _bad(paces: Paces | None) -> tuple[BadSlot, ...]:
+    return paces.bad if paces is not None else ()
 
 
 def _compare(known: PaceComparison, round: Round) -> PaceComparison:
     """Return the comparison with one more period, if every member has reported it, and with its findings."""
-    told = {node: paces for node, paces in known.paces.to_dict().items() if paces.round == round.number}
-    both = [(member, told[member.node]) for member in round.members if member.node in told] if told else []
-    heard = [(member, paces) for member, paces in both if paces.incarnation == member.incarnation]
-    if len(heard) == len(round.members) and all(_is_fresh(known, paces) for _, paces in heard):
-        known = replace(known, taken={member.node: paces.number for member, paces in heard}, fresh=0)
-        if all(len(paces.slots) == len(member.slots) for member, paces in heard):
-            own = [pace.own_s for _, paces in heard for pace in paces.slots]
-            known = replace(known, watch=known.watch.see(own))
-    bad = [(paces.node, one) for _, paces in heard for one in paces.bad]
+    if len(known.own) == len(round.members):
+        times = list(map(known.own.to_dict().__getitem__, round.by_node))
+        known = replace(known, own=PersistentMap())
+        if list(map(len, times)) == [len(member.slots) for member in round.members]:
+            known = replace(known, watch=known.watch.see(list(chain.from_iterable(times))))
+    bad = [(paces.node, one) for paces in known.bad.values() for one in paces.bad]
     return replace(known, found=_found(known.watch, round, bad))
 
 
