@@ -295,8 +295,9 @@ class Exit:
 
     ``code``: its exit status, or minus the signal that killed it. ``at``: seconds since the epoch.
     ``message`` and ``traceback`` come from the worker's error file (torch's ``@record``), or else from the
-    end of its stderr. A worker that was killed may have announced its error to the agent instead. If stderr names no error, the message is ``LAST_OUTPUT`` and the last line. ``log``:
-    the path of its output, on its node.
+    end of its stderr. A worker that was killed may have announced its error to the agent instead. If stderr
+    names no error, the message is ``LAST_OUTPUT`` and the last line. ``log``: the path of its output, on its
+    node.
 
     ``fenced``: the worker was killed because its node's lease was running out. ``hung``: the worker was
     killed because it hung; ``message`` says where. ``fatal``: the worker asked for the job's end. ``astray``:
