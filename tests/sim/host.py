@@ -34,11 +34,13 @@ class SimHost:
         """Run this in the agent: now, or once the agent is no longer paused. A dead agent runs nothing."""
         if not self.alive:
             return
-        if self.paused or self._backlog:
-            self._backlog.append(run)
-        elif self.slow_s or self._free_at > self.clock.now():
-            self._free_at = max(self._free_at, self.clock.now()) + self.slow_s
+        now = self.clock.now()
+        waits = self.paused or bool(self._backlog)
+        if self._free_at >= now or (self.slow_s and not waits):  # calls that are late come first
+            self._free_at = max(self._free_at, now) + self.slow_s
             self.clock.at(self._free_at, lambda: self._late(run))
+        elif waits:
+            self._backlog.append(run)
         else:
             run()
 

@@ -602,7 +602,9 @@ class SimWorker:
         self.awaits_news = True
 
         def say() -> None:
-            if self.alive and self.acts and self.round == number and not self.stuck and not self.ill:
+            if self.ill:  # in another collective, whose connections hold: the worker says it later
+                self._unheard.append(say)
+            elif self.alive and self.acts and self.round == number and not self.stuck:
                 self.procs.tell(WorkerBroke(self.slot, number, fails=False))
                 self._abort(number)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,8 +13,9 @@ from elasticd.core.facts import Limits, Outcome, Summary
 from elasticd.core.hang.judging import Allowance, Look, Verdict
 from elasticd.core.leader import hanging
 from tests.sim.__main__ import replay_command
-from tests.sim.clock import START
+from tests.sim.clock import START, Clock
 from tests.sim.cluster import POLICY, Cluster, Setup
+from tests.sim.host import SimHost
 from tests.sim.invariants import Invariants
 from tests.sim.procs import Job
 from tests.sim.schedule import Fault, Run, Schedule, draw, run
@@ -106,6 +108,29 @@ def test_one_that_hangs_is_replaced_and_charged_once(kind: str, seed: str, inpla
     assert worker.procs.host.name == "n1" and worker.ill is not None
     assert [end.restarts for end in result.invariants.ends] == [1]
     assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
+
+
+def test_one_that_polls_while_its_world_breaks_leaves_once_it_is_well() -> None:
+    grows, breaks = Fault(20.0, "scale", "n0", much=0.74), Fault(23.0, "reset", "n0")
+    job = Job(total_steps=200, step_s=0.25, inplace=True)
+    setup = Setup((1, 1), Limits(1, 1), job=job)
+    result = directed(grows, Fault(20.1, "polling", "n0", 6.0), breaks, setup=setup)
+    assert not result.invariants.condemned and result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
+
+
+def test_an_agent_that_is_slow_and_then_paused_hears_all_in_order() -> None:
+    clock = Clock(0)
+    host, heard = SimHost(clock, "n0"), list[int]()
+    host.slow_s = 1.0
+    host.call(partial(heard.append, 1))
+    host.pause()
+    host.call(partial(heard.append, 2))
+    clock.run(until=START + 5.0)
+    host.slow_s = 0.0
+    host.resume()
+    host.call(partial(heard.append, 3))
+    clock.run()
+    assert heard == [1, 2, 3]
 
 
 def test_the_reports_of_many_nodes_are_judged_together(monkeypatch: pytest.MonkeyPatch) -> None:
