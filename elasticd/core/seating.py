@@ -91,7 +91,7 @@ def _in_one_world(places: int, limits: Limits) -> int:
 
 def order(nodes: Sequence[Node], last: Round | None) -> list[Node]:
     """Return the survivors of ``last`` in their old order, then the newcomers in the given order."""
-    if last is None:
+    if last is None or not last.members:
         return list(nodes)
     there = {node.name: node for node in nodes}
     before = [(there.get(m.node), m.incarnation) for m in last.members]

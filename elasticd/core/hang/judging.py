@@ -249,7 +249,7 @@ def judge(looks: Sequence[Look], allowed: Allowance, since: Mapping[str, float] 
     ordered = tuple(sorted(looks, key=attrgetter("rank")))
 
     def found(why: Why, guilty: Sequence[Look], limit_s: float) -> Verdict | None:
-        late = bool(guilty) and min([look.still_s + since.get(look.node, 0.0) for look in guilty]) >= limit_s
+        late = bool(guilty) and all(_still_s(look, since) >= limit_s for look in guilty)
         return _verdict(why, tuple(guilty), ordered, since) if late else None
 
     runs = [(doing, tuple(run)) for doing, run in groupby(ordered, attrgetter("doing"))]
@@ -324,8 +324,10 @@ def _still_s(look: Look, since: Mapping[str, float]) -> float:
 def _verdict(
     why: Why, guilty: tuple[Look, ...], looks: Sequence[Look], since: Mapping[str, float] = NOW
 ) -> Verdict:
-    ranks = {look.rank for look in guilty}
-    others = [look for look in looks if look.rank not in ranks]
+    others: list[Look] = []
+    if len(guilty) < len(looks):
+        ranks = {look.rank for look in guilty}
+        others = [look for look in looks if look.rank not in ranks]
     named, more = guilty[:GUILTY_MAX], len(guilty[GUILTY_MAX:])
     if since:
         named = tuple(replace(look, still_s=_still_s(look, since)) for look in named)
