@@ -206,7 +206,7 @@ class _Etcd:
             self.messages[self.what] += 2 * reads
             self.bytes[self.what] += size * (1 + reads) + len(key) * reads
             return
-        watchers = self._nodes if key in self._watched_by_all else 2 if folder == "nodes" else 1
+        watchers = self._nodes if key in self._watched_by_all else 2 if folder in ("nodes", "reports") else 1
         asked = 0 if folder in ("reports", "members") else 2  # the leader's transaction, or the release's
         self.messages[self.what] += asked + (watchers if folder != "members" else 0)
         self.bytes[self.what] += size * (1 + watchers)
@@ -289,7 +289,7 @@ class Leader:
         spec = Spec(limits, limits, "train.py", "f" * 64, POLICY)
         me = self._records[self.names[0]]
         identity = agent.Identity(me.name, me.incarnation, me.address, me.slots, me.host, me.pid)
-        self.etcd = _Etcd(agent.watched(identity)[:-1], nodes)
+        self.etcd = _Etcd(agent.watched(identity)[:3], nodes)
         self.driver = Driver(
             agent.AgentState(identity, spec, agent.AgentConfig(etcd_grace_s=600.0), me.store_port),
             store=self.etcd,

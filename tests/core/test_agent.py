@@ -288,11 +288,27 @@ def test_a_report_that_may_be_lost_is_sent_again_but_not_at_once(answer: Answer)
     one.exits(1, exit(1, 1))
     assert one.state.registration.own is not None
     record = Unchanged("nodes/a", one.state.registration.own.revision)
-    assert one.wrote(Tag.REPORT).guards == (record,), "a late report cannot undo a newer one"
+    assert one.wrote(Tag.REPORT).guards == (record,), "after the release a late report replaces nothing"
     one.answered(Tag.REPORT, answer)
     assert one.did == () and one.wake_at == NOW + RETRY_S
     one.at(NOW + RETRY_S)
     one.wrote(Tag.REPORT)
+
+
+def test_a_report_that_etcd_applies_late_is_replaced_by_the_newer_one() -> None:
+    one = Agent.working(ROUND)
+    one.exits(1, exit(0, 0))
+    late = put(one.wrote(Tag.REPORT).writes[0])
+    one.answered(Tag.REPORT, NoAnswer("no answer"))
+    one.exits(1, exit(1, 1))
+    one.at(NOW + RETRY_S)
+    newest = put(one.wrote(Tag.REPORT).writes[0])
+    assert newest != late and not one.sees("reports/a", late), "the answer to the newer one may come yet"
+    one.answered(Tag.REPORT)
+    assert not one.sees("reports/a", newest)
+    assert not one.sees("reports/a", replace(late, incarnation=life("a", 2)))
+    one.sees("reports/a", late)
+    assert put(one.wrote(Tag.REPORT).writes[0]) == newest
 
 
 @pytest.mark.parametrize(

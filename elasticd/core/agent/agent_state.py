@@ -33,7 +33,13 @@ class Identity:
 
     @property
     def key(self) -> str:
+        """The key of the node's record."""
         return f"nodes/{self.node}"
+
+    @property
+    def report_key(self) -> str:
+        """The key of the node's report."""
+        return f"reports/{self.node}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +174,8 @@ class Registration:
     """How far the agent has come in joining the job and in registering its node.
 
     ``history``: the revision of a round that had ended before this agent came. ``others``: how many other
-    nodes there are; None: not asked, -1: not answered. ``own``: the node's record in etcd. ``reported``: the
-    report that this agent has written since it registered.
+    nodes there are; None: not asked, -1: not answered. ``own``: the node's record in etcd. ``reported``: this
+    agent's report as it is in etcd, or on its way there.
     """
 
     joined: bool = False

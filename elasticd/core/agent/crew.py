@@ -225,7 +225,8 @@ def report(do: Decisions) -> None:
     if not (put := unreported(state)):
         return
     before = len(do.actions)
-    # The guard is this node's record, which every release changes: a late report cannot replace a newer one.
+    # The guard is this node's record, which every release changes: a late report of a round that this node
+    # has released replaces nothing. A late report of the same round is seen, and replaced in turn.
     do.transact(Tag.REPORT, (Unchanged(state.me.key, state.registration.own.revision),), put)
     if len(do.actions) > before:
         do.registration(reported=state.report)
@@ -234,4 +235,4 @@ def report(do: Decisions) -> None:
 def unreported(state: AgentState) -> tuple[Put, ...]:
     if state.report is None or state.report == state.registration.reported:
         return ()
-    return (Put(f"reports/{state.me.node}", state.report),)
+    return (Put(state.me.report_key, state.report),)

@@ -158,6 +158,8 @@ def _saw(do: Decisions, entry: Entry) -> None:
             do.registration(own=entry, name_taken_until=None)
         elif own is None or entry.revision >= own.revision or not entry.revision:
             do.registration(own=None, reported=None)
+    if isinstance(entry.fact, Report) and entry.fact.incarnation == do.state.me.incarnation:
+        do.registration(reported=entry.fact)
     if entry.key == "leader" and do.state.leads and (old is None or old.fact != entry.fact):
         do.reasons.append(LeadsNow())
 

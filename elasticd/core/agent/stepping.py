@@ -28,8 +28,8 @@ from elasticd.core.agent_messages import Event
 
 
 def watched(me: Identity) -> tuple[str, ...]:
-    """Return the keys that every agent watches. The leader watches more."""
-    return ("spec", "round", "leader", me.key)
+    """Return the keys that an agent watches: three of the job, and its own. The leader watches more."""
+    return ("spec", "round", "leader", me.key, me.report_key)
 
 
 def step(state: AgentState, event: Event, now: float) -> AgentStep:
