@@ -123,6 +123,7 @@ class World:
         self.point: Point | None = None
         self._moves_parts = False  # of a sharded model, before the first step
         self._waits = False  # whether the world waits for an ill worker
+        self._awaits_leave = False  # whether its last step waits until each worker was told to leave
         self._began_at: float | None = None  # when the present step began
         self._next: Timer | None = None
 
@@ -275,10 +276,23 @@ class World:
             if self.running and not self.broken:
                 self._go_on()
 
+    def told_to_leave(self) -> None:
+        """Let the world end with the next step, or with the present one if that step waits for this."""
+        self.leaving = True
+        if self._awaits_leave and self.running and self._is_each_told():
+            self._awaits_leave = False
+            self._make_step()
+
+    def _is_each_told(self) -> bool:
+        return all(worker.leaving or worker.stuck or worker.stopping for worker in self.workers.values())
+
     def _make_step(self) -> None:
         job = self.training.job
         if any(worker.ill for worker in self.workers.values()):
             self._waits = True
+            return
+        if job.inplace and self.leaving and not self._is_each_told():
+            self._awaits_leave = True
             return
         if job.bug_at is not None and self.step == job.bug_at:
             self.workers[0].die(1, f"a bug at step {self.step}", primary=True)
@@ -545,6 +559,8 @@ class SimWorker:
             return True  # the worker has not heard of the world yet
         if not self.stuck and random.random() < training.job.stuck:
             self.stuck = True
+            if self.world is not None and self.world.leaving:
+                self.world.told_to_leave()
             training.stuck_until = clock.now() + HANG_S
             clock.after(HANG_S, lambda: self.die(-signals.SIGKILL, "hung", primary=False))
         if self.stuck:
@@ -552,7 +568,7 @@ class SimWorker:
         self.leaving = True
         world = self.world
         if planned and world is not None and world.running and world.workers.get(self.rank) is self:
-            world.leaving = True
+            world.told_to_leave()
         else:
             abort_s = max(random.uniform(0.005, 0.05), self._busy_until - clock.now())
             clock.after(abort_s, partial(self._abort, self.round, planned))
@@ -695,6 +711,8 @@ class SimWorker:
             self._unheard.append(lambda: self.signal(number))
         elif self.procs.training.job.on_sigterm is not OnSigterm.IGNORE:
             self.stopping = True
+            if self.world is not None and self.world.leaving:
+                self.world.told_to_leave()
             clock, random = self.procs.training.clock, self.procs.training.random
             if self.procs.training.job.on_sigterm is OnSigterm.DIE:
                 clock.after(random.uniform(0.001, 0.02), lambda: self.die(-number, "", primary=False))

@@ -12,6 +12,7 @@ import pytest
 from elasticd.core.facts import Limits, Outcome, Summary
 from elasticd.core.hang.judging import Allowance, Look, Verdict
 from elasticd.core.leader import hanging
+from elasticd.core.round_parts import PartSizes
 from tests.sim.__main__ import replay_command
 from tests.sim.clock import START, Clock
 from tests.sim.cluster import POLICY, Cluster, Setup
@@ -19,6 +20,7 @@ from tests.sim.host import SimHost
 from tests.sim.invariants import Invariants
 from tests.sim.procs import Job
 from tests.sim.schedule import Fault, Run, Schedule, draw, run
+from tests.sim.store import _Watch
 
 BATCH = 10  # schedules in a test, so that a test ends in time on a busy machine
 OFTEN = (1, 3, 8)  # the batches that always run; the other batches run with -m slow
@@ -131,6 +133,33 @@ def test_an_agent_that_is_slow_and_then_paused_hears_all_in_order() -> None:
     host.call(partial(heard.append, 3))
     clock.run()
     assert heard == [1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", [2, 9])  # with these, the leader is no member of the small round
+def test_a_leader_whose_agent_hears_late_of_a_round_does_not_go_back_to_it(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The leader reads the rounds of a large job by a watch of its own. Here a round between two large ones
+    is small, and every agent reads it whole."""
+    send = _Watch._later
+
+    def later(watch: _Watch) -> None:
+        store = watch.store
+        own = next((w for w in store._watches if w.topic.key == "round"), None)
+        leader = store.etcd.keys.get("leader")
+        if watch is own and leader is not None and leader.fact.node == store.host.name:
+            store._clock.after(0.5, watch._send)
+        else:
+            send(watch)
+
+    monkeypatch.setattr(_Watch, "_later", later)
+    loss, smaller = Fault(10.0, "crash", "leader", 4.0), Fault(20.0, "scale", "n0", much=0.0)
+    larger = Fault(24.0, "scale", "n0", much=0.99)
+    setup = Setup((1, 1, 1, 1), Limits(1, 4), job=Job(total_steps=300, step_s=0.25, inplace=True))
+    setup = replace(setup, part_sizes=PartSizes(members=2, at_once=8))
+    result = run(seed, Schedule(setup, (loss, smaller, larger)))
+    _hold(result, "this test")
+    assert {1, 4} <= {live.world_size for live in result.invariants.live.values()}
 
 
 def test_the_reports_of_many_nodes_are_judged_together(monkeypatch: pytest.MonkeyPatch) -> None:
