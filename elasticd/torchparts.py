@@ -62,6 +62,10 @@ REPLACED: Final = (
         "worker/world/waits.py: ends with the world. worker/boot/elasticd_waits.py: measures how long.",
     ),
     Private(
+        f"{_BUILT}.Work.get_future",
+        "worker/world/waits.py: the future fails when the world ends.",
+    ),
+    Private(
         "torch.nn.utils.clip_grad._get_total_norm",
         "worker/gradients/whole_norms.py: the norm of a sharded gradient does not depend on the layout.",
         ("tensors", "norm_type", "error_if_nonfinite", "foreach"),

@@ -190,10 +190,10 @@ def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_w
 @pytest.fixture
 def waits_end() -> Iterator[None]:
     """In this process, let waits end with the world."""
-    wait, before = dist.Work.wait, {*threading.enumerate()}
+    wait, future, before = dist.Work.wait, dist.Work.get_future, {*threading.enumerate()}
     waits.use_group_timeouts()
     yield
-    dist.Work.wait = wait  # type: ignore[method-assign]
+    dist.Work.wait, dist.Work.get_future = wait, future  # type: ignore[method-assign]
     waits._Ends.patched = False
     waits._Ends.functional = None
     while waits._Substitute.idle:
@@ -206,6 +206,11 @@ def waits_end() -> Iterator[None]:
 
 def wait_for_a_sum(group: dist.ProcessGroupGloo) -> None:
     group.allreduce([torch.zeros(1)]).wait()
+
+
+def wait_for_the_future_of_a_sum(group: dist.ProcessGroupGloo) -> None:
+    """Wait as a hook does that the script has given to DDP."""
+    group.allreduce([torch.zeros(1)]).get_future().wait()
 
 
 def wait_for_a_message(group: dist.ProcessGroupGloo) -> None:
@@ -226,6 +231,7 @@ def wait_for_a_functional_collective(group: dist.ProcessGroupGloo) -> None:
 
 WAITS = [
     wait_for_a_sum,
+    wait_for_the_future_of_a_sum,
     wait_for_a_message,
     wait_for_a_message_with_a_timeout,
     wait_for_a_functional_collective,

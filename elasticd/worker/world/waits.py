@@ -30,6 +30,7 @@ T = TypeVar("T")
 _NO_TIMEOUT = timedelta(0)  # torch's default: no timeout is given
 _METHODS = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
 _wait_for_work = dist.Work.wait
+_future_of_work = dist.Work.get_future
 _FUNCTIONAL = "_c10d_functional"  # torch's library of functional collectives
 ENDED = "the world ended before"  # the messages of all errors of this module begin so
 _OVER = f"{ENDED} all workers had answered"
@@ -66,8 +67,8 @@ class FromAnyone(Message):
 
 class _Ends:
     """The ends of worlds in this process. ``so_far``: their number. ``before``: their number at the start of
-    the present world. ``patched``: whether ``Work.wait`` ends with the world. ``functional``: the same of
-    functional collectives. ``open``: what fails at the next end."""
+    the present world. ``patched``: whether ``Work.wait`` and the futures of works end with the world.
+    ``functional``: the same of functional collectives. ``open``: what fails at the next end."""
 
     news = threading.Lock()
     so_far = before = 0
@@ -186,6 +187,7 @@ def use_group_timeouts() -> None:
     if not _Ends.patched:  # elasticd_waits wraps it in turn
         _Ends.patched = True
         dist.Work.wait = _wait_until_end  # type: ignore[assignment, method-assign]
+        dist.Work.get_future = _future_until_end  # type: ignore[assignment, method-assign]
     if _Ends.functional is None and not torch.cuda.is_available():
         library = torch.library.Library(_FUNCTIONAL, "IMPL")  # type: ignore[no-untyped-call]
         library.impl("wait_tensor", _wait_for_tensor_until_end, "CPU")  # type: ignore[no-untyped-call]
@@ -197,7 +199,7 @@ def _wait_until_end(work: dist.Work, timeout: timedelta = _NO_TIMEOUT) -> bool:
     if torch.cuda.is_available() or work.is_completed():
         return _wait_for_work(work, timeout)
     try:
-        future = None if timeout else work.get_future()
+        future = None if timeout else _future_of_work(work)
     except RuntimeError:  # a message between two workers has no future
         future = None
     if future is None:
@@ -208,6 +210,12 @@ def _wait_until_end(work: dist.Work, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if not work.is_completed():
             raise
     return _wait_for_work(work, timeout)
+
+
+def _future_until_end(work: dist.Work) -> Future[Any]:
+    """Return the future of the work, which fails when the world ends. Hooks of the script use it."""
+    future = _future_of_work(work)
+    return future if torch.cuda.is_available() or work.is_completed() else until_end(future)
 
 
 def _wait_for_tensor_until_end(tensor: torch.Tensor) -> torch.Tensor:
@@ -233,7 +241,8 @@ def _add_up(how: tuple[float, dist.ProcessGroup | None], bucket: dist.GradBucket
         raise dist.DistNetworkError(_OVER)
     work = dist.all_reduce(bucket.buffer().mul_(share), group=group, async_op=True)
     assert work is not None
-    return until_end(work.get_future()).then(lambda done: done.value()[0])
+    summed: Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return summed
 
 
 _add_up.__annotations__.clear()  # torch would compare the texts with classes
