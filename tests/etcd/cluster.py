@@ -143,8 +143,12 @@ class Member:
             self.process = subprocess.Popen(embedded.ends_with_us(self.argv), stdout=log, stderr=log, env=env)
 
     def signal(self, number: int) -> None:
+        """Send a signal. After SIGSTOP, the member stands still when this returns."""
         assert self.process is not None
-        self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            freeze(self.process.pid)
+        else:
+            self.process.send_signal(number)
 
     def kill(self) -> None:
         if self.process is not None:
