@@ -11,7 +11,7 @@ from tests.sim.procs import Job, SimWorker
 from tests.sim.schedule import Fault, Run, draw, run
 from tests.sim.test_schedules import directed
 
-LATE_S = (0.05, 0.15, 0.25, 0.35)  # when a second change follows the first
+LATE_S = (0.02, 0.15, 0.25, 0.35)  # when a second change follows the first
 
 
 def _job(**changes: object) -> Job:
