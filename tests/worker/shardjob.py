@@ -69,6 +69,8 @@ def shard(model: Net, mesh: DeviceMesh, feature: str = "") -> None:
     options: dict[str, Any] = {}
     if feature == "mixed":  # rounding is that of float32
         options["mp_policy"] = MixedPrecisionPolicy(torch.float32, torch.float64)
+    if feature == "bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if feature == "offloaded":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if feature == "compiled":
@@ -115,13 +117,16 @@ def gradients(state: worker.State, step: Step | int, accident: Accident) -> floa
         total += loss.detach() / worker.world_size()
     else:
         for turn, samples in enumerate(step):
-            model.train(turn == 0)  # the model counts one call a step, however many batches a worker has
+            # Without consistent mode the model counts one call a step, however many batches a worker has.
+            model.train(turn == 0 or state.data.consistent)
             loss = (model(samples) - drawn).square().mean()
             accident("forward", number)
             total += loss.detach() * step.weight
             step.backward(loss)
         model.train()
     accident("summed", number)
+    if isinstance(step, Step) and step.loss is not None:  # in consistent mode
+        return step.loss.item()
     dist.all_reduce(total)
     return total.item()
 
@@ -135,18 +140,20 @@ def train(
     saver: str = "",
     virtual_ranks: int = 0,
     accumulate: int = 1,
+    consistent: bool = False,
     **options: Any,
 ) -> None:
     """Run the whole script. Without an address: in a world of its own. ``virtual_ranks``: 0, or the number of
     virtual ranks if the samples come from worker.Data, each rank in ``accumulate`` batches, and are noted for
-    an audit."""
+    an audit. ``consistent``: in consistent mode."""
     journal = begin(address, folder, name, saver)
     hear_of_leaving()
     trip(accident)
     if virtual_ranks:
         os.environ |= {VARIABLE: str(Path(folder) / FOLDER), EVERY: "4"}
         cut = {"global_batch": BATCH, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
-        options["data"] = worker.Data(StepSamples(STEPS, BATCH, batch_of), shuffle=False, **cut)
+        samples = StepSamples(STEPS, BATCH, batch_of)
+        options["data"] = worker.Data(samples, shuffle=False, consistent=consistent, **cut)
     state = make(**options)
 
     @worker.run

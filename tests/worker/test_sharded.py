@@ -96,18 +96,56 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
 def test_what_torch_does_with_a_sharded_model_is_laid_out_anew_as_well(
     crew, tmp_path, undisturbed, feature, more, rounding
 ):
-    """One of three workers dies. Later a newcomer joins the two others."""
-    gate = Gate(tmp_path / "gate")
-    accidents = Accident("start", 5, gate.wait_and_leave), Accident("summed", 2), NOTHING
-    crew.begin(tmp_path, *accidents, job=shardjob.train, feature=feature, **more)
+    one_dies_and_a_newcomer_joins(crew, tmp_path, feature=feature, **more)
+    ended = [0, *range(2, len(crew.hands))]
+    assert_like(crew, tmp_path, ended, undisturbed, rounding)
+    assert all((reads(tmp_path, str(n), "graphs")[-1] > 0) == (feature == "compiled") for n in ended)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("feature", "more"),
+    [
+        ("bfloat16", {}),
+        ("recomputed", {}),
+        ("offloaded", {}),
+        ("compiled", {}),
+        ("", {"accumulate": 2}),
+        ("bfloat16", {"accumulate": 2, "unit": 2}),
+    ],
+    ids=["mixed precision", "recomputed activations", "offload", "compiled", "accumulation", "hybrid"],
+)
+def test_in_consistent_mode_what_torch_does_with_a_sharded_model_keeps_its_bits(
+    crew, tmp_path, feature, more
+):
+    """The losses and the outcome have the bits of an undisturbed training in one process."""
+    consistent = {"feature": feature, "virtual_ranks": 5, "consistent": True, **more}
+    alone = tmp_path / "undisturbed"
+    alone.mkdir()
+    outcome = outcome_alone(functools.partial(shardjob.train, **consistent), alone)
+    losses = reads(alone, "alone", "losses")
+    one_dies_and_a_newcomer_joins(crew, tmp_path, **consistent)
+    for number in (0, *range(2, len(crew.hands))):
+        name = str(number)
+        assert crew.hands[number].status == 0, (tmp_path / f"{name}.err").read_text()
+        assert all(loss == losses[loss[0]] for loss in reads(tmp_path, name, "losses"))
+        assert reads(tmp_path, name, "outcome") == [outcome]
+        assert (reads(tmp_path, name, "graphs")[-1] > 0) == (feature == "compiled")
+
+
+def one_dies_and_a_newcomer_joins(crew: Crew, folder: Path, *, unit: int = 1, **options: Any) -> None:
+    """Train with two workers for each worker of a unit, but at least three. Let worker 1 die. Later a
+    newcomer joins the others."""
+    size = max(3, 2 * unit)
+    gate = Gate(folder / "gate")
+    accidents = Accident("start", 5, gate.wait_and_leave), Accident("summed", 2), *[NOTHING] * (size - 2)
+    crew.begin(folder, *accidents, job=shardjob.train, unit=unit, **options)
     crew.until(lambda: crew.round == 2)
     gate.until_somebody_waits()
-    crew.grow(crew.start(shardjob.train, str(tmp_path), "3", feature=feature, **more))
+    crew.grow(crew.start(shardjob.train, str(folder), str(size), unit=unit, **options))
     gate.open()
     crew.all_ended()
-    assert crew.settled == [(1, 3), (2, 2), (3, 3)]
-    assert_like(crew, tmp_path, (0, 2, 3), undisturbed, rounding)
-    assert all((reads(tmp_path, name, "graphs")[-1] > 0) == (feature == "compiled") for name in "023")
+    assert crew.settled == [(1, size), (2, size - 1), (3, size)]
 
 
 def assert_told_of_memory(crew: Crew) -> None:
