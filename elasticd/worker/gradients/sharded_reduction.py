@@ -33,6 +33,7 @@ from elasticd.worker.gradients.buffers import Buffers
 from elasticd.worker.gradients.consistent import BETWEEN, TWICE
 from elasticd.worker.gradients.owned_sums import OwnedSums, owned, turns_of
 from elasticd.worker.sharding.moves import replicas
+from elasticd.worker.sharding.sharded_model import laid_out_like
 from elasticd.worker.sharding.spans import Spans
 from elasticd.worker.world.group import World, device
 
@@ -340,7 +341,7 @@ class ShardedReduction:
         for sums in self._sums:
             for number, local in zip(sums.members, sums.gather(self._group), strict=True):
                 if used[number]:
-                    self._parameters[number].grad = _placed(local, self._parameters[number])
+                    self._parameters[number].grad = laid_out_like(self._parameters[number], local)
         self._buffers.arrive((notes[1 + count :] > 0).tolist())
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             if earlier is not None:
@@ -384,16 +385,3 @@ def _units(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[_Unit]:
 
     visit(model, None)
     return units
-
-
-def _placed(local: torch.Tensor, parameter: Any) -> DTensor:
-    """Return this worker's part of a gradient, laid out as the parameter is."""
-    like = parameter.to_local()
-    return DTensor.from_local(
-        local.view(like.shape).to(like.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -46,7 +46,7 @@ class HostShard:
         for kind in kinds:
             self._starts.append(size)
             size += _aligned(spans[kind.parameter].size * kind.dtype.itemsize)
-        self.memory = torch.zeros(size, dtype=torch.uint8)
+        self.memory = torch.empty(size, dtype=torch.uint8)
 
     def suits(self, kinds: Kinds, spans: Spans) -> bool:
         return self.kinds == kinds and self.spans == spans

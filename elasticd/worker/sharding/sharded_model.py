@@ -175,13 +175,13 @@ class ShardedModel:
             for number, rest in of.items():
                 optimizers[name].state[self._parameters[number]] = self._placed(name, number, rest)
         for number, kind in enumerate(shard.kinds):
-            parameter = self._parameters[kind.parameter]
-            target = parameter.detach()
+            parameter, values = self._parameters[kind.parameter], shard.tensor(number)
             if kind.optimizer:
-                target = torch.zeros_like(parameter, dtype=kind.dtype, requires_grad=False)
-                optimizers[kind.optimizer].state[parameter][kind.slot] = target
-            local = _local(target)
-            local.copy_(shard.tensor(number).view(local.shape))
+                state = optimizers[kind.optimizer].state[parameter]
+                state[kind.slot] = laid_out_like(parameter, values.to(parameter.device, copy=True))
+            else:
+                local = _local(parameter.detach())
+                local.copy_(values.view(local.shape))
 
     def _placed(self, name: str, number: int, rest: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of one parameter's small state, with tensors where the optimizer wants them."""
@@ -323,6 +323,22 @@ def _has_shape_of(value: Any, parameter: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     return getattr(value, "placements", None) == getattr(parameter, "placements", None)
+
+
+def laid_out_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is laid out like a sharded parameter. ``local``: this rank's elements, which are
+    not copied if they are on the parameter's device."""
+    from torch.distributed.tensor import DTensor  # imported late, since only sharded models need it
+
+    like = parameter.to_local()
+    return DTensor.from_local(
+        local.view(like.shape).to(like.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
