@@ -1,6 +1,6 @@
 """The least time that recovery in place can take: waiting processes abort a process group after one of
 them was killed, and build the next group. For a sharded model, they also send each other the bytes whose
-owner changes."""
+owner changes, and make a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -17,9 +17,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _LONG = timedelta(seconds=60)
+Work = Callable[[], None]
 
 
-def _worker(rank: int, size: int, port: int, line: Connection, moved: Mapping[tuple[int, int], int]) -> None:
+def _worker(
+    rank: int,
+    size: int,
+    port: int,
+    line: Connection,
+    moved: Mapping[tuple[int, int], int],
+    prepare: Callable[[], Work],
+) -> None:
+    work = prepare()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    work()  # in a group of its own, which FSDP's objects keep alive
+    dist.destroy_process_group()
     stores = [dist.TCPStore("127.0.0.1", port, timeout=_LONG) for _ in range(2)]
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("1", stores[0]), rank=rank, world_size=size, timeout=_LONG
@@ -43,16 +55,27 @@ def _worker(rank: int, size: int, port: int, line: Connection, moved: Mapping[tu
         dist.isend(room, receiver) if rank == sender else dist.irecv(room, sender)
         for (sender, receiver), room in rooms.items()
     ]
-    for work in sent:
-        assert work is not None
-        work.wait()
+    for one in sent:
+        assert one is not None
+        one.wait()
+    work()
     line.send(time.monotonic())
     dist.destroy_process_group()
 
 
-def floor(workers: int, kills: int, moved: Mapping[tuple[int, int], int] = {}) -> list[float | None]:
-    """Return the seconds from ``kill -9`` of one process until the last of the others is in the new group
-    and has the bytes that moved. ``moved``: the bytes to move, by sender and receiver."""
+def nothing() -> Work:
+    return lambda: None
+
+
+def floor(
+    workers: int,
+    kills: int,
+    moved: Mapping[tuple[int, int], int] = {},
+    prepare: Callable[[], Work] = nothing,
+) -> list[float | None]:
+    """Return the seconds from ``kill -9`` of one process until the last of the others is in the new group,
+    has the bytes that moved, and has done its work there. ``moved``: the bytes to move, by sender and
+    receiver. ``prepare``: returns the work, which each process has also done alone, before the kill."""
     took: list[float | None] = []
     context = mp.get_context("spawn")
     for _ in range(kills):
@@ -61,7 +84,7 @@ def floor(workers: int, kills: int, moved: Mapping[tuple[int, int], int] = {}) -
         for rank in range(workers):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_worker, args=(rank, workers, store.port, theirs, moved), daemon=True
+                target=_worker, args=(rank, workers, store.port, theirs, moved, prepare), daemon=True
             )
             process.start()
             lines.append(ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import tempfile
@@ -12,10 +13,13 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 import psutil
+import torch
+import torch.distributed as dist
 
 from elasticd.worker.sharding.moves import guardians, plan_moves
 from elasticd.worker.sharding.spans import CommitPoint, HeldShard, Span, Spans
-from tests.bench import launch, report
+from elasticd.worker.world.round_mesh import RoundMesh
+from tests.bench import launch, parts, report
 from tests.bench.floor import floor
 from tests.bench.launch import Launched
 from tests.bench.recovery import SETTLE_S, SURVIVORS, Kill, kills_in_place, worker_kills
@@ -27,6 +31,7 @@ WIDTH = int(os.environ.get("BENCH_WIDTH", "700"))  # as in job.py, which opens a
 LAYERS = [(WIDTH, WIDTH), (WIDTH, 1)] * 4
 STATE_BYTES = 3 * 4  # bytes of an element: the parameter and two moments of AdamW, in single precision
 FLOOR = "floor: abort, next group, move the bytes"
+FLOOR_WITH_STEP = "floor: the same, lay the model out, a step"
 WARM_UP_STEPS = 40
 BLOCK = 10  # steps that are timed together, so that each block has as many commits
 EVERY = (1, 10)
@@ -51,11 +56,35 @@ def recovery(workers: int, kills: int) -> str:
     rows[SURVIVORS] = survivors
     rows["elasticd in place, full size again"] = full
     rows["torchrun, DCP from disk, full size"] = worker_kills(torchrun, workers, kills, SETTLE_S)
-    rows[FLOOR] = [Kill(took) for took in floor(workers, kills, moved_bytes(workers))]
+    moved = moved_bytes(workers)
+    rows[FLOOR_WITH_STEP] = [Kill(took) for took in floor(workers, kills, moved, plain_steps)]
+    rows[FLOOR] = [Kill(took) for took in floor(workers, kills, moved)]
     times = {name: [kill.took for kill in row] for name, row in rows.items()}
     require_figures(times)
     title = f"kill -9 of one of {workers} workers, to the next step (one node, gloo, FSDP2, redundancy=1)"
-    return report.table(title, times, FLOOR)
+    spent = [parts.line(name, [kill.parts for kill in row]) for name, row in rows.items() if row[0].parts]
+    table = report.table(title, times, FLOOR_WITH_STEP)
+    return "\n".join([table, "what it was spent on (medians, ms)", *spent])
+
+
+def plain_steps() -> Callable[[], None]:
+    """Return a function that lays the model of the job out for the present world, and makes a step."""
+    os.environ.setdefault("BENCH_STEPS", os.devnull)  # job_fsdp opens the file when it is imported
+    torch.set_num_threads(1)
+    from tests.bench.job_fsdp import BATCH, build, shard
+
+    model, batch = build().to("meta"), torch.randn(BATCH, WIDTH)
+
+    def step() -> None:
+        mine, mesh, size = copy.deepcopy(model), RoundMesh(), dist.get_world_size()
+        shard(mine, mesh.make(size, (size,), ("all",)))
+        mine.to_empty(device="cpu")
+        optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-4)
+        mine(batch).square().mean().backward()
+        optimizer.step()
+        mesh.forget()
+
+    return step
 
 
 def require_figures(rows: Mapping[str, Sequence[float | None]]) -> None:
