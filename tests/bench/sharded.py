@@ -63,7 +63,7 @@ def recovery(workers: int, kills: int) -> str:
     require_figures(times)
     title = f"kill -9 of one of {workers} workers, to the next step (one node, gloo, FSDP2, redundancy=1)"
     spent = [parts.line(name, [kill.parts for kill in row]) for name, row in rows.items() if row[0].parts]
-    table = report.table(title, times, FLOOR_WITH_STEP)
+    table = report.table(title, times, FLOOR)
     return "\n".join([table, "what it was spent on (medians, ms)", *spent])
 
 

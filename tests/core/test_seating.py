@@ -235,7 +235,7 @@ spared_ = st.lists(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(spared_, spared_, limits_, limits_, quarantines_)
 def test_where_there_is_a_place_for_all_the_world_is_the_one_that_merits_would_choose(
     before: list[Node], nodes: list[Node], then: Limits, limits: Limits, quarantines: list[Quarantine]
