@@ -186,9 +186,12 @@ def left_out(
     """Return the ranks of a live round whose workers are not in the next round, if nothing else happens.
 
     ``nodes``: as for ``form``, with the slots in ``round``. What waiting workers hold does not count: the
-    workers of ``round`` will hold a newer state.
+    workers of ``round`` will hold a newer state. If the workers that stay make no world by themselves, they
+    wait for others, and keep the state if there is memory for it.
     """
     formed = form(nodes, round, limits, quarantines, now, lambda nodes: {})
+    if not formed and not shortage.has_none_for_one_state(nodes):
+        return ()
     return ranks_without(round.members, formed)
 
 

@@ -48,7 +48,7 @@ def with_room(nodes: Sequence[Node], members: Iterable[Member]) -> list[Node] | 
     of_each = state.of_each(sum(seats.values()))
     if all(seats.get(node.name, 0) * of_each <= node.memory for node in nodes if node.memory):
         return None
-    if all(node.memory for node in nodes) and sum(node.memory for node in nodes) < state.own:
+    if has_none_for_one_state(nodes):
         return []  # no world has room
     most = [(node, node.memory // of_each if node.memory and of_each else len(node.slots)) for node in nodes]
     return [
@@ -56,6 +56,13 @@ def with_room(nodes: Sequence[Node], members: Iterable[Member]) -> list[Node] | 
         for node, places in most
         if places
     ]
+
+
+def has_none_for_one_state(nodes: Sequence[Node]) -> bool:
+    """Whether the nodes together have less memory than one whole state takes. False if that is not known."""
+    state = _state_of(nodes)
+    known = state is not None and all(node.memory for node in nodes)
+    return known and state is not None and sum(node.memory for node in nodes) < state.own
 
 
 def _seats(members: Iterable[Member]) -> dict[str, int]:

@@ -282,6 +282,15 @@ def test_a_smaller_world_leaves_out_the_last_ranks_or_units(
     assert seating.left_out(nodes, last, limits, (), NOW) == out
 
 
+@pytest.mark.parametrize(("memory", "out"), [(0, ()), (10, ()), (9, (RankRange(0, 2),))])
+def test_who_waits_alone_for_a_unit_keeps_the_state_if_there_is_memory(
+    memory: int, out: tuple[RankRange, ...]
+) -> None:
+    stays = replace(node("a", 1), state=StateMemory(own=10, unit=2), memory=memory)
+    last = round(4, {"a": 1, "b": 1})
+    assert seating.left_out([stays], last, Limits(2, 2, unit=2), (), NOW) == out
+
+
 def test_slots_in_quarantine_and_nodes_that_go_are_left_out_whatever_those_who_wait_hold() -> None:
     last = round(4, {"a": 2, "b": 2, "c": 2})
     waits = replace(node("d", 1), ready=(0,), age=Age(4, 8), holders=(0,))

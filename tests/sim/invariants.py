@@ -70,6 +70,7 @@ class Invariants:
         self.worlds = 0
         self.broken_by_user: set[int] = set()  # rounds in which user code failed by itself
         self.charged: set[int] = set()
+        self.had_no_memory = False  # the workers that stayed in a planned change could not hold the state
         self.ends: list[Round] = []
         self._limits: list[tuple[float, Limits]] = []  # the limits, and since when each is in force
         cluster.etcd.written.append(self._written)
@@ -117,6 +118,9 @@ class Invariants:
             if new.phase is not Phase.WAITING or new.number != 0:
                 raise Broken(f"the first round ever is {new.number}, {new.phase}")
             return
+        if new.phase is Phase.CLOSING and new.planned:
+            left_out = sum(ranks.end - ranks.first for ranks in new.left_out)
+            self.had_no_memory |= left_out == self.live[new.number].world_size
         fresh = new.phase is Phase.LIVE and new.number == old.number + 1
         if not fresh and new.number != old.number:
             raise Broken(f"round {old.number} ({old.phase}) is followed by {new.number} ({new.phase})")
@@ -225,7 +229,7 @@ class Invariants:
         if world.step >= self.newest_step:
             return
         newest = {step for worker in world.workers.values() for _, step in worker.held}
-        if self.cluster.only_planned and self.newest_step in newest:
+        if self.cluster.only_planned and self.newest_step in newest and not self.had_no_memory:
             raise Broken(f"round {world.round} goes on from step {world.step}: a planned change needs copies")
         known = newest_whole(
             worker.held
@@ -372,6 +376,11 @@ class Invariants:
 
     def _failed(self, worker: SimWorker, exit: Exit) -> None:
         self.broken_by_user.add(worker.round)
+        round = self.newest
+        if round is not None and round.phase is Phase.LIVE and not worker.acts:
+            member = self.live[round.number].by_node.get(worker.procs.host.name)
+            if member is not None and worker.slot in member.slots:  # a slow agent has not told the worker yet
+                self.broken_by_user.add(round.number)
 
     def _charges(self, old: Round, new: Round) -> None:
         if new.restarts > old.restarts:

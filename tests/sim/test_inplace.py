@@ -98,6 +98,13 @@ def test_two_planned_changes_in_quick_succession_need_no_copies_of_parts(kind: s
     assert _sizes(result)[-1] == (1 if kind == "scale" else 2)
 
 
+def test_who_leaves_hands_over_to_a_worker_that_waits_for_another_unit() -> None:
+    job = _job(sharded=True, unit=2)
+    setup = Setup((1, 1), Limits(2, 2, unit=2), job=job)
+    result = directed(Fault(10.0, "sigterm", "n1", 5.0), setup=setup)
+    assert result.invariants.steps == 200 and _sizes(result) == [2, 2]
+
+
 def _scale_twice() -> None:
     for late_s in LATE_S:
         test_two_planned_changes_in_quick_succession_need_no_copies_of_parts("scale", late_s)
