@@ -38,7 +38,8 @@ def _procs(bench: Bench, folder: Path, script: str, *args: str, **how: object) -
 
 
 def _zygote(bench: Bench) -> int:
-    """Return the zygote's pid."""
+    """Return the zygote's pid. A process that the zygote has just forked has the zygote's name at first."""
+    wait_until(lambda: len(named(bench.warden, "elasticd-zygote")) == 1, "one process is the zygote")
     (pid,) = named(bench.warden, "elasticd-zygote")
     return pid
 
