@@ -407,7 +407,7 @@ class Invariants:
         self.condemned.append((worker, verdict))
         ill = worker.ill
         apart = [w for w in self.apart if w.round == worker.round]
-        # Looks are rare: a worker that got well in this standstill may have been seen at its new place just once.
+        # A worker that got well in this standstill may have been seen at its new place just once.
         apart = [w for w in apart if w.ill is not None or w.well_since >= self.last_step_at]
         if verdict.why is Why.DEADLOCK and 2 * len(apart) >= len(verdict.guilty):
             # without a majority at one place, nobody can tell which worker left a collective out
