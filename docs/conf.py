@@ -22,6 +22,7 @@ include_patterns = [
     *("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
     *("deploy/README.md", "deploy/prometheus/README.md", "k8s/README.md", "workers/README.md"),
 ]
+exclude_patterns = [".*", "build"]  # environments and caches have very many files
 html_theme = "furo"
 man_pages = [("docs/commands", "elasticd", "keep PyTorch training running", [], 1)]
 myst_heading_anchors = 3
