@@ -60,6 +60,7 @@ class Invariants:
         self.steps = 0
         self.trained_s = 0.0
         self.ledgers: dict[str, NodeLedger] = {}
+        self.summarized_at = 0.0
         self.named: set[Place] = set()
         self.slow_at: dict[Place, float] = {}  # the time of training at a slow worker's last step
         # the only slow worker of a round, and since when it is the only one
@@ -100,6 +101,9 @@ class Invariants:
         elif entry.key == "budget" and isinstance(entry.fact, Budget):
             self._budget_written(entry.fact)
         elif isinstance(entry.fact, Summary):
+            if entry.fact.at < self.summarized_at:
+                self.ledgers.clear()  # a write without an answer was applied late
+            self.summarized_at = entry.fact.at
             for told in entry.fact.nodes:
                 if told.ledger is not None:
                     self._ledger_written(told.ledger)
