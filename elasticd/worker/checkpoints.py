@@ -28,7 +28,7 @@ from elasticd.checkpoint.client.objects import pickled
 from elasticd.checkpoint.client.resuming import Kept, NoCheckpoint, Resuming
 from elasticd.checkpoint.client.saver_connection import SaverConnection, Terms
 from elasticd.checkpoint.client.schedule import Schedule, parse_cadence
-from elasticd.checkpoint.client.staging import CopyPlan, lay_out_together, shape_of
+from elasticd.checkpoint.client.staging import CopyPlan, shape_of, share_out_together
 from elasticd.checkpoint.client.state_dict import Flat, Misfit, flatten
 from elasticd.checkpoint.newest.retention import Keep
 from elasticd.checkpoint.protocol import (
@@ -199,7 +199,7 @@ class Checkpoints:
     def try_out(self, state: Mapping[str, Any]) -> None:
         """Raise the error that ``save`` would raise for this state, if any. Nothing is copied or saved."""
         flat = flatten(state)
-        lay_out_together(self._in_this_world(), state, flat, pickled(flat.objects, {}))
+        share_out_together(self._in_this_world(), state, flat, pickled(flat.objects, {}))
 
     def due(self, step: int) -> bool:
         """Whether this step is to be saved, by the cadence ``when``. All ranks must call this at each step,

@@ -22,7 +22,14 @@ from typing import Any
 
 import msgspec
 
-from elasticd.checkpoint.client.save_plan import RankContent, TensorPart, lay_out
+from elasticd.checkpoint.client.save_plan import (
+    RankContent,
+    Share,
+    TensorPart,
+    index_of,
+    lay_out,
+    share_out,
+)
 from elasticd.checkpoint.format.manifest import encode_index
 from elasticd.checkpoint.replication.wire import HEAD
 from elasticd.core import agent, gathered
@@ -556,7 +563,7 @@ class Figures:
     told: tuple[float, float]  # messages and bytes between an agent and the leader in a quiet minute
     hearing_s: float  # the leader's CPU time for the messages of all agents in a quiet minute
     memory: int
-    plans: Sequence[tuple[float, int, int]]
+    plans: Sequence[Planning]
 
     @classmethod
     def of(cls, nodes: int, limit_s: float) -> Figures:
@@ -657,20 +664,35 @@ def _memory(nodes: int, until: float) -> int:
         tracemalloc.stop()
 
 
-def plan_of_a_checkpoint(ranks: int, shards: int) -> tuple[float, int, int]:
-    """Return the CPU seconds of a rank's first save of a GPT with 1.3 billion parameters, without the copy,
-    and the bytes that the rank gets from other ranks and gives its saver. ``shards``: the ranks that hold one
-    copy of the model together."""
-    kinds = [_content_of_a_gpt(shard, shards) for shard in range(shards)]
-    encoded = [msgspec.json.encode(kind) for kind in kinds]
-    # gather_alike: four numbers; unless all ranks are alike, also a digest and a size of each rank, and the
-    # kinds
-    received = 4 * 8 + (0 if shards == 1 else ranks * (14 + 8 + 8) + sum(map(len, encoded)))
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """The first save of a GPT with 1.3 billion parameters, without the copy. ``first_s``: CPU seconds of rank
+    0, which plans. ``received``, ``given``: bytes that rank 0 gets from all ranks, and gives its saver.
+    ``other_s``, ``share``: CPU seconds, and bytes from rank 0, of the other rank that writes most."""
+
+    first_s: float
+    received: int
+    given: int
+    other_s: float
+    share: int
+
+
+def plan_of_a_checkpoint(ranks: int, shards: int) -> Planning:
+    """Plan a checkpoint. ``shards``: the ranks that hold one copy of the model together."""
+    encoded = [msgspec.json.encode(_content_of_a_gpt(shard, shards)) for shard in range(shards)]
+    # RankGroup.collect: four numbers; unless all ranks are alike, also three of each rank, and the kinds
+    received = 4 * 8 + (0 if shards == 1 else ranks * 3 * 8 + sum(map(len, encoded)))
     began = time.thread_time()
     kinds = [msgspec.json.decode(raw, type=RankContent) for raw in encoded]
-    _, index = lay_out([kinds[rank % shards] for rank in range(ranks)])
-    given = len(encode_index(index))
-    return time.thread_time() - began, received, given
+    held = [kinds[rank % shards] for rank in range(ranks)]
+    shares = share_out(held)
+    sent = [msgspec.json.encode(share) if share else b"" for share in shares]
+    given = len(encode_index(index_of(held, shares)))
+    first_s = time.thread_time() - began
+    raw = max(sent[1:], key=len)
+    began = time.thread_time()
+    lay_out(1, msgspec.json.decode(raw, type=Share))
+    return Planning(first_s, received, given, time.thread_time() - began, len(raw))
 
 
 def _content_of_a_gpt(shard: int, shards: int, layers: int = 24, width: int = 2048) -> RankContent:
@@ -708,10 +730,12 @@ def scale(sizes: Sequence[int], limit_s: float) -> str:
     lines.append(f"{'and hearing all agents':<26}" + "".join(f"{one:>28}" for one in hearing))
     lines.append(f"{'memory of the leader':<26}" + "".join(f"{_size(each.memory):>28}" for each in found))
     for number, shards in enumerate(SHARDS):
-        told = [each.plans[number] for each in found]
-        row = (f"{cpu_s:,.2f} s, {_size(got)} in, {_size(given)} out" for cpu_s, got, given in told)
-        name = "a checkpoint's plan, a rank" if shards == 1 else f"and of a model in {shards} shards"
-        lines.append(f"{name:<28}" + "".join(f"{one:>34}" for one in row))
+        plans = [each.plans[number] for each in found]
+        first = (f"{p.first_s:,.2f} s, {_size(p.received)} in, {_size(p.given)} out" for p in plans)
+        other = (f"{p.other_s * 1e3:,.2f} ms, {_size(p.share)} in" for p in plans)
+        name = "a plan of a checkpoint" if shards == 1 else f"and of a model in {shards} shards"
+        lines.append(f"{name:<28}" + "".join(f"{one:>34}" for one in first))
+        lines.append(f"{'  on another rank':<28}" + "".join(f"{one:>34}" for one in other))
     return "\n".join(lines)
 
 

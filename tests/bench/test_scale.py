@@ -30,6 +30,7 @@ from tests.bench.scale import (
     SHARDS,
     Leader,
     Missing,
+    Planning,
     _event,
     _quiet_minute,
     _told,
@@ -65,16 +66,20 @@ def test_an_event_of_all_nodes_costs_a_few_lines_a_node(kind: str) -> None:
 
 
 @pytest.mark.parametrize("shards", SHARDS)
-def test_a_rank_s_plan_of_a_checkpoint_costs_a_few_lines_and_bytes_for_each_rank(shards: int) -> None:
+def test_a_plan_of_a_checkpoint_costs_rank_0_a_few_lines_and_bytes_a_rank_and_the_others_nothing(
+    shards: int,
+) -> None:
     """Nor is there a cost for each pair of rank and tensor: this state has 870 tensors."""
 
-    def cost(ranks: int) -> tuple[int, int]:
+    def cost(ranks: int) -> tuple[int, Planning]:
         with counted() as count:
-            _, received, given = plan_of_a_checkpoint(ranks, shards)
-        return count(), received + given
+            plan = plan_of_a_checkpoint(ranks, shards)
+        return count(), plan
 
-    few, many = cost(800), cost(4000)
-    assert many[0] - few[0] < 90 * 3200 and many[1] - few[1] < 75 * 3200
+    (few, small), (many, large) = cost(800), cost(4000)
+    assert many - few < 30 * 3200
+    assert large.received - small.received <= 24 * 3200 and large.given - small.given < 75 * 3200
+    assert large.share <= small.share
 
 
 class _NoView:
@@ -145,7 +150,7 @@ def test_the_leader_hears_a_bounded_number_of_bytes_however_large_the_job_is(nod
 def test_all_figures_are_printed() -> None:
     lines = scale([25, 30], limit_s=600.0).splitlines()
     assert lines[0].split() == ["8", "workers", "a", "node", "25", "nodes", "30", "nodes"]
-    assert len(lines) == 2 + len(OF_ONE_NODE) + len(OF_ALL_NODES) + 5 + len(SHARDS)
+    assert len(lines) == 2 + len(OF_ONE_NODE) + len(OF_ALL_NODES) + 5 + 2 * len(SHARDS)
     assert all(sum(c.isdigit() for c in line) for line in lines[2:])
 
 

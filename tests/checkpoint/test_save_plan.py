@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.checkpoint.client import save_plan
-from elasticd.checkpoint.client.save_plan import PART_MAX, WHOLE_BELOW, RankContent, TensorPart, deal, lay_out
+from elasticd.checkpoint.client.save_plan import (
+    PART_MAX,
+    SHARE_MIN,
+    WHOLE_BELOW,
+    WRITERS,
+    RankContent,
+    TensorPart,
+    deal,
+    index_of,
+    share_out,
+    writers,
+)
 
 
 def whole(key: str, *shape: int) -> TensorPart:
@@ -101,7 +112,18 @@ CONTENTS = st.builds(
 def test_the_plan_is_the_same_if_each_rank_is_looked_at_by_itself(kinds, ranks):
     held = [kinds[n % len(kinds)] for n in ranks]
     apart = [replace(content, parts=(*content.parts,)) for content in held]
-    assert lay_out(held) == lay_out(apart)
+    assert share_out(held) == share_out(apart)
+    assert index_of(held, share_out(held)) == index_of(apart, share_out(apart))
+
+
+@given(st.integers(1, 3 * WRITERS), st.data())
+def test_a_large_world_has_few_writers_unless_each_has_enough_to_write(world, data):
+    ranks = sorted(data.draw(st.sets(st.integers(0, world - 1), min_size=1)))
+    for size in (0, WRITERS * SHARE_MIN, 2 * WRITERS * SHARE_MIN, 10 * WRITERS * SHARE_MIN):
+        chosen = writers(ranks, world, size)
+        assert set(chosen) <= set(ranks) and len(set(chosen)) == len(chosen) >= 1
+        assert world > WRITERS or chosen == ranks
+        assert len(chosen) <= max(WRITERS, size // SHARE_MIN)
 
 
 @given(SHAPES, st.integers(1, 30), st.integers(0, 3_000_000))

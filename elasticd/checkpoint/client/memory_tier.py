@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -117,27 +118,56 @@ class SaverQueries:
                 return list(message.offers)
         return []
 
-    def recall(self, choice: WholeState) -> Recalled:
-        """Return the chosen state. Raises HolderLost if the state is not as offered."""
-        near: dict[int, int] = {}
-        raw = b""
+    def index(self, choice: WholeState) -> bytes:
+        """Return the encoded index of the chosen state. It is kept with the shard of rank 0. Raises
+        HolderLost if the index is lost or not valid."""
+        raw, node = b"", choice.holders[0][0]
+        with self._near(choice.name) as shards:
+            for rank, memory, layout in shards:
+                if rank == 0:
+                    raw, node = raw or Layout.of(layout).index, ""
+                close_all((memory, layout))
         try:
-            for message, files in self._ask(AskShards(self._path, choice.name)):
-                match message, files:
-                    case AllHeld(), _:
-                        break
-                    case ShardHeld(rank), [memory, layout]:
-                        raw = raw or Layout.of(layout).index
-                        close_all((layout,) if rank not in near else (layout, memory))
-                        near.setdefault(rank, memory)
-            index = _index(raw) if raw else self._index_of(choice.name, choice.holders[0][0])
-            if len(index.files) != len(choice.holders):
-                raise HolderLost("", f"{choice.name} in memory is not of {len(choice.holders)} ranks")
+            if not raw:
+                with PeerSaver(self._savers({node})[node]) as peer:
+                    raw = peer.index(self._path, choice.name)
+            _decoded(raw, choice)
+        except (PeerGone, ValueError) as error:
+            raise HolderLost(node, str(error)) from error
+        return raw
+
+    def recall(self, choice: WholeState, index: bytes) -> Recalled:
+        """Return the chosen state. ``index``: encoded. Raises HolderLost if the state is not as offered."""
+        near: dict[int, int] = {}
+        try:
+            with self._near(choice.name) as shards:
+                for rank, memory, layout in shards:
+                    close_all((layout,) if rank not in near else (layout, memory))
+                    near.setdefault(rank, memory)
+            decoded = _decoded(index, choice)
         except BaseException:
             close_all(near.values())
-            self.close()  # close the connection, so that unread answers are dropped
             raise
-        return Recalled(self._path, choice.name, index, near, choice.holders, self._savers)
+        return Recalled(self._path, choice.name, decoded, near, choice.holders, self._savers)
+
+    @contextlib.contextmanager
+    def _near(self, name: str) -> Iterator[Iterator[tuple[int, int, int]]]:
+        """Give the shards of the state that this node has: the rank, and the open files of the memory and the
+        layout. Unread answers are dropped if the block fails."""
+
+        def shards() -> Iterator[tuple[int, int, int]]:
+            for message, files in self._ask(AskShards(self._path, name)):
+                match message, files:
+                    case AllHeld(), _:
+                        return
+                    case ShardHeld(rank), [memory, layout]:
+                        yield rank, memory, layout
+
+        try:
+            yield shards()
+        except BaseException:
+            self.close()
+            raise
 
     def committed(self, *, own: bool) -> Checkpoint | None:
         """Return the committed checkpoints. ``own``: only this job's, which only a saver knows.
@@ -159,13 +189,6 @@ class SaverQueries:
         if self._line is not None:
             self._line.close()
         self._line = None
-
-    def _index_of(self, name: str, node: str) -> Index:
-        try:
-            with PeerSaver(self._savers({node})[node]) as peer:
-                return decode_index(peer.index(self._path, name))
-        except (PeerGone, ValueError) as error:
-            raise HolderLost(node, str(error)) from error
 
     def _savers(self, nodes: Set[str]) -> dict[str, SaverAddress]:
         """Return the savers of the nodes. Raises HolderLost if one is not known."""
@@ -198,8 +221,12 @@ class SaverQueries:
             self.close()
 
 
-def _index(raw: bytes) -> Index:
+def _decoded(raw: bytes, choice: WholeState) -> Index:
+    """Return the index of the chosen state. Raises HolderLost."""
     try:
-        return decode_index(raw)
+        index = decode_index(raw)
     except ValueError as error:
-        raise HolderLost("", f"the index in this node's memory is not valid: {error}") from error
+        raise HolderLost("", f"the index in memory is not valid: {error}") from error
+    if len(index.files) != len(choice.holders):
+        raise HolderLost("", f"{choice.name} in memory is not of {len(choice.holders)} ranks")
+    return index

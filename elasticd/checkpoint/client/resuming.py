@@ -76,8 +76,8 @@ class Resuming:
         with contextlib.closing(self._queries):
             choice, there = self._survey()
         its = choice or there.newest
-        said = self._ranks.gather(msgspec.json.encode(Kept(its.round, its.step) if its else None))
-        return msgspec.json.decode(said[0], type=Kept | None)
+        said = self._ranks.from_first(msgspec.json.encode(Kept(its.round, its.step) if its else None))
+        return msgspec.json.decode(said, type=Kept | None)
 
     def load(self, *, required: bool, beyond: Age | None = None) -> int | None:
         """See ``Checkpoints.load``."""
@@ -145,7 +145,7 @@ class Resuming:
             except OSError as error:
                 may_pass = True
                 fault = f"{error.filename or url} cannot be read: {error.strerror or error}"
-        said = self._ranks.gather(msgspec.json.encode((found, fault, may_pass)))[0]
+        said = self._ranks.from_first(msgspec.json.encode((found, fault, may_pass)))
         return msgspec.json.decode(said, type=tuple[Checkpoint, str, bool])
 
     def _read(self, saved: Saved) -> tuple[Flat, _Attempt]:
@@ -165,7 +165,7 @@ class Resuming:
     def _survey(self) -> tuple[WholeState | None, Checkpoint]:
         """Return the newest whole state in memory, as rank 0 sees it, unless a newer one was committed; and
         the committed checkpoints."""
-        self._ranks.gather(b"")  # all ranks have closed their connections of earlier worlds
+        self._ranks.minimum([0])  # all ranks have closed their connections of earlier worlds
         offered = self._queries.survey() if self._ranks.rank == 0 else []
         # Read after the memory: a state that has left the memory meanwhile is committed.
         there, _, _ = self._committed()
@@ -184,13 +184,18 @@ class Resuming:
         if choice is not None and not _is(choice, beyond):
             choice = None
         while True:
-            said = ranks.gather(msgspec.json.encode(choice))[0]
-            choice = msgspec.json.decode(said, type=WholeState | None)
+            index = b""
+            if ranks.rank == 0:
+                choice, index, lost = _with_index(self._queries, choice, lost)
+            choice = msgspec.json.decode(
+                ranks.from_first(msgspec.json.encode(choice)), type=WholeState | None
+            )
             if choice is None:
                 return None, lost
+            index = ranks.from_first(index)
             self.overwrote = True
             attempts = self._agree(
-                choice.name, *_from_memory(self._queries, choice, self._state, whole=self._whole)
+                choice.name, *_from_memory(self._queries, choice, index, self._state, whole=self._whole)
             )
             loss = next((attempt for attempt in attempts if attempt.fault), None)
             if loss is None:
@@ -224,12 +229,29 @@ def _is(kept: WholeState | Saved, beyond: Age | None) -> bool:
     return beyond is None or beyond.is_behind(kept.round, kept.step)
 
 
+def _with_index(
+    queries: SaverQueries, choice: WholeState | None, lost: str
+) -> tuple[WholeState | None, bytes, str]:
+    """Return the state as held by nodes that have its index, with the index, and why it was lost elsewhere.
+
+    The state is None if no node has its index. ``lost``: why the state was lost so far.
+    """
+    while choice is not None:
+        try:
+            return choice, queries.index(choice), lost
+        except HolderLost as error:
+            lost = str(error)
+            choice = choice.without(error.node) if error.node else None
+    return None, b"", lost
+
+
 def _from_memory(
-    queries: SaverQueries, choice: WholeState, state: dict[str, Any], *, whole: bool
+    queries: SaverQueries, choice: WholeState, index: bytes, state: dict[str, Any], *, whole: bool
 ) -> tuple[Flat, _Attempt]:
-    """Read a state from memory. Return its data, which are empty if the attempt has failed."""
+    """Read a state from memory. ``index``: of the state, encoded. Return its data, which are empty if the
+    attempt has failed."""
     try:
-        recalled = queries.recall(choice)
+        recalled = queries.recall(choice, index)
     except HolderLost as error:
         return Flat(), _Attempt(fault=str(error), node=error.node)
     try:

@@ -1,5 +1,5 @@
 """Plan a save: which rank writes which part of the state, each part once, and where the part lies in the
-shard. Every rank computes the same plan."""
+shard. Rank 0 gives each rank its share; each rank lays its share out."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ _RANKS_NAMED: Final = 8
 WHOLE_BELOW: Final = 256 * 1024  # bytes; smaller tensors are not cut, since cutting them gains nothing
 # Bytes; a frame's length has 32 bits, and several threads can read the parts of a tensor.
 PART_MAX: Final = 1 << 30
+# A world of more ranks than ``WRITERS`` has further writers only if each of them has ``SHARE_MIN`` bytes:
+# a checkpoint has as many files, and each rank may read all of them.
+WRITERS: Final = 64
+SHARE_MIN: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,17 @@ class RankContent:
     buffers: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank writes: parts of tensors, and objects with the bytes to reserve for each."""
+
+    parts: tuple[TensorPart, ...] = ()
+    rooms: tuple[tuple[str, int], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.parts or self.rooms)
+
+
 @dataclass(slots=True)
 class Shard:
     """The shard that one rank writes. ``parts``: each with the offset of its data. ``blobs``: each with its
@@ -66,39 +81,59 @@ class Shard:
     fixed: list[tuple[int, bytes]] = field(default_factory=list)
 
 
-def lay_out(held: Sequence[RankContent]) -> tuple[list[Shard], Index]:
-    """Return the shards by rank, and their common index. Raises ValueError, with the entry and the ranks, if
-    an entry differs between ranks.
+def share_out(held: Sequence[RankContent]) -> list[Share]:
+    """Return the shares by rank. Raises ValueError, with the entry and the ranks, if an entry differs between
+    ranks.
 
-    ``held``: by rank. What ranks have alike is looked at once if it is one object (``gather_alike``).
+    ``held``: by rank. What ranks have alike is looked at once if it is one object (``RankGroup.collect``).
     """
     kinds = _alike(held)
     _require_alike(kinds)
-    index = Index([shard_name(rank) for rank in range(len(held))], {}, {}, {})
-    shards = [Shard() for _ in held]
+    rooms: dict[int, list[tuple[str, int]]] = {}
+    seen: set[str] = set()
     for its, ranks in kinds:
+        for key, room in its.rooms.items():
+            if key not in seen:  # objects of one name are the same, and the first rank writes them
+                seen.add(key)
+                rooms.setdefault(ranks[0], []).append((key, room))
+    buffers = {key for its, _ in kinds for key in its.buffers}
+    dealt = deal([h.parts for h in held], buffers)
+    return [Share(parts, tuple(rooms.get(rank, ()))) for rank, parts in enumerate(dealt)]
+
+
+def index_of(held: Sequence[RankContent], shares: Sequence[Share]) -> Index:
+    """Return the index of all shards. ``held`` and ``shares``: by rank, as of ``share_out``."""
+    index = Index([shard_name(rank) for rank in range(len(shares))], {}, {}, {})
+    for its, _ in _alike(held):
         for key, path in its.paths.items():
             index.paths.setdefault(key, path)
-        for key, room in its.rooms.items():
-            if key not in index.blobs:  # objects of one name are the same, and the first rank writes them
-                shard = shards[ranks[0]]
-                index.blobs[key] = Blob(ranks[0], shard.size, room)
-                shard.blobs.append((key, shard.size, room))
-                shard.size += _aligned(room)
-    buffers = {key for its, _ in kinds for key in its.buffers}
-    for rank, parts in enumerate(deal([h.parts for h in held], buffers)):
-        shard = shards[rank]
-        for part in parts:
-            head, tail = _frame(part.dtype, part.sizes, part.size)
-            item, at = shard.size, shard.size + len(head)
-            end = at + part.size
-            tensor = index.tensors.setdefault(part.key, Tensor(part.dtype, part.shape, []))
-            chunk = Chunk(rank, at, part.offsets, part.sizes, item, end + len(tail) - item)
-            tensor.chunks.append(chunk)
-            shard.parts.append((part, at))
-            shard.fixed += ((item, head), (end, tail))
-            shard.size = _aligned(end + len(tail))
-    return shards, index
+    for rank, share in enumerate(shares):
+        if share:
+            lay_out(rank, share, index)
+    return index
+
+
+def lay_out(rank: int, share: Share, index: Index | None = None) -> Shard:
+    """Return the shard that the rank writes, and add the shard to the index, if one is given."""
+    shard = Shard()
+    for key, room in share.rooms:
+        shard.blobs.append((key, shard.size, room))
+        shard.size += _aligned(room)
+    for part in share.parts:
+        head, tail = _frame(part.dtype, part.sizes, part.size)
+        item, at = shard.size, shard.size + len(head)
+        end = at + part.size
+        shard.parts.append((part, at))
+        shard.fixed += ((item, head), (end, tail))
+        shard.size = _aligned(end + len(tail))
+        if index is not None:
+            tensor = index.tensors.get(part.key)
+            if tensor is None:
+                tensor = index.tensors[part.key] = Tensor(part.dtype, part.shape, [])
+            tensor.chunks.append(Chunk(rank, at, part.offsets, part.sizes, item, end + len(tail) - item))
+    if index is not None:
+        index.blobs.update({key: Blob(rank, at, room) for key, at, room in shard.blobs})
+    return shard
 
 
 _Kind = TypeVar("_Kind")
@@ -153,7 +188,6 @@ def deal(
     world = len(held)
     dealt: list[list[TensorPart]] = [[] for _ in held]
     load = [0] * world
-    lightest: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # heaps of loads and ranks
     everywhere = []
     for part, groups in holders.items():
         if part.key in together:
@@ -161,46 +195,62 @@ def deal(
             load[first] += part.size
             dealt[first] += _bounded(part)
     begun = load[0] if world > 1 else 0
+    some: dict[tuple[int, ...], list[TensorPart]] = {}  # parts by the first ranks of their groups
     for part, groups in holders.items():
-        if part.key in together:
-            continue
-        if sum(map(len, groups)) == world > 1:
-            everywhere.append(part)
-            continue
-        heap = lightest.setdefault(tuple(ranks[0] for ranks in groups), [])
-        if not heap:
-            heap += [(load[rank], rank) for rank in chain.from_iterable(groups)]
-            heapify(heap)
-        while heap[0][0] < load[heap[0][1]]:  # another heap has given the rank more since
-            heapreplace(heap, (load[heap[0][1]], heap[0][1]))
-        rank = heap[0][1]
-        load[rank] += part.size
-        dealt[rank] += _bounded(part)
+        if part.key not in together:
+            if sum(map(len, groups)) == world > 1:
+                everywhere.append(part)
+            else:
+                some.setdefault(tuple(ranks[0] for ranks in groups), []).append(part)
+    for its in some.values():
+        ranks = [*chain.from_iterable(holders[its[0]])]
+        chosen = writers(ranks, world, sum(part.size for part in its))
+        heap = [(load[rank], rank) for rank in chosen]
+        heapify(heap)
+        for part in its:
+            rank = heap[0][1]
+            load[rank] += part.size
+            heapreplace(heap, (load[rank], rank))
+            dealt[rank] += _bounded(part)
     for rank, part in _sliced(everywhere, world, begun):
         dealt[rank] += _bounded(part)
     return tuple(map(tuple, dealt))
+
+
+def writers(ranks: Sequence[int], world: int, size: int) -> Sequence[int]:
+    """Return those of the ranks that write ``size`` bytes which all of them hold, spread over the ranks."""
+    count = min(len(ranks), max(size // SHARE_MIN, WRITERS * len(ranks) // world, 1))
+    return [ranks[n * len(ranks) // count] for n in range(count)]
 
 
 def _sliced(parts: Sequence[TensorPart], world: int, begun: int) -> Iterator[tuple[int, TensorPart]]:
     """Yield the pieces of the replicated parts with their ranks. ``begun``: bytes that rank 0 already
     writes."""
     total = begun + sum(part.size for part in parts)
+    chosen = writers(range(world), world, total)
     at = begun  # the number of bytes before this part
     for part in parts:
-        size = part.size
-        if size < WHOLE_BELOW or not part.sizes or part.sizes[0] == 1:
-            yield min(world - 1, (2 * at + size) * world // (2 * total) if total else 0), part
-        else:
-            rows, row = part.sizes[0], size // part.sizes[0]
-            first, rank = 0, max(0, at * world // total - 1)  # the ranks before have their share
-            while first < rows:
-                end = total * (rank + 1) // world
-                until = rows if rank == world - 1 else min(rows, max(first, round((end - at) / row)))
-                if until > first:
-                    yield rank, part.rows(first, until - first)
-                    first = until
-                rank += 1
-        at += size
+        for number, piece in _cut(part, at, total, len(chosen)):
+            yield chosen[number], piece
+        at += part.size
+
+
+def _cut(part: TensorPart, at: int, total: int, count: int) -> Iterator[tuple[int, TensorPart]]:
+    """Yield the pieces of the part with the numbers of their writers. ``at``: how many of the ``total`` bytes
+    are before the part. ``count``: of writers."""
+    size = part.size
+    if size < WHOLE_BELOW or not part.sizes or part.sizes[0] == 1:
+        yield min(count - 1, (2 * at + size) * count // (2 * total) if total else 0), part
+        return
+    rows, row = part.sizes[0], size // part.sizes[0]
+    first, number = 0, max(0, at * count // total - 1)  # the writers before have their share
+    while first < rows:
+        end = total * (number + 1) // count
+        until = rows if number == count - 1 else min(rows, max(first, round((end - at) / row)))
+        if until > first:
+            yield number, part.rows(first, until - first)
+            first = until
+        number += 1
 
 
 def _bounded(part: TensorPart) -> Iterator[TensorPart]:

@@ -12,7 +12,15 @@ import torch
 
 from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.client.gpu_copy import GpuCopier, offload, stepped
-from elasticd.checkpoint.client.save_plan import RankContent, Shard, TensorPart, lay_out
+from elasticd.checkpoint.client.save_plan import (
+    RankContent,
+    Shard,
+    Share,
+    TensorPart,
+    index_of,
+    lay_out,
+    share_out,
+)
 from elasticd.checkpoint.client.state_dict import Flat, Misfit, buffers_of
 from elasticd.checkpoint.client.tensors import local_of, require_dense
 from elasticd.checkpoint.format.frames import padded_blob, room_for
@@ -78,14 +86,13 @@ class CopyPlan:
     ) -> tuple[CopyPlan, Layout]:
         """Return this rank's plan, and the ``Layout`` for the saver. All ranks must call this together.
         Raises Misfit."""
-        shards, index = lay_out_together(ranks, state, flat, blobs)
-        metadata = b""
-        if ranks.rank == 0:
+        share, index = share_out_together(ranks, state, flat, blobs)
+        layout = Layout(b"", b"")
+        if index is not None:
             from elasticd.checkpoint.format import metadata as dcp
 
-            metadata = dcp.made_of(index)
-        plan = cls(number, shape_of(flat), shards[ranks.rank], _rooms(blobs), gpu)
-        return plan, Layout(encode_index(index), metadata)
+            layout = Layout(encode_index(index), dcp.made_of(index))
+        return cls(number, shape_of(flat), lay_out(ranks.rank, share), _rooms(blobs), gpu), layout
 
     @property
     def free(self) -> bool:
@@ -166,18 +173,27 @@ def box(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor:
     return local
 
 
-def lay_out_together(
+def share_out_together(
     ranks: RankGroup, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]
-) -> tuple[list[Shard], Index]:
-    """Lay out the shards of all ranks, on all ranks together. If the ranks' states differ, all ranks raise
-    the same Misfit."""
+) -> tuple[Share, Index | None]:
+    """Return this rank's share, and on rank 0 the index of all shards. All ranks must call this together. If
+    the ranks' states differ, all ranks raise the same Misfit."""
     mine = RankContent(tuple(_parts_of(flat)), _rooms(blobs), flat.paths, tuple(buffers_of(state)))
-    said = ranks.gather_alike(msgspec.json.encode(mine))
+    said = ranks.collect(msgspec.json.encode(mine))
     kinds = {raw: msgspec.json.decode(raw, type=RankContent) for raw in set(said)}
-    try:
-        return lay_out([kinds[raw] for raw in said])
-    except ValueError as error:
-        raise Misfit(str(error)) from None
+    held = [kinds[raw] for raw in said]
+    shares: list[Share] = []
+    why = ""
+    if held:
+        try:
+            shares = share_out(held)
+        except ValueError as error:
+            why = str(error)
+    if why := ranks.from_first(why.encode()).decode():
+        raise Misfit(why)
+    given = ranks.hand_out([msgspec.json.encode(its) if its else b"" for its in shares])
+    share = msgspec.json.decode(given, type=Share) if given else Share()
+    return share, index_of(held, shares) if held else None
 
 
 def _rooms(blobs: Mapping[str, bytes]) -> dict[str, int]:

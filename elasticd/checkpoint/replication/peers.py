@@ -35,7 +35,7 @@ class Host:
     memory for a replica, or raises OSError; a call of ``keep`` or ``give_up`` follows."""
 
     offers: Callable[[str], list[Offer]]
-    find: Callable[[str, str, int | None], Replica | None]  # path, name, and rank (None: any)
+    find: Callable[[str, str, int], Replica | None]  # path, name, and rank
     room: Callable[[Label, int], Memory]
     keep: Callable[[Replica], None]
     give_up: Callable[[int], None]
@@ -55,7 +55,7 @@ def serve(wire: Wire, host: Host) -> None:
                 case {"do": "hold", "label": dict(label), "size": int(size)} if size >= 0:
                     _hold(wire, host, _as(label, Label), size)
                 case {"do": "index", "path": str(path), "name": str(name)}:
-                    replica = _found(wire, host.find(path, name, None))
+                    replica = _found(wire, host.find(path, name, 0))
                     if replica is not None:
                         wire.send_raw_message(replica.index)
                 case {"do": "read", "path": str(path), "name": str(name), "rank": int(rank), **more}:

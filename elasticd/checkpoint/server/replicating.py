@@ -178,9 +178,9 @@ class Replication:
     def _offers(self, path: str) -> list[Offer]:
         return self.jobs.ask(lambda: self.offers(path))
 
-    def _find(self, path: str, name: str, rank: int | None) -> Replica | None:
+    def _find(self, path: str, name: str, rank: int) -> Replica | None:
         found = self.jobs.ask(lambda: self.held(path, name))
-        return next((r for r in found if rank in (None, r.label.rank)), None)
+        return next((r for r in found if r.label.rank == rank), None)
 
     def _room(self, label: Label, size: int) -> Memory:
         if size > (there := available()) * (1 - _SPARE):

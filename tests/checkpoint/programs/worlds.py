@@ -157,7 +157,9 @@ def all_save_at_the_same_steps() -> None:
         assert len(set(ranks.gather(str([step for step, _ in saved]).encode()))) == 1, saved
         assert saved[3][1] - saved[0][1] >= 0.03, saved  # a save is not due at each step
     for each in ([b"same"] * 3, [b"", b"ab", b"c" * 5000], [b"ab", b"", b"ab"]):
-        assert ranks.gather_alike(each[RANK]) == each
+        assert ranks.collect(each[RANK]) == (each if RANK == 0 else [])
+        assert ranks.hand_out(each if RANK == 0 else ()) == each[RANK]
+        assert ranks.from_first(each[RANK]) == each[0]
     dist.destroy_process_group()
 
 
