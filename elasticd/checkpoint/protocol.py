@@ -358,8 +358,8 @@ def descends_from(sock: socket.socket, agent: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tensors and objects of all checkpoints of a plan are: the encoded ``Index`` of all shards, and
-    the same as DCP's ``.metadata``. Both are empty except from rank 0, whose saver commits."""
+    """Where the tensors and objects of all checkpoints of a plan are: the encoded ``Index`` of all shards,
+    and the same as DCP's ``.metadata``. Both are empty except from rank 0, whose saver commits."""
 
     index: bytes
     metadata: bytes
