@@ -24,7 +24,7 @@ import msgspec
 
 from elasticd.checkpoint.client.save_plan import (
     RankContent,
-    Share,
+    RankShare,
     TensorPart,
     index_of,
     lay_out,
@@ -691,7 +691,7 @@ def plan_of_a_checkpoint(ranks: int, shards: int) -> Planning:
     first_s = time.thread_time() - began
     raw = max(sent[1:], key=len)
     began = time.thread_time()
-    lay_out(1, msgspec.json.decode(raw, type=Share))
+    lay_out(1, msgspec.json.decode(raw, type=RankShare))
     return Planning(first_s, received, given, time.thread_time() - began, len(raw))
 
 

@@ -60,7 +60,7 @@ class RankContent:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """What one rank writes: parts of tensors, and objects with the bytes to reserve for each."""
 
     parts: tuple[TensorPart, ...] = ()
@@ -81,7 +81,7 @@ class Shard:
     fixed: list[tuple[int, bytes]] = field(default_factory=list)
 
 
-def share_out(held: Sequence[RankContent]) -> list[Share]:
+def share_out(held: Sequence[RankContent]) -> list[RankShare]:
     """Return the shares by rank. Raises ValueError, with the entry and the ranks, if an entry differs between
     ranks.
 
@@ -98,10 +98,10 @@ def share_out(held: Sequence[RankContent]) -> list[Share]:
                 rooms.setdefault(ranks[0], []).append((key, room))
     buffers = {key for its, _ in kinds for key in its.buffers}
     dealt = deal([h.parts for h in held], buffers)
-    return [Share(parts, tuple(rooms.get(rank, ()))) for rank, parts in enumerate(dealt)]
+    return [RankShare(parts, tuple(rooms.get(rank, ()))) for rank, parts in enumerate(dealt)]
 
 
-def index_of(held: Sequence[RankContent], shares: Sequence[Share]) -> Index:
+def index_of(held: Sequence[RankContent], shares: Sequence[RankShare]) -> Index:
     """Return the index of all shards. ``held`` and ``shares``: by rank, as of ``share_out``."""
     index = Index([shard_name(rank) for rank in range(len(shares))], {}, {}, {})
     for its, _ in _alike(held):
@@ -113,7 +113,7 @@ def index_of(held: Sequence[RankContent], shares: Sequence[Share]) -> Index:
     return index
 
 
-def lay_out(rank: int, share: Share, index: Index | None = None) -> Shard:
+def lay_out(rank: int, share: RankShare, index: Index | None = None) -> Shard:
     """Return the shard that the rank writes, and add the shard to the index, if one is given."""
     shard = Shard()
     for key, room in share.rooms:

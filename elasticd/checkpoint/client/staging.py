@@ -14,8 +14,8 @@ from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.client.gpu_copy import GpuCopier, offload, stepped
 from elasticd.checkpoint.client.save_plan import (
     RankContent,
+    RankShare,
     Shard,
-    Share,
     TensorPart,
     index_of,
     lay_out,
@@ -175,14 +175,14 @@ def box(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor:
 
 def share_out_together(
     ranks: RankGroup, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]
-) -> tuple[Share, Index | None]:
+) -> tuple[RankShare, Index | None]:
     """Return this rank's share, and on rank 0 the index of all shards. All ranks must call this together. If
     the ranks' states differ, all ranks raise the same Misfit."""
     mine = RankContent(tuple(_parts_of(flat)), _rooms(blobs), flat.paths, tuple(buffers_of(state)))
     said = ranks.collect(msgspec.json.encode(mine))
     kinds = {raw: msgspec.json.decode(raw, type=RankContent) for raw in set(said)}
     held = [kinds[raw] for raw in said]
-    shares: list[Share] = []
+    shares: list[RankShare] = []
     why = ""
     if held:
         try:
@@ -192,7 +192,7 @@ def share_out_together(
     if why := ranks.from_first(why.encode()).decode():
         raise Misfit(why)
     given = ranks.hand_out([msgspec.json.encode(its) if its else b"" for its in shares])
-    share = msgspec.json.decode(given, type=Share) if given else Share()
+    share = msgspec.json.decode(given, type=RankShare) if given else RankShare()
     return share, index_of(held, shares) if held else None
 
 
