@@ -147,6 +147,8 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
                 continue
             message, fds, _, _ = socket.recv_fds(requests, 1 << 20, 4)
             if not message:
+                for pid, _ in running.values():  # the tests were interrupted
+                    os.kill(pid, signal.SIGKILL)
                 return None
             if (pid := os.fork()) == 0:
                 os.setsid()
