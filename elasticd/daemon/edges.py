@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from elasticd.core.agent_messages import StoreComplained, StoreFilled
-from elasticd.core.facts import SaverAddress
+from elasticd.core.facts import Round, SaverAddress
 from elasticd.daemon.config import CannotStart, CommandKind, RunConfig
 from elasticd.daemon.http_pages import Pages
 from elasticd.daemon.master_port import MasterPort
@@ -106,14 +106,16 @@ def serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
     return server.url
 
 
-def open_master_port(config: RunConfig, cleanup: ExitStack) -> MasterPort | None:
-    """Open the port of ``--master-port``, if the user named one. A failure is only logged: a script that
-    reads MASTER_PORT needs no such port."""
+def open_master_port(
+    config: RunConfig, round: Callable[[], Round | None], cleanup: ExitStack
+) -> MasterPort | None:
+    """Open the port of ``--master-port``, if the user named one. ``round``: see MasterPort. A failure is only
+    logged: a script that reads MASTER_PORT needs no such port."""
     if config.master_port is None:
         return None
     hosts, port = config.master_port
     try:
-        return cleanup.enter_context(MasterPort(hosts, port))
+        return cleanup.enter_context(MasterPort(hosts, port, round))
     except OSError as error:
         log.get("elasticd.agent").warning("master_port.off", port=port, why=error.strerror or str(error))
         return None

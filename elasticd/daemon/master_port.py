@@ -2,7 +2,8 @@
 
 Each round has its own store, at a new port, and MASTER_PORT names that port. A script may instead name a
 fixed port, as in ``init_method="tcp://HOST:PORT"``. elasticd forwards connections to the fixed port to the
-store of the round that this node's workers are in.
+store of the live round. A connection between two rounds waits for the next round: a worker of another node
+may enter the round before this node's agent has heard of it.
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterable
-from typing import Self
+from collections.abc import Callable, Iterable
+from typing import Final, Self
 
+from elasticd.core.facts import Phase, Round
 from elasticd.telemetry.accepting import BACKLOG, Scarcity
 
+LOOK_S: Final = 1.0  # how often a waiting connection looks for a round that this node has no worker in
 _CHUNK_BYTES = 1 << 16
 
 
 class MasterPort:
-    """Listens until ``close``. The constructor raises OSError if it cannot listen."""
+    """Listens until ``close``. The constructor raises OSError if it cannot listen.
 
-    def __init__(self, hosts: Iterable[str], port: int) -> None:
+    ``round``: returns the newest round that the agent knows. It is called on another thread.
+    """
+
+    def __init__(self, hosts: Iterable[str], port: int, round: Callable[[], Round | None]) -> None:
         self._listeners: list[socket.socket] = []
-        self._store: tuple[str, int] | None = None
+        self._round = round
         try:
             for address in sorted({_first_address(host, port) for host in hosts}):
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -33,7 +39,7 @@ class MasterPort:
             self._shut()
             raise
         self._loop = asyncio.new_event_loop()
-        self._over = asyncio.Event()
+        self._over, self._begins = asyncio.Event(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="elasticd-master-port", daemon=True)
         self._thread.start()
 
@@ -43,10 +49,10 @@ class MasterPort:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def leads_to(self, store: str) -> None:
-        """Forward new connections to ``store``, the HOST:PORT of the round that begins."""
-        host, _, port = store.rpartition(":")
-        self._store = host.strip("[]"), int(port)
+    def round_begins(self) -> None:
+        """Forward the waiting connections to the store of the round that begins."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._begins.set)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -76,12 +82,20 @@ class MasterPort:
             task.cancel()
         await asyncio.sleep(0)
 
+    async def _store(self) -> tuple[str, int]:
+        """Return the host and the port of the live round's store. Wait for a live round."""
+        while (round := self._round()) is None or round.phase is not Phase.LIVE:
+            self._begins.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._begins.wait(), LOOK_S)
+        host, _, port = round.store.rpartition(":")
+        return host.strip("[]"), int(port)
+
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward both directions until either end has closed."""
         with contextlib.closing(writer), contextlib.suppress(OSError):
-            if self._store is None:  # there is no round yet, so the client is not a worker
-                return
-            theirs, to_store = await asyncio.open_connection(*self._store)
+            host, port = await self._store()
+            theirs, to_store = await asyncio.open_connection(host, port)
             with contextlib.closing(to_store):
                 ways = [
                     asyncio.ensure_future(_copy(reader, to_store)),

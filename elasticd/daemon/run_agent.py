@@ -120,11 +120,9 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             log.reason(logger, reason, clock())
             publisher.note(reason, clock())
 
-        master_port = edges.open_master_port(config, cleanup)
-
         def assign(round: Round, member: Member) -> tuple[Assignment, ...]:
             if master_port is not None:
-                master_port.leads_to(round.store)
+                master_port.round_begins()
             return assignments(round, member, setting)
 
         setting = identity.setting_of(config, saver.name, began_at, holds=replica_listener is not None)
@@ -156,6 +154,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             timekeeper=timekeeper,
             gathering=gathering,
         )
+        master_port = edges.open_master_port(config, lambda: driver.state.round, cleanup)
 
         def run_folder() -> Path | None:
             if driver.state.registered:  # an agent that the job refused keeps no folder of logs

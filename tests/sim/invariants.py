@@ -420,6 +420,8 @@ class Invariants:
             return
         if ill is not None and now - ill.since >= PATIENCE.ceiling_s:
             return
+        if ill is not None and apart and now - self.last_step_at >= PATIENCE.ceiling_s:
+            return  # who began the standstill seems to wait for this worker, as all others do
         if worker.stuck or now - worker.well_since <= CARRIED_OUT_S:
             return  # the worker got well after the last look at it
         raise Broken(
