@@ -129,15 +129,16 @@ def test_cpu_time_is_counted_once_where_a_process_goes_on_from_round_to_round(re
     residents.finish(a)
 
 
-def test_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and_every_step(
+def test_survivors_of_killed_workers_and_of_an_exception_keep_their_process_and_every_step(
     residents: Residents,
 ) -> None:
     residents.cluster.limits = (2, 3)
     (a,) = residents.start("a", slots=3)
     first, before = residents.world(3)
-    os.kill(before[0].pid, signal.SIGKILL)  # rank 0 dies like any other rank
+    for player in before[:2]:  # rank 0 dies like any other rank
+        os.kill(player.pid, signal.SIGKILL)
     second, after = residents.world(3, after=first)
-    assert {p.pid for p in after} > {p.pid for p in before[1:]}
+    assert before[2].pid in {p.pid for p in after}
     after[1].tell("go_wrong", text="the loss is not a number")
     _, last = residents.world(3, after=second)
     assert {p.pid for p in last} > {after[0].pid, after[2].pid}
@@ -145,6 +146,7 @@ def test_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and
     residents.finish(a)
     killed, raised = a.find("failure.charged")
     assert killed["code"] == -signal.SIGKILL
+    assert sorted(e["rank"] for e in a.find("worker.ended", round=first)) == [0, 1], "each death is told"
     assert "the loss is not a number" in raised["message"]
     logs = residents.cluster.command("logs", residents.cluster.job, etcd=False)
     printed = re.findall(r"^this is process (\d+)$", logs.out, re.MULTILINE)

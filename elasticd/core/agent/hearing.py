@@ -8,6 +8,7 @@ from typing import assert_never
 from elasticd.core.agent.agent_state import (
     SIGKILL,
     SIGTERM,
+    Crew,
     Decisions,
     Departure,
     Leaving,
@@ -297,7 +298,8 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
         exit = replace(exit, raised=True)
     # Workers that leave at a commit must agree on the commit, so the others would wait for a dead worker.
     missed = isinstance(order, Leaving) and order.planned and exit.failed and exit.code != -SIGTERM
-    by_itself = not exit.fenced and (life in (Life.TRAINING, Life.FAILING) or missed)
+    killed = life is Life.LEAVING and linked and _killed_with_the_first(crew, exit)
+    by_itself = not exit.fenced and (life in (Life.TRAINING, Life.FAILING) or missed or killed)
     if exit.fenced:
         end = Life.FENCED
     elif by_itself or (life is Life.LEAVING and linked and not exit.failed):
@@ -320,6 +322,15 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
         )
     if missed or (end is Life.FAILED and _trains(do)):
         leave(do, False, SIGTERM, do.state.policy.broken_s)
+
+
+def _killed_with_the_first(crew: Crew, exit: Exit) -> bool:
+    """Whether a worker that was to leave was killed like the worker whose end began that, by a signal that
+    the agent has not sent: the agent kills none of those that can leave before their grace is over."""
+    order, before = crew.order, crew.report.exits
+    if not before or not isinstance(order, Leaving) or exit.code >= 0 or exit.code == -SIGTERM:
+        return False
+    return exit.at < min(one.at for one in before) + order.grace_s
 
 
 def _trains(do: Decisions) -> bool:
