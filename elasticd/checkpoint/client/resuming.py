@@ -149,16 +149,28 @@ class Resuming:
         return msgspec.json.decode(said, type=tuple[Checkpoint, str, bool])
 
     def _read(self, saved: Saved) -> tuple[Flat, _Attempt]:
-        """Read a checkpoint from disk. Return its data, which are empty if the attempt has failed."""
+        """Read a checkpoint from disk. Return its data, which are empty if the attempt has failed.
+
+        Rank 0 looks for the files first, for all ranks: with many ranks there are many files."""
+        manifest, found = None, _Attempt()
+        if self._ranks.rank == 0:
+            try:
+                manifest = open_manifest(self._store, saved)
+            except BadCheckpoint as error:
+                found = _failed(error)
+        found = _ATTEMPTS.decode(self._ranks.from_first(msgspec.json.encode(found)))
+        if found.fault:
+            return Flat(), found
         try:
-            manifest = open_manifest(self._store, saved)
+            if manifest is None:
+                manifest = open_manifest(self._store, saved, listed=True)
             self.overwrote = True
             target = Target.of(saved.name, self._state, manifest.index, whole=self._whole)
             readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             fill(self._store, manifest, target.ranges, readers=readers)
             return target.finish(), _Attempt()
         except BadCheckpoint as error:
-            return Flat(), _Attempt(fault=str(error), may_pass=isinstance(error, Unreadable))
+            return Flat(), _failed(error)
         except ValueError as error:
             return Flat(), _Attempt(misfit=str(error))
 
@@ -227,6 +239,10 @@ class Resuming:
 
 def _is(kept: WholeState | Saved, beyond: Age | None) -> bool:
     return beyond is None or beyond.is_behind(kept.round, kept.step)
+
+
+def _failed(error: BadCheckpoint) -> _Attempt:
+    return _Attempt(fault=str(error), may_pass=isinstance(error, Unreadable))
 
 
 def _with_index(
