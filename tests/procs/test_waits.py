@@ -253,7 +253,7 @@ def measured_of(waits: Any, took_ns: list[int]) -> list[int]:
     return measured
 
 
-@pytest.mark.parametrize(("took_ns", "always"), [(20_000_000, False), (1_000_000, True)])
+@pytest.mark.parametrize(("took_ns", "always"), [(50_000_000, False), (1_000_000, True)])
 def test_all_steps_are_measured_if_they_are_long_or_if_each_is_read(
     waits: Any, took_ns: int, always: bool
 ) -> None:
@@ -262,10 +262,12 @@ def test_all_steps_are_measured_if_they_are_long_or_if_each_is_read(
 
 
 @pytest.mark.parametrize("each", [2, 3, 4, 5, 8, 13, 16, 21, 22, 34, 100])
-def test_of_short_steps_fifty_a_second_are_measured_whatever_the_pattern(waits: Any, each: int) -> None:
+def test_of_short_steps_twenty_a_second_are_measured_evenly_whatever_the_pattern(
+    waits: Any, each: int
+) -> None:
     """One step of so many is the long one: gradients are accumulated, a log is written, an epoch ends."""
     pattern = [4_000_000, *[1_000_000] * (each - 1)]
     took_ns = pattern * (20_000 // each)
     measured = measured_of(waits, took_ns)
-    assert len(measured) == pytest.approx(50 * sum(took_ns) / 1e9, rel=0.1)
+    assert len(measured) == pytest.approx(20 * sum(took_ns) / 1e9, rel=0.1)
     assert fmean(measured) == pytest.approx(fmean(took_ns), rel=0.05)

@@ -15,8 +15,8 @@ A worker whose machine has too few CPUs is often ready to run but does not run. 
 worker slow. The kernel counts it for each thread. Here the count is read before and after each wait, so that
 a delay during a wait is not counted twice. On GPUs the delay is not measured: the GPU works on meanwhile.
 
-The first read of that count in a step takes 20 microseconds, as the kernel's code is not in the CPU's caches.
-So of many short steps only some are measured. All sums are of the measured steps.
+Where all CPUs are busy, the reads lengthen a step by about a tenth of a millisecond. So of many short steps
+only some are measured. All sums are of the measured steps.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _now = time.monotonic_ns
 # The most measurements that the GPU has not completed yet. The program can be about a thousand kernels ahead
 # of the GPU, which are far fewer backward passes.
 _UNDER_WAY_MAX = 256
-# Steps as long as this are all measured; of shorter steps, about 50 a second. This costs 0.3 % of the time.
-_ALL_FROM_NS = 20_000_000
+# Steps as long as this are all measured; of shorter steps, about 20 a second.
+_ALL_FROM_NS = 50_000_000
 _PACE_STEPS = 64  # the pace is about that of so many last steps
 _GOLDEN = 0.6180339887498949
 
@@ -77,8 +77,8 @@ class Waits:
             return False  # when it began is not known
         took_ns, measured = at_ns - began, self.measures
         self._pace_ns += (took_ns - self._pace_ns) / _PACE_STEPS if self._pace_ns else took_ns
-        # Multiples of the golden ratio are even, and fall into step with no pattern of the training. Workers
-        # of one pace choose the same steps.
+        # Multiples of the golden ratio are even, and meet every step of any pattern equally often. Workers of
+        # one pace choose the same steps.
         self._place = (self._place + _GOLDEN) % 1.0
         self.measures = self._place * _ALL_FROM_NS < self._pace_ns or self.always or self._gpu is not None
         if measured:
