@@ -30,14 +30,14 @@ from torch.utils.data import DataLoader, RandomSampler
 from digits import digest, network, options_parser, quality, read_digits, say
 from elasticd import worker
 from gpt import positive
-from restarting import default_folder, join_world, load_snapshot, run, save_snapshot
+from restarting import add_snapshot_dir, join_world, load_snapshot, run, save_snapshot
 
 
 def main() -> None:
     parser = options_parser(__doc__)
     parser.add_argument("--epochs", type=positive, default=30)
     parser.add_argument("--global-batch", type=positive, default=64, help="images a step")
-    parser.add_argument("--snapshot-dir", type=Path, help="default: a folder of the run")
+    add_snapshot_dir(parser, "data_parallel")
     options = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("DataParallel is one process for all devices: give it one worker, or use ddp.py")
@@ -46,7 +46,7 @@ def main() -> None:
     train_set, held_out = read_digits()
     model = network(options.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    folder = options.snapshot_dir or default_folder("data_parallel")
+    folder: Path | None = options.snapshot_dir
     snapshot = load_snapshot(folder, 0, device)
     if snapshot is not None:
         model.load_state_dict(snapshot["model"])

@@ -36,14 +36,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 from digits import digest, network, options_parser, quality, read_digits, say
 from elasticd import worker
 from gpt import positive
-from restarting import default_folder, join_world, load_snapshot, run, save_snapshot
+from restarting import add_snapshot_dir, join_world, load_snapshot, run, save_snapshot
 
 
 def parse_options() -> argparse.Namespace:
     parser = options_parser(__doc__)
     parser.add_argument("--epochs", type=positive, default=30)
     parser.add_argument("--global-batch", type=positive, default=64, help="images a step, in any world")
-    parser.add_argument("--snapshot-dir", type=Path, help="default: a folder of the run")
+    add_snapshot_dir(parser, "ddp")
     return parser.parse_args()
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     model = network(options.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
 
-    folder = options.snapshot_dir or default_folder("ddp")
+    folder: Path | None = options.snapshot_dir
     snapshot = load_snapshot(folder, local_rank, device)
     if snapshot is not None:
         model.load_state_dict(snapshot["model"])

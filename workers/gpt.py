@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import functools
 import math
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -256,6 +257,18 @@ def seed(text: str) -> int:
     if not 0 <= number < 1 << 63:
         raise argparse.ArgumentTypeError(f"{text} is no number from 0 to 2^63 - 1")
     return number
+
+
+def writable_folder(text: str) -> Path:
+    """Return a folder to write to. It is made now, so that no training begins that cannot be saved."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"the folder {path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"the folder {path} cannot be written to: Permission denied")
+    return path
 
 
 class Parser(argparse.ArgumentParser):

@@ -38,7 +38,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from digits import network, options_parser, quality, read_digits, say
 from gpt import positive
-from restarting import default_folder, join_world, load_snapshot, run, save_snapshot
+from restarting import add_snapshot_dir, join_world, load_snapshot, run, save_snapshot
 
 Exchange = Callable[[Tensor, int], tuple[Tensor, int]]
 
@@ -117,13 +117,13 @@ def main() -> None:
     parser = options_parser(__doc__)
     parser.add_argument("--gradients", type=positive, default=1500, help="to apply in all")
     parser.add_argument("--batch", type=positive, default=32, help="images a gradient")
-    parser.add_argument("--snapshot-dir", type=Path, help="default: a folder of the run")
+    add_snapshot_dir(parser, "parameter_server")
     parser.add_argument("--snapshot-every", type=positive, default=200, metavar="GRADIENTS")
     options = parser.parse_args()
     device, local_rank = join_world()
     group = dist.new_group(backend="gloo")  # messages are on the CPU, and rank 0 takes them from anybody
     model = network(options.seed).to(device)
-    folder = options.snapshot_dir or default_folder("parameter_server")
+    folder: Path | None = options.snapshot_dir
     server = Server(model, options, folder if dist.get_rank() == 0 else None)
     snapshot = load_snapshot(folder, local_rank, device)
     if snapshot is not None:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 from collections import OrderedDict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ from torch.utils.data import TensorDataset
 
 from digits import largest_world, network, options_parser, quality, read_digits, say
 from elasticd import worker
-from gpt import positive, share
+from gpt import positive, share, writable_folder
 
 
 def stage_of(layers: nn.Sequential, number: int, stages: int) -> nn.Sequential:
@@ -108,7 +107,9 @@ def main() -> None:
     parser.add_argument("--global-batch", type=positive, default=64, help="images a step, in any world")
     parser.add_argument("--unit", type=positive, help="workers of a pipeline (default: elasticd's --unit)")
     parser.add_argument("--pieces", type=positive, default=4, help="of a batch, under way at once")
-    parser.add_argument("--checkpoints", type=Path, help="a folder (default: elasticd's --checkpoints)")
+    parser.add_argument(
+        "--checkpoints", type=writable_folder, help="a folder (default: elasticd's --checkpoints)"
+    )
     options = parser.parse_args()
     layers = network(options.seed)
     with parser.checks():

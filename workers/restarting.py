@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from gpt import as_tensor
+from gpt import Parser, as_tensor, writable_folder
 
 
 def join_world() -> tuple[torch.device, int]:
@@ -105,11 +105,12 @@ def load_snapshot(folder: Path | None, local_rank: int, device: torch.device) ->
     return snapshot
 
 
-def default_folder(program: str) -> Path | None:
-    """Return a folder of this program and job alone, the same after restarts; None if no launcher names a
-    job or run."""
+def add_snapshot_dir(parser: Parser, program: str) -> None:
+    """Add the option ``--snapshot-dir``. Its default is a folder of this program and job alone, the same
+    after restarts; None if no launcher names a job or run."""
     run = os.environ.get("ELASTICD_JOB_NAME") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run == "none":
-        return None
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "elasticd" / program / run
+    # A default that is text is made a folder as the option is.
+    default = str(state / "elasticd" / program / run) if run != "none" else None
+    what = "default: a folder of the run, in $XDG_STATE_HOME/elasticd"
+    parser.add_argument("--snapshot-dir", type=writable_folder, default=default, help=what)

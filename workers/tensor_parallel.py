@@ -23,7 +23,6 @@ worker with the same part sends it. With one unit, give --checkpoints: its part 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ from torch.utils.data import TensorDataset
 
 from digits import WIDTH, largest_world, network, options_parser, quality, read_digits, say
 from elasticd import worker
-from gpt import positive, share
+from gpt import positive, share, writable_folder
 
 
 def split(model: nn.Sequential, unit: DeviceMesh) -> nn.Sequential:
@@ -96,7 +95,9 @@ def main() -> None:
     parser.add_argument(
         "--unit", type=positive, help="workers that share the weights (default: elasticd's --unit)"
     )
-    parser.add_argument("--checkpoints", type=Path, help="a folder (default: elasticd's --checkpoints)")
+    parser.add_argument(
+        "--checkpoints", type=writable_folder, help="a folder (default: elasticd's --checkpoints)"
+    )
     options = parser.parse_args()
     model = network(options.seed)
     with parser.checks():

@@ -54,7 +54,7 @@ from gpt import (
     share,
     windows,
 )
-from restarting import default_folder, is_lost_peer, join_world, load_snapshot, save_snapshot
+from restarting import add_snapshot_dir, is_lost_peer, join_world, load_snapshot, save_snapshot
 
 # ---------------------------------------------------------------- training
 
@@ -92,7 +92,7 @@ class Trainer:
     ) -> None:
         self.options, self.text, self.device = options, text, device
         self.rank, self.world, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
-        self.folder: Path | None = options.snapshot_dir or default_folder("train_gpt")
+        self.folder: Path | None = options.snapshot_dir
         self.shape, self.windows_total = shape, (len(text.train) - 1) // shape.context
         torch.manual_seed(options.seed)
         self.model = GPT(self.shape).to(device)
@@ -205,7 +205,7 @@ class Trainer:
 def parse_options() -> tuple[argparse.Namespace, Shape]:
     parser = options_parser(__doc__)
     add = parser.add_argument
-    add("--snapshot-dir", type=Path, help="default: a folder of the run, in $XDG_STATE_HOME/elasticd")
+    add_snapshot_dir(parser, "train_gpt")
     add("--snapshot-every", type=positive, default=20, metavar="STEPS")
     add("--prompt", help="what the sample begins with")
     add("--sample", type=int, default=300, metavar="BYTES")

@@ -28,7 +28,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +49,7 @@ from gpt import (
     read_text,
     share,
     windows,
+    writable_folder,
 )
 from restarting import is_lost_peer, join_world
 from train_gpt import StopRequest, agree, require_same_text, say
@@ -138,7 +138,9 @@ class Trainer:
 def parse_options() -> tuple[argparse.Namespace, Shape]:
     parser = options_parser(__doc__)
     parser.add_argument(
-        "--checkpoints", type=Path, help="a folder that all nodes share (default: elasticd's --checkpoints)"
+        "--checkpoints",
+        type=writable_folder,
+        help="a folder that all nodes share (default: elasticd's --checkpoints)",
     )
     bf16 = "compute in bfloat16 (default: on GPUs only)"
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help=bf16)

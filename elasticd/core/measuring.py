@@ -53,7 +53,7 @@ def measure(
     """Return the measurement after the workers' pages were read, and the report for the leader, if there is
     one.
 
-    A period ends once each worker has made a step in it: a step may take longer than the planned period.
+    A period ends once each worker has measured a step in it: a step may take longer than the planned period.
     ``throttled_s``: for how long a quota has delayed this node's processes so far.
     """
     crew = state.crew
@@ -106,7 +106,7 @@ def _period(
     if not known.before:
         begun = all(pages[s].steps >= known.first[s].steps + FIRST_STEPS for s in pages)
         return (replace(known, before=pages, throttled_s=throttled_s) if begun else known), False
-    if any(pages[slot].steps <= known.before[slot].steps for slot in pages):
+    if any(pages[slot].measured <= known.before[slot].measured for slot in pages):
         return known, False
     own = own_times(known.before, pages, throttled_s - known.throttled_s)
     return replace(known, own=own, before=pages, throttled_s=throttled_s), True

@@ -9,6 +9,8 @@ with too few CPUs, chance decides which worker waits longest for a CPU. But this
 the workers' control group caused it, since another machine would not cause it. A quota delays all workers of
 its node, so the same delay counts for all of them: at most the delay of the least delayed worker.
 
+A worker measures all its steps if they are long, and some of them if they are short.
+
 Nothing here reads a clock: the caller decides how long a period is.
 """
 
@@ -38,7 +40,9 @@ def own_times(
     """Return the own time for a step of each worker of one node, where it is known, by slot. ``before``,
     ``after``: the workers' pages. ``throttled_s``: how long a quota has delayed any process on this node
     meanwhile."""
-    charged_s = min([throttled_s, *(after[slot].delay_s - before[slot].delay_s for slot in after)])
+    each = [(before[slot], after[slot]) for slot in after]
+    delays_s = (min(throttled_s * _measured(a, b), b.delay_s - a.delay_s) for a, b in each)
+    charged_s = min(delays_s, default=0.0)
     known = {slot: own_s(before[slot], after[slot], charged_s) for slot in after}
     return {slot: s for slot, s in known.items() if s is not None}
 
@@ -46,14 +50,19 @@ def own_times(
 def own_s(before: PageContents, after: PageContents, charged_s: float = 0.0) -> float | None:
     """Return the worker's own time for one step between the two.
 
-    Return None if there was no step, or no measured wait: the time may then include waits for other ranks.
-    ``charged_s``: the part of its delay that counts.
+    Return None if there was no measured step, or no measured wait: the time may then include waits for other
+    ranks. ``charged_s``: the part of the delay in the measured steps that counts.
     """
-    steps = after.steps - before.steps
+    steps = after.measured - before.measured
     if steps < 1 or after.waits <= before.waits:
         return None
-    took_s, waited_s = after.stepped_at - before.stepped_at, after.wait_s - before.wait_s
+    took_s, waited_s = after.measured_s - before.measured_s, after.wait_s - before.wait_s
     return max(0.0, took_s - waited_s - (after.delay_s - before.delay_s) + charged_s) / steps
+
+
+def _measured(before: PageContents, after: PageContents) -> float:
+    """Return the share of the worker's steps between the two that were measured."""
+    return min(1.0, (after.measured - before.measured) / max(1, after.steps - before.steps))
 
 
 @dataclass(frozen=True, slots=True)

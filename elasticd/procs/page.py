@@ -91,6 +91,8 @@ class Page:
                 base=words[at.BASE] - 1 - words[at.BASE_STEPS] if words[at.BASE] else None,
                 loss=doubles[at.LOSS] if words[at.LOSSES] else None,
                 stepped_at=words[at.LAST_NS] / 1e9,
+                measured=words[at.MEASURED],
+                measured_s=words[at.MEASURED_NS] / 1e9,
                 wait_s=words[at.WAIT_NS] / 1e9,
                 waits=words[at.WAITS],
                 shard_bytes=words[at.SHARD_BYTES],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import Any
@@ -27,6 +28,7 @@ from elasticd.worker.agent_link.agentpage import AgentPage, fatal, own_page, use
 from elasticd.worker.agent_link.link import own_link
 
 _POLICY = "ELASTICD_ON_NONFINITE"
+_TOLD_AT_ONCE, _TOLD_AGAIN_S = 10, 1.0  # the same path is told so often; then only after so long
 
 
 class NotFinite(ArithmeticError):
@@ -63,9 +65,12 @@ def checkpointed(path: str | os.PathLike[str] = "") -> None:
     If the world is about to grow or shrink, or a node leaves, the change has waited for this call and happens
     now: no step is lost. The worker is then stopped in this call. The call returns only if the script handles
     SIGTERM itself. Without a change, or without an agent, it returns at once.
+
+    The agent's answer takes a millisecond or two, so a script that replaces the same file many times a second
+    tells the agent ten times, and then once a second.
     """
     address = os.environ.get(ADDRESS)
-    if not address:
+    if not address or not is_news(os.fspath(path), time.monotonic()):
         return
     uses(Use.CHECKPOINTED)
     message = Checkpointed(os.fspath(path))
@@ -82,6 +87,19 @@ def checkpointed(path: str | os.PathLike[str] = "") -> None:
                     return
     except ChannelClosed:
         return  # the agent has exited, or lets this worker continue
+
+
+_told: dict[str, tuple[int, float]] = {}  # the last path that the agent was told, how often, and when last
+
+
+def is_news(path: str, now: float) -> bool:
+    """Whether the agent is to be told of a checkpoint with this path. ``now``: seconds of any clock."""
+    times, last = _told.get(path, (0, 0.0))
+    if times >= _TOLD_AT_ONCE and now < last + _TOLD_AGAIN_S:
+        return False
+    _told.clear()
+    _told[path] = times + 1, now
+    return True
 
 
 def _number(value: Any) -> float:

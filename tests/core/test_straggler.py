@@ -145,7 +145,9 @@ def test_a_fifth_is_seen_through_the_noise_of_a_real_run(rank: int) -> None:
 
 
 def page(steps: int, at: float, wait_s: float, waits: int, delay_s: float = 0.0) -> PageContents:
-    return PageContents(steps=steps, stepped_at=at, wait_s=wait_s, waits=waits, delay_s=delay_s)
+    return PageContents(
+        steps=steps, measured=steps, measured_s=at, wait_s=wait_s, waits=waits, delay_s=delay_s
+    )
 
 
 def test_the_time_spent_waiting_is_not_its_own() -> None:
@@ -156,6 +158,17 @@ def test_without_a_step_or_a_measured_wait_its_own_time_is_not_known() -> None:
     begun = page(10, 100.0, 3.0, 10)
     assert own_s(begun, page(10, 100.0, 3.0, 11)) is None
     assert own_s(begun, page(20, 110.0, 3.0, 10)) is None
+
+
+def test_of_many_short_steps_the_measured_ones_count_and_a_quota_s_delay_in_them() -> None:
+    """One step in ten is measured."""
+    before = {0: PageContents(steps=100, measured=10, measured_s=10.0, waits=10)}
+    after = {0: PageContents(steps=200, measured=20, measured_s=20.0, wait_s=4.0, waits=20, delay_s=3.0)}
+    assert own_times(before, after, 0.0) == pytest.approx({0: 0.3})
+    assert own_times(before, after, 5.0) == pytest.approx({0: 0.35}), (
+        "the quota has held up ten steps for 0.5 s"
+    )
+    assert own_times(before, after, 90.0) == pytest.approx({0: 0.6}), "at most the delay itself"
 
 
 # Ten steps of 1 s each. For how long each slot has waited for others and was delayed, how long a quota

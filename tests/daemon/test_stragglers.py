@@ -112,6 +112,8 @@ class Agent:
                 1,
                 self.steps,
                 stepped_at=self.at,
+                measured=self.steps,
+                measured_s=self.at,
                 wait_s=waited_s,
                 waits=self.steps,
                 delay_s=self.delayed_s[slot],

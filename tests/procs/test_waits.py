@@ -3,9 +3,12 @@ process."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -230,3 +233,41 @@ def test_the_time_without_a_processor_is_told_but_for_what_falls_into_waits(tmp_
     assert took_s - delayed_s == pytest.approx(0.0, abs=0.1), "the delay in the wait counts as waiting"
     took_s, delayed_s = seen["asleep"]
     assert took_s - delayed_s >= 0.29, "sleep is its own"
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(BOOT_DIR)
+    return importlib.import_module("elasticd_waits").Waits()
+
+
+def measured_of(waits: Any, took_ns: list[int]) -> list[int]:
+    """Return those of a worker's steps that it measured."""
+    at_ns, measured = 1, []
+    waits.step_ended(at_ns)
+    for one_ns in took_ns:
+        at_ns += one_ns
+        if waits.step_ended(at_ns):
+            measured.append(one_ns)
+    assert (waits.steps, waits.steps_ns) == (len(measured), sum(measured))
+    return measured
+
+
+@pytest.mark.parametrize(("took_ns", "always"), [(50_000_000, False), (1_000_000, True)])
+def test_all_steps_are_measured_if_they_are_long_or_if_each_is_read(
+    waits: Any, took_ns: int, always: bool
+) -> None:
+    waits.always = always
+    assert len(measured_of(waits, [took_ns] * 500)) == 500
+
+
+@pytest.mark.parametrize("each", [2, 3, 4, 5, 8, 13, 16, 21, 22, 34, 100])
+def test_of_short_steps_twenty_a_second_are_measured_evenly_whatever_the_pattern(
+    waits: Any, each: int
+) -> None:
+    """One step of so many is the long one: gradients are accumulated, a log is written, an epoch ends."""
+    pattern = [4_000_000, *[1_000_000] * (each - 1)]
+    took_ns = pattern * (20_000 // each)
+    measured = measured_of(waits, took_ns)
+    assert len(measured) == pytest.approx(20 * sum(took_ns) / 1e9, rel=0.1)
+    assert fmean(measured) == pytest.approx(fmean(took_ns), rel=0.05)

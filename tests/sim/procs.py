@@ -900,6 +900,8 @@ class SimProcs:
                 worker.pid,
                 worker.steps,
                 stepped_at=worker.last_at,
+                measured=worker.steps,
+                measured_s=worker.last_at,
                 wait_s=worker.waited_s,
                 waits=worker.steps,
                 delay_s=worker.delay_s,

@@ -16,7 +16,7 @@ from elasticd import worker
 from elasticd.core.page_layout import VALUES_MAX, Fatal, PageContents
 from elasticd.procs.page import VARIABLE, Page
 from elasticd.worker.agent_link import agentpage
-from elasticd.worker.report import all_finite, any_nan
+from elasticd.worker.report import all_finite, any_nan, is_news
 
 
 @pytest.fixture
@@ -144,3 +144,9 @@ def test_one_element_among_many_of_all_kinds_is_found(value: float, finite: bool
 
 def test_where_there_is_nothing_nothing_is_wrong() -> None:
     assert all_finite([]) and not any_nan([])
+
+
+def test_a_file_that_is_replaced_again_and_again_is_told_once_a_second() -> None:
+    assert all(is_news("a", 5.0) for _ in range(10)), "the first ones are all told"
+    calls = [("a", 5.9), ("a", 6.0), ("a", 6.9), ("b", 6.95), ("a", 6.97)]
+    assert [is_news(path, now) for path, now in calls] == [False, True, False, True, True]

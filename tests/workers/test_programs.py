@@ -30,6 +30,10 @@ from tests.workers.programs import (
 
 pytestmark = pytest.mark.timeout(600)
 
+CHECKPOINTS = ("pipeline", "tensor_parallel", "train_gpt_fsdp")  # the programs with --checkpoints
+SNAPSHOTS = ("ddp", "data_parallel", "parameter_server", "train_gpt")  # the programs with --snapshot-dir
+NO_FOLDER = "the folder /dev/null/x cannot be made: Not a directory"
+
 
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p.unit == 1], ids=str)
 def test_a_program_reaches_its_quality_although_a_worker_is_killed(
@@ -163,6 +167,8 @@ def test_a_program_runs_under_plain_torchrun(
         ("pipeline", ["--lr=nan"], "1", "nan is no learning rate"),
         ("train_gpt_in_place", ["--lr=-1"], "1", "-1 is no learning rate"),
         ("imbalanced", [f"--seed={1 << 63}"], "1", "is no number from 0 to 2^63 - 1"),
+        *((name, ["--checkpoints=/dev/null/x"], "2", NO_FOLDER) for name in CHECKPOINTS),
+        *((name, ["--snapshot-dir=/dev/null/x"], "1", NO_FOLDER) for name in SNAPSHOTS),
     ],
 )
 def test_each_worker_answers_bad_input_with_one_sentence(
@@ -183,6 +189,20 @@ def test_each_worker_answers_bad_input_with_one_sentence(
     assert ended.value.code == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"{program}") and sentence in said
+
+
+@pytest.mark.parametrize("program", SNAPSHOTS)
+def test_a_program_whose_default_folder_cannot_be_made_says_so_before_it_trains(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ELASTICD_JOB_NAME", "job")
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null/x")
+    monkeypatch.setattr(sys, "argv", [f"{program}.py"])
+    monkeypatch.syspath_prepend(str(WORKERS))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(WORKERS / f"{program}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert f"the folder /dev/null/x/elasticd/{program}/job cannot be made" in capsys.readouterr().err
 
 
 def test_a_unit_of_a_program_divides_that_of_elasticd_run(

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 _HOOKED = "torch.optim.optimizer"
 # Words of 8 bytes, each stored by one instruction.
 _PID, _STEPS, _LAST_NS, _STACKS, _ENDED_WELL = 2, 3, 4, 6, 7
-_WAIT_NS, _WAITS, _MADE, _DELAY_NS = 17, 18, 23, 24  # see elasticd/core/page_layout.py
+# See elasticd/core/page_layout.py.
+_WAIT_NS, _WAITS, _MADE, _DELAY_NS, _MEASURED, _MEASURED_NS = 17, 18, 23, 24, 27, 28
 _MUTEX = 104
 _TIMES, _TIMES_MASK = 256, 255  # the times of the last 256 steps: the second half of the page
 _SIGNAL = 47  # a real-time signal, which programs do not use; see elasticd/procs/stacks.py
@@ -139,19 +140,23 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
         if key in stepped or not stepped:
             stepped.clear()
             steps += 1
-            waits.catch_up()
-            fields[_LAST_NS] = fields[_TIMES + (steps & _TIMES_MASK)] = now_ns()
-            fields[_WAIT_NS] = waits.total_ns
-            fields[_WAITS] = waits.count
-            fields[_DELAY_NS] = waits.delayed_ns()
+            at_ns = now_ns()
+            fields[_LAST_NS] = fields[_TIMES + (steps & _TIMES_MASK)] = at_ns
+            if waits.step_ended(at_ns):
+                fields[_WAIT_NS] = waits.total_ns
+                fields[_WAITS] = waits.count
+                fields[_DELAY_NS] = waits.delay_ns
+                fields[_MEASURED] = waits.steps
+                fields[_MEASURED_NS] = waits.steps_ns
             fields[_STEPS] = steps
             if steps == 1:
                 fields[_MADE] = _counted(optimizer)
                 _tell_imports(os.path.join(os.path.dirname(path), "imports"))
                 _give_recorder(path)
                 times = step_times(fields, waits)
+                waits.always = times is not None
             if times is not None:
-                times.note(steps, fields[_LAST_NS])
+                times.note(steps, at_ns)
         else:
             fields[_LAST_NS] = now_ns()
         stepped.add(key)

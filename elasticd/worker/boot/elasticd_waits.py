@@ -14,6 +14,9 @@ the events a little later. Collectives called from Python, such as FSDP2's, are 
 A worker whose machine has too few CPUs is often ready to run but does not run. That delay does not make the
 worker slow. The kernel counts it for each thread. Here the count is read before and after each wait, so that
 a delay during a wait is not counted twice. On GPUs the delay is not measured: the GPU works on meanwhile.
+
+Where all CPUs are busy, the reads lengthen a step by about a tenth of a millisecond. So of many short steps
+only some are measured. All sums are of the measured steps.
 """
 
 from __future__ import annotations
@@ -32,15 +35,32 @@ _now = time.monotonic_ns
 # The most measurements that the GPU has not completed yet. The program can be about a thousand kernels ahead
 # of the GPU, which are far fewer backward passes.
 _UNDER_WAY_MAX = 256
+# Steps as long as this are all measured; of shorter steps, about 20 a second.
+_ALL_FROM_NS = 50_000_000
+_PACE_STEPS = 64  # the pace is about that of so many last steps
+_GOLDEN = 0.6180339887498949
 
 
 class Waits:
-    """The waits of the training thread: ``total_ns`` and ``count`` so far. ``catch_up`` adds the waits that
-    the GPU has completed."""
+    """The waits of the training thread in the measured steps: ``total_ns`` and ``count`` so far.
+
+    ``steps``, ``steps_ns``: the measured steps, and their time. ``delay_ns``: how long the thread was ready
+    to run but did not, outside its waits. ``always``: measure all steps. ``measures``: whether the present
+    step is measured.
+    """
 
     def __init__(self) -> None:
         self.total_ns = 0
         self.count = 0
+        self.steps = 0
+        self.steps_ns = 0
+        self.delay_ns = 0
+        self.always = False
+        self.measures = True
+        self._ended_at = 0  # of the last step
+        self._delayed_before = 0  # before the present step
+        self._pace_ns = 0.0
+        self._place = 0.0
         self._began = 0
         self._thread = 0
         self._hooked: set[int] = set()
@@ -50,8 +70,30 @@ class Waits:
         self._delay_in_waits_ns = 0
         self._delay_began = 0
 
+    def step_ended(self, at_ns: int) -> bool:
+        """End a step, and choose whether the next one is measured. Return whether this one was."""
+        began, self._ended_at = self._ended_at, at_ns
+        if not began:
+            return False  # when it began is not known
+        took_ns, measured = at_ns - began, self.measures
+        self._pace_ns += (took_ns - self._pace_ns) / _PACE_STEPS if self._pace_ns else took_ns
+        # Multiples of the golden ratio are even, and meet every step of any pattern equally often. Workers of
+        # one pace choose the same steps.
+        self._place = (self._place + _GOLDEN) % 1.0
+        self.measures = self._place * _ALL_FROM_NS < self._pace_ns or self.always or self._gpu is not None
+        if measured:
+            self.catch_up()
+            self.steps += 1
+            self.steps_ns += took_ns
+        if measured or self.measures:
+            delayed_ns = self.delayed_ns()
+            if measured:
+                self.delay_ns += max(0, delayed_ns - self._delayed_before)
+            self._delayed_before = delayed_ns
+        return measured
+
     def delayed_ns(self) -> int:
-        """Return how long this thread was ready to run but did not, outside its waits."""
+        """Return how long this thread was ready to run but did not, outside its measured waits."""
         return max(0, self._delay.read() - self._delay_in_waits_ns) if self._delay is not None else 0
 
     def is_own_thread(self) -> bool:
@@ -59,6 +101,7 @@ class Waits:
         return _thread.get_ident() == self._thread
 
     def catch_up(self) -> None:
+        """Add the waits that the GPU has completed."""
         if self._gpu is not None:
             took = self._gpu.finished()
             self.total_ns += sum(took)
@@ -76,6 +119,7 @@ class Waits:
                         else:
                             if self._delay is None or self._delay.thread != self._thread:
                                 self._delay, self._delay_in_waits_ns = _Delay(self._thread), 0
+                                self._delayed_before = self._delay.read()
                             self._wrap_collectives()
                             self._watch(parameter, self._begin, self._end)
                         return
@@ -103,7 +147,8 @@ class Waits:
 
         def arrived(_: Any) -> None:
             self._began = 0  # still set if the last backward pass failed, because a peer was lost
-            queue(before)
+            if self.measures:
+                queue(before)
 
         arrived._torchdynamo_disable = True
         parameter.register_post_accumulate_grad_hook(arrived)
@@ -119,7 +164,7 @@ class Waits:
 
         # Called dozens of times in each step, so it must be fast.
         def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if waits._began or thread() != waits._thread:
+            if not waits.measures or waits._began or thread() != waits._thread:
                 return wait(self, *args, **kwargs)
             waits._begin()
             try:
