@@ -139,7 +139,7 @@ def test_a_thousand_connections_at_once_wait_in_the_kernel_until_they_are_accept
     if which == "leader":
         connect_to_leader(cleanup)()
     else:
-        cleanup.enter_context(MasterPort(("127.0.0.1",), 0))
+        cleanup.enter_context(MasterPort(("127.0.0.1",), 0, lambda: None))
     first, asyncios, last = (listened.get(timeout=PATIENCE_S) for _ in range(3))
     assert (first, last) == (accepting.BACKLOG, accepting.BACKLOG) and asyncios < last
 
