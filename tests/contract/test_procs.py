@@ -26,7 +26,7 @@ def test_a_worker_that_ends_is_reported_once_with_its_code_slot_and_rank(harness
     assert (number, exit.slot, exit.rank, exit.code, exit.fenced) == (7, 3, 0, 5, False)
     assert abs(exit.at - harness.now()) < LONG_S
     harness.procs.stop(SIGKILL, 0.0)
-    assert not harness.alive()
+    harness.until(lambda: not harness.alive())
     assert len(harness.exits) == 1
 
 
