@@ -136,5 +136,5 @@ def test_in_place_the_survivors_of_a_kill_go_on_in_a_smaller_world(
     assert trained.outcome == "exact"
     assert trained.ledger.again <= 1, "the step that was not committed"
     assert {2, 3} <= {*trained.ledger.worlds.values()}
-    assert trained.processes <= 4, trained.agent.said()
+    assert trained.processes <= 4, f"more than a replacement is started: {trained.agent.said()}"
     assert "copied at each commit" not in trained.agent.said(), "only an optimizer changes the weights"

@@ -39,9 +39,14 @@ def _procs(bench: Bench, folder: Path, script: str, *args: str, **how: object) -
 
 def _zygote(bench: Bench) -> int:
     """Return the zygote's pid. A process that the zygote has just forked has the zygote's name at first."""
-    wait_until(lambda: len(named(bench.warden, "elasticd-zygote")) == 1, "one process is the zygote")
-    (pid,) = named(bench.warden, "elasticd-zygote")
-    return pid
+    found: list[int] = []
+
+    def alone() -> bool:
+        found[:] = named(bench.warden, "elasticd-zygote")
+        return len(found) == 1
+
+    wait_until(alone, "one process is the zygote")
+    return found[0]
 
 
 @pytest.fixture

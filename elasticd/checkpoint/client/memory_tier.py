@@ -138,13 +138,16 @@ class SaverQueries:
 
     def recall(self, choice: WholeState, index: bytes) -> Recalled:
         """Return the chosen state. ``index``: encoded. Raises HolderLost if the state is not as offered."""
+        try:
+            decoded = _decoded(index, choice)
+        except ValueError as error:
+            raise HolderLost("", str(error)) from error
         near: dict[int, int] = {}
         try:
             with self._near(choice.name) as shards:
                 for rank, memory, layout in shards:
                     close_all((layout,) if rank not in near else (layout, memory))
                     near.setdefault(rank, memory)
-            decoded = _decoded(index, choice)
         except BaseException:
             close_all(near.values())
             raise
@@ -222,11 +225,11 @@ class SaverQueries:
 
 
 def _decoded(raw: bytes, choice: WholeState) -> Index:
-    """Return the index of the chosen state. Raises HolderLost."""
+    """Return the index of the chosen state. Raises ValueError."""
     try:
         index = decode_index(raw)
     except ValueError as error:
-        raise HolderLost("", f"the index in memory is not valid: {error}") from error
+        raise ValueError(f"the index in memory is not valid: {error}") from error
     if len(index.files) != len(choice.holders):
-        raise HolderLost("", f"{choice.name} in memory is not of {len(choice.holders)} ranks")
+        raise ValueError(f"{choice.name} in memory is not of {len(choice.holders)} ranks")
     return index
