@@ -204,6 +204,8 @@ def translate(error: Exception, endpoint: str) -> StoreError:
     status = grpc.StatusCode
     if code is status.UNAVAILABLE and details.startswith("failed to connect to all addresses"):
         return StoreUnavailable(f"no connection to etcd at {endpoint} ({_last(details)})", sent=False)
+    if code is status.UNAVAILABLE and details == "no leader":  # the member looks before it does anything
+        return StoreUnavailable(f"etcd at {endpoint} knows no leader", sent=False)
     if code is status.DEADLINE_EXCEEDED:
         return StoreUnavailable(f"etcd at {endpoint} did not answer in time")
     if code is status.UNAUTHENTICATED:

@@ -44,7 +44,8 @@ class Heard(list[Any]):
 def write(store: EtcdStore, total: int) -> None:
     """Write until a write is applied."""
     answers = Heard()
-    for _ in range(60):
+    ends = time.monotonic() + PATIENCE_S
+    while time.monotonic() < ends:
         store.transact((), (Put("budget", Budget(total=total)),), answers)
         answers.until(lambda: answers)
         if isinstance(answers.pop(), Applied):

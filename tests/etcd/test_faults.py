@@ -23,15 +23,15 @@ from elasticd.core.ports import (
     Refused,
     StoreSilent,
 )
-from elasticd.etcd import connection, watcher
+from elasticd.etcd import connection, kv, watcher
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.connection import Connection
 from elasticd.etcd.embedded import Embedded
-from elasticd.etcd.errors import BadRecord, NewerRecord, StoreError
+from elasticd.etcd.errors import BadRecord, NewerRecord, StoreError, StoreUnavailable
 from elasticd.etcd.store import EtcdLink, EtcdStore
 
-from .cluster import Cluster, compact, freeze
+from .cluster import Cluster, await_serving, compact, freeze
 from .conftest import Heard, Proxy, write
 
 Open = Callable[..., EtcdStore]
@@ -352,6 +352,21 @@ def test_losing_the_member_in_use_or_the_leader_loses_neither_lease_nor_watch(
     news.until(lambda: any(isinstance(n, LeaseHeld) for n in news[held:]))
     assert not any(isinstance(n, LeaseExpired) for n in news)
     assert not any(n.cut_off for n in news if isinstance(n, StoreSilent))
+
+
+def test_a_member_that_knows_no_leader_applies_nothing_and_says_so(cluster: Cluster) -> None:
+    for member in cluster.members[1:]:
+        member.kill()
+    connection = Connection(EtcdAccess(cluster.endpoints[:1], timeout_s=1.0))
+    sent = True
+    while sent:  # until the member gives its leader up, a write may yet be applied
+        with pytest.raises(StoreUnavailable) as failed:
+            connection.call("txn", kv.txn_request((), [kv.put_op(b"/k", b"v")]))
+        sent = failed.value.sent
+    connection.close()
+    for member in cluster.members[1:]:
+        member.start()
+    await_serving(EtcdAccess(cluster.endpoints))
 
 
 def test_a_member_without_a_quorum_is_left_for_those_with_one(
