@@ -1,7 +1,9 @@
 """Settings for all tests. Hypothesis sets no time limit, since an example may wait for a processor on a busy
-machine."""
+machine. What the collection made stays until the end, so the garbage collector never looks at it."""
 
 from __future__ import annotations
+
+import gc
 
 from hypothesis import HealthCheck, settings
 
@@ -9,3 +11,10 @@ settings.register_profile(
     "busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("busy")
+
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

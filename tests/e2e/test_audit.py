@@ -125,6 +125,7 @@ def test_learning_rates_follow_a_batch_that_grows_with_the_world_and_nothing_is_
     assert verdict == "proved: each sample was used once"
 
 
+@pytest.mark.slow
 def test_what_a_crashed_run_has_committed_is_proved_and_compared_with_an_undisturbed_one(
     cluster: Cluster, tmp_path: Path
 ) -> None:

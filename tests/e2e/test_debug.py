@@ -101,6 +101,7 @@ def test_workers_that_keep_their_process_agree_through_a_kill(alone: Cluster) ->
     assert len(rounds) >= 2
 
 
+@pytest.mark.slow
 def test_ranks_of_two_nodes_are_compared_while_the_job_runs(
     clusters: Callable[[str | None], Cluster], shared_etcd: str
 ) -> None:

@@ -311,6 +311,7 @@ def test_a_node_that_leaves_or_comes_and_scaling_restart_nobody_elsewhere(reside
     assert residents.cluster.round.restarts == 0
 
 
+@pytest.mark.slow
 def test_a_sharded_job_waits_for_workers_with_the_memory_that_its_state_needs(residents: Residents) -> None:
     """Each worker has memory for a third of the state and of its copies: ``--memory`` says so."""
     residents.cluster.limits = (1, 3)
