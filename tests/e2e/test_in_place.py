@@ -287,7 +287,9 @@ def test_a_spare_takes_the_place_of_a_killed_worker_at_once(residents: Residents
     residents.finish(a)
 
 
-def test_a_node_that_leaves_or_comes_and_scaling_restart_nobody_elsewhere(residents: Residents) -> None:
+def test_a_node_that_leaves_comes_or_is_lost_and_scaling_restart_nobody_elsewhere(
+    residents: Residents,
+) -> None:
     residents.cluster.limits = (1, 4)
     a, b = residents.start("a", "b", slots=1)
     first, before = residents.world(2)
@@ -305,9 +307,15 @@ def test_a_node_that_leaves_or_comes_and_scaling_restart_nobody_elsewhere(reside
     two, kept = residents.world(2, after=three)
     assert set(kept) < set(grown)
     assert residents.cluster.command(*scale, "--max=3").code == 0
-    _, again = residents.world(3, after=two)
+    three, again = residents.world(3, after=two)
     assert set(kept) < set(again)
-    residents.finish(a, c)
+
+    lost, other = (a, c) if a.find("leader.elected") else (c, a)
+    lost.kill()
+    _, rest = residents.world(len([p for p in again if p.node == other.name]), after=three)
+    assert rest == [p for p in again if p.node == other.name]
+    assert other.find("round.formed")[-1]["cause"] == Cause.NODE_LOST
+    residents.finish(other)
     assert residents.cluster.round.restarts == 0
 
 
@@ -389,16 +397,3 @@ def test_a_job_of_one_worker_moves_to_another_node_and_loses_no_step(residents: 
     assert a.end() == 128 + signal.SIGTERM
     residents.finish(b)
     assert residents.cluster.round.restarts == 0
-
-
-def test_a_node_that_is_lost_costs_the_others_no_step(residents: Residents) -> None:
-    residents.cluster.limits = (1, 4)
-    a, b = residents.start("a", "b", slots=2)
-    first, before = residents.world(4)
-    leader = next(agent for agent in (a, b) if agent.find("leader.elected"))
-    other = b if leader is a else a
-    leader.kill()
-    _, rest = residents.world(2, after=first)
-    assert rest == [p for p in before if p.node == other.name]
-    assert other.find("round.formed")[-1]["cause"] == Cause.NODE_LOST
-    residents.finish(other)

@@ -52,7 +52,7 @@ def output(cluster: Cluster) -> str:
     return str(cluster.folder / "output")
 
 
-@each(slow=("lightning",))
+@each(slow=("accelerate", "lightning"))
 def test_after_a_kill_it_continues_from_the_newest_whole_checkpoint(
     framework: Framework, cluster: Cluster, output: str
 ) -> None:
