@@ -72,6 +72,7 @@ def refused(here: Path, *argv: str) -> tuple[int, str]:
     return process.returncode, said[0]
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_named(here: Path) -> None:
     found, printed = measured(here, "--world", "2", "--steps", "24", "--no-torchrun", JOB, "slow_worker")
     (run,) = found["runs"]
