@@ -310,12 +310,12 @@ def test_a_node_that_leaves_comes_or_is_lost_and_scaling_restart_nobody_elsewher
     three, again = residents.world(3, after=two)
     assert set(kept) < set(again)
 
-    lost, other = (a, c) if a.find("leader.elected") else (c, a)
-    lost.kill()
-    _, rest = residents.world(len([p for p in again if p.node == other.name]), after=three)
-    assert rest == [p for p in again if p.node == other.name]
-    assert other.find("round.formed")[-1]["cause"] == Cause.NODE_LOST
-    residents.finish(other)
+    assert a.find("leader.elected")
+    a.kill()
+    _, rest = residents.world(2, after=three)
+    assert rest == [p for p in again if p.node == "c"]
+    assert c.find("round.formed")[-1]["cause"] == Cause.NODE_LOST
+    residents.finish(c)
     assert residents.cluster.round.restarts == 0
 
 

@@ -363,6 +363,7 @@ def test_a_member_that_knows_no_leader_applies_nothing_and_says_so(cluster: Clus
         with pytest.raises(StoreUnavailable) as failed:
             connection.call("txn", kv.txn_request((), [kv.put_op(b"/k", b"v")]))
         sent = failed.value.sent
+    assert "knows no leader" in str(failed.value)
     connection.close()
     for member in cluster.members[1:]:
         member.start()

@@ -50,7 +50,7 @@ def test_each_extra_that_a_message_or_a_page_names_exists_and_the_guide_has_them
 def test_the_image_has_the_version_of_the_package_wherever_it_is_named() -> None:
     tag = re.compile(r"(?:\belasticd:|name: elasticd(?:\n\s+|, newName: \S+, )newTag: )(\d+\.\d+\.\d+)")
     below = [path for folder in ("deploy", "k8s") for path in (ROOT / folder).rglob("*")]
-    files = [path for path in below if path.is_file() and path.suffix != ".pyc"]
+    files = [path for path in below if path.is_file() and "__pycache__" not in path.parts]
     found = {path: set(tag.findall(path.read_text())) for path in [*files, ROOT / "CONTRIBUTING.md"]}
     assert len([path for path in found if found[path]]) >= 5
     assert not {path for path, versions in found.items() if versions - {__version__}}
