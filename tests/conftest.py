@@ -4,7 +4,9 @@ machine. What the collection made stays until the end, so the garbage collector 
 from __future__ import annotations
 
 import gc
+from collections.abc import Generator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -12,9 +14,12 @@ settings.register_profile(
 )
 settings.load_profile("busy")
 
-gc.disable()
 
-
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

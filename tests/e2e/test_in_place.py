@@ -397,3 +397,17 @@ def test_a_job_of_one_worker_moves_to_another_node_and_loses_no_step(residents: 
     assert a.end() == 128 + signal.SIGTERM
     residents.finish(b)
     assert residents.cluster.round.restarts == 0
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_costs_the_others_no_step(residents: Residents) -> None:
+    residents.cluster.limits = (1, 4)
+    a, b = residents.start("a", "b", slots=2)
+    first, before = residents.world(4)
+    leader = next(agent for agent in (a, b) if agent.find("leader.elected"))
+    other = b if leader is a else a
+    leader.kill()
+    _, rest = residents.world(2, after=first)
+    assert rest == [p for p in before if p.node == other.name]
+    assert other.find("round.formed")[-1]["cause"] == Cause.NODE_LOST
+    residents.finish(other)

@@ -357,17 +357,20 @@ def test_losing_the_member_in_use_or_the_leader_loses_neither_lease_nor_watch(
 def test_a_member_that_knows_no_leader_applies_nothing_and_says_so(cluster: Cluster) -> None:
     for member in cluster.members[1:]:
         member.kill()
-    connection = Connection(EtcdAccess(cluster.endpoints[:1], timeout_s=1.0))
-    sent = True
+    calls = Connection(EtcdAccess(cluster.endpoints[:1], timeout_s=1.0))
+    sent, number = True, 0
     while sent:  # until the member gives its leader up, a write may yet be applied
+        number += 1
         with pytest.raises(StoreUnavailable) as failed:
-            connection.call("txn", kv.txn_request((), [kv.put_op(b"/k", b"v")]))
+            calls.call("txn", kv.txn_request((), [kv.put_op(b"/%d" % number, b"")]))
         sent = failed.value.sent
     assert "knows no leader" in str(failed.value)
-    connection.close()
+    calls.close()
     for member in cluster.members[1:]:
         member.start()
     await_serving(EtcdAccess(cluster.endpoints))
+    with Client(EtcdAccess(cluster.endpoints)) as client:
+        assert client.get_raw(b"/%d" % number) is None
 
 
 def test_a_member_without_a_quorum_is_left_for_those_with_one(
