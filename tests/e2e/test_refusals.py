@@ -118,6 +118,7 @@ def test_a_finished_job_that_is_started_again_says_so_and_trains_again_once_it_i
     cluster.direct(lambda player: Script())
     a, b, late = cluster.start("a", "b", "late")
     assert cluster.world(2).round == 1
+    cluster.until(lambda: all(cluster.told(agent.name) for agent in (a, b, late)), "all nodes take part")
     cluster.finishes(a, b, late)
 
 
