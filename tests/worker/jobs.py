@@ -73,20 +73,24 @@ def die() -> None:
 
 
 class Accident:
-    """At ``point`` of the step ``step``, call ``what``, once.
+    """At ``point`` of the step ``step``, call ``what``, once. The accident ``then`` can happen after that.
 
     Points: start, forward, backward, summed, in the optimizer, stepped, committed. Further points: returned,
     when the run function has returned; forming, when all workers have come to form the group; sending and
     receiving, in the middle of this worker's transfer of that number.
     """
 
-    def __init__(self, point: str = "", step: int = -1, what: Any = die) -> None:
-        self.point, self.step, self.what = point, step, what
+    def __init__(
+        self, point: str = "", step: int = -1, what: Any = die, then: "Accident | None" = None
+    ) -> None:
+        self.point, self.step, self.what, self.then = point, step, what, then
 
     def __call__(self, point: str, step: int) -> None:
         if point == self.point and step == self.step:
-            self.point = ""
-            self.what()
+            self.point, what = "", self.what
+            if self.then:
+                self.point, self.step, self.what = self.then.point, self.then.step, self.then.what
+            what()
 
 
 NOTHING = Accident()

@@ -153,15 +153,22 @@ def test_a_worker_that_wakes_after_it_was_replaced_has_no_part_in_what_the_other
     """A worker was stopped in its step, and the others continued without it. Its own result of that step
     differs, and no other worker gets it."""
     asleep, held = Gate(tmp_path / "asleep"), Gate(tmp_path / "held")
-    crew.start(work, str(tmp_path), "0", Accident("start", 7, held.wait))
+    committed = [Gate(tmp_path / "committed-0"), Gate(tmp_path / "committed-2")]
+    accidents = [Accident("committed", 4, gate.wait) for gate in committed]
+    accidents[0].then = Accident("start", 7, held.wait)
+    crew.start(work, str(tmp_path), "0", accidents[0])
     crew.start(work, str(tmp_path), "1", Accident("summed", 4, asleep.wait), body=train_astray)
-    crew.start(work, str(tmp_path), "2")
+    crew.start(work, str(tmp_path), "2", accidents[1])
     crew.form()
     asleep.until_somebody_waits()
     sleeper = crew.hands[1]
     os.kill(sleeper.process.pid, signal.SIGSTOP)
     sleeper.shunned = True
+    for gate in committed:
+        gate.until_somebody_waits()
     crew.close()
+    for gate in committed:
+        gate.open()
     crew.until(lambda: crew.round == 2)
     held.until_somebody_waits()
     os.kill(sleeper.process.pid, signal.SIGCONT)
