@@ -355,6 +355,7 @@ def test_losing_the_member_in_use_or_the_leader_loses_neither_lease_nor_watch(
 
 
 def test_a_member_that_knows_no_leader_applies_nothing_and_says_so(cluster: Cluster) -> None:
+    await_serving(EtcdAccess(cluster.endpoints[:1]))  # a quorum of other members may have started first
     for member in cluster.members[1:]:
         member.kill()
     calls = Connection(EtcdAccess(cluster.endpoints[:1], timeout_s=1.0))
