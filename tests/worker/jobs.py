@@ -81,7 +81,7 @@ class Accident:
     """
 
     def __init__(
-        self, point: str = "", step: int = -1, what: Any = die, then: "Accident | None" = None
+        self, point: str = "", step: int = -1, what: Any = die, then: Accident | None = None
     ) -> None:
         self.point, self.step, self.what, self.then = point, step, what, then
 
