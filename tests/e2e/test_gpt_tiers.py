@@ -141,7 +141,8 @@ class Training:
 
 def send(number: int, pids: list[int]) -> None:
     for pid in pids:
-        os.kill(pid, number)
+        with suppress(ProcessLookupError):  # its agent or its warden may be faster
+            os.kill(pid, number)
 
 
 def digest(said: list[str]) -> str:
@@ -213,7 +214,7 @@ def test_memory_of_checkpoints_and_copies_is_shown_and_gone_when_it_is_killed(
         return ring and 0 not in a.values() and all(held(agent) == shown[agent.name] for agent in agents)
 
     cluster.until(settled, "both nodes hold their own and the other's")
-    assert "MB of other nodes'" in cluster.command("status", cluster.job).out
+    assert "B of other nodes'" in cluster.command("status", cluster.job).out
 
     assert holders(cluster.mark)
     processes = [agent.pid for agent in agents]
@@ -256,7 +257,7 @@ def test_gpt_ends_as_if_nothing_had_happened_whichever_memory_or_disk_it_had_to_
     send(signal.SIGSTOP, lost)
     training.until_saved(8)
     b.kill()
-    send(signal.SIGKILL, [pid for pid in lost if Path(f"/proc/{pid}").exists()])
+    send(signal.SIGKILL, lost)
     training.until_resumed("peer", times=before + 1)
     training.goes_on(6)
 

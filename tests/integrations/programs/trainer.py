@@ -1,6 +1,7 @@
 """Trains a tiny GPT-2 with Trainer. argv: "plain", "elastic" or "in_place"; a folder for checkpoints; batches
 that a worker accumulates; the steps between checkpoints; the epochs."""
 
+import os
 import sys
 
 import torch
@@ -28,6 +29,7 @@ class Noting(Trainer):
 
 
 def train(model):
+    os.makedirs(OUTPUT, exist_ok=True)  # get_last_checkpoint needs the folder
     args = TrainingArguments(
         OUTPUT,
         per_device_train_batch_size=2,
