@@ -28,7 +28,7 @@ PATHS = [
     "tests/checkpoint/test_plain_dcp.py",
     "tests/e2e/test_checkpoints.py",
     f"{TRAINING}_a_worker_is_killed_and_only_its_death_is_charged",
-    f"{IN_PLACE}_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and_every_step",
+    f"{IN_PLACE}_survivors_of_killed_workers_and_of_an_exception_keep_their_process_and_every_step",
     f"{IN_PLACE}_a_node_that_leaves_comes_or_is_lost_and_scaling_restart_nobody_elsewhere",
 ]
 DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
