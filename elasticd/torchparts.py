@@ -77,9 +77,11 @@ REPLACED: Final = (
     ),
     Private(
         "torch.nn.parallel.DistributedDataParallel._pre_forward",
-        "worker/gradients/wrapping.py: keeps its collectives out of the count of the script's collectives.",
+        "worker/gradients/wrapping.py: keeps its collectives out of the count of the script's collectives. "
+        "worker/world/waits.py: the backward passes end with the world.",
         ("self",),
     ),
+    Private("torch._disable_dynamo", "worker/world/waits.py: that forward pass is not compiled."),
     *(
         Private(
             f"torch.distributed.ProcessGroup.{method}", "worker/boot/elasticd_debug.py: records each call."

@@ -194,6 +194,7 @@ def waits_end() -> Iterator[None]:
     waits.use_group_timeouts()
     yield
     dist.Work.wait, dist.Work.get_future = wait, future  # type: ignore[method-assign]
+    DistributedDataParallel._pre_forward = waits._pre_forward  # type: ignore[method-assign]
     waits._Ends.patched = False
     waits._Ends.functional = None
     while waits._Substitute.idle:
@@ -273,7 +274,8 @@ def test_a_wait_that_others_answer_returns_and_one_that_fails_says_why(
 def test_a_backward_pass_ends_with_the_next_gradients_once_the_world_is_over(
     waits_end: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the end of the world, a worker does not compute gradients that no worker adds up."""
+    """After the end of the world, a worker does not compute gradients that no worker adds up. The script or
+    its library has made the DistributedDataParallel, and has evaluated the model before."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
         monkeypatch.setenv(name, "0")  # a world replaces these for good
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -284,7 +286,10 @@ def test_a_backward_pass_ends_with_the_next_gradients_once_the_world_is_over(
     for layer in layers:
         layer.register_full_backward_pre_hook(lambda layer, _: reached.append(layer))
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1e-4)
-    waits.add_up_until_end(model, 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    with torch.no_grad():
+        model(torch.ones(8))
+    assert not model._comm_hooks, "the script may still register a hook of its own"
     model(torch.ones(8, requires_grad=True)).sum().backward()
     assert reached == layers[::-1]
     loss = model(torch.ones(8, requires_grad=True)).sum()

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from elasticd.checkpoint.client.tensors import is_flattened
-from elasticd.worker.world.waits import add_up_until_end
 
 if TYPE_CHECKING:
     from elasticd.worker.world.group import World
@@ -178,16 +177,12 @@ class WrappedModels:
         return _calls() - self._own_calls
 
     def _leave_out_own_calls(self, model: DistributedDataParallel) -> None:
-        reference, is_first = weakref.ref(model), True
+        reference = weakref.ref(model)
 
         # A function, since a deep copy of the model would copy the object of a bound method.
         def pre_forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_first
             before, mine = _calls(), reference()
             assert mine is not None
-            if is_first and self._world is not None:  # only now, as the script may register a hook of its own
-                add_up_until_end(mine, self._world.size)
-            is_first = False
             given = DistributedDataParallel._pre_forward(mine, *args, **kwargs)  # type: ignore[no-untyped-call]
             self._own_calls += _calls() - before
             return given

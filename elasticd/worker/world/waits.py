@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar, cast
@@ -31,6 +32,7 @@ _NO_TIMEOUT = timedelta(0)  # torch's default: no timeout is given
 _METHODS = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
 _wait_for_work = dist.Work.wait
 _future_of_work = dist.Work.get_future
+_pre_forward = DistributedDataParallel._pre_forward
 _FUNCTIONAL = "_c10d_functional"  # torch's library of functional collectives
 ENDED = "the world ended before"  # the messages of all errors of this module begin so
 _OVER = f"{ENDED} all workers had answered"
@@ -67,14 +69,16 @@ class FromAnyone(Message):
 
 class _Ends:
     """The ends of worlds in this process. ``so_far``: their number. ``before``: their number at the start of
-    the present world. ``patched``: whether ``Work.wait`` and the futures of works end with the world.
-    ``functional``: the same of functional collectives. ``open``: what fails at the next end."""
+    the present world. ``patched``: whether ``Work.wait``, the futures of works, and backward passes of
+    DistributedDataParallel end with the world. ``functional``: the same of functional collectives. ``open``:
+    what fails at the next end. ``trained``: the models that were called with gradients."""
 
     news = threading.Lock()
     so_far = before = 0
     patched = False
     functional: torch.library.Library | None = None
     open: ClassVar[set[Future[Any] | _Substitute]] = set()
+    trained: ClassVar[weakref.WeakSet[DistributedDataParallel]] = weakref.WeakSet()
 
 
 class _Substitute:
@@ -188,6 +192,7 @@ def use_group_timeouts() -> None:
         _Ends.patched = True
         dist.Work.wait = _wait_until_end  # type: ignore[assignment, method-assign]
         dist.Work.get_future = _future_until_end  # type: ignore[assignment, method-assign]
+        DistributedDataParallel._pre_forward = _pre_forward_until_end  # type: ignore[assignment, method-assign]
     if _Ends.functional is None and not torch.cuda.is_available():
         library = torch.library.Library(_FUNCTIONAL, "IMPL")  # type: ignore[no-untyped-call]
         library.impl("wait_tensor", _wait_for_tensor_until_end, "CPU")  # type: ignore[no-untyped-call]
@@ -226,9 +231,20 @@ def _wait_for_tensor_until_end(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def add_up_until_end(model: DistributedDataParallel, size: int) -> None:
+@torch._disable_dynamo  # Dynamo would compile this function, in more pieces than torch's own
+def _pre_forward_until_end(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    """Before the first forward pass with gradients, and no sooner, since the script may register a hook of
+    its own, have the model's backward passes end with the world."""
+    if torch.is_grad_enabled() and model not in _Ends.trained:
+        _Ends.trained.add(model)
+        _add_up_until_end(model)
+    return _pre_forward(model, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _add_up_until_end(model: DistributedDataParallel) -> None:
     """Have the model's backward passes end with the world, unless the model has a hook already: torch allows
-    one. ``size``: the number of workers. The gradients are the same, to the bit, as without this."""
+    one. The gradients are the same, to the bit, as without this."""
+    size = dist.get_world_size(model.process_group)
     if size > 1 and not torch.cuda.is_available():
         group = None if model.process_group is dist.group.WORLD else model.process_group
         with contextlib.suppress(RuntimeError):
