@@ -6,6 +6,7 @@ Read from /proc: psutil reports neither how often each thread has waited nor whe
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from itertools import islice
 
 from elasticd.core.hang.judging import ProcessState
@@ -14,15 +15,23 @@ from elasticd.procs.linux import descendants, stat_of, status_of
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _DESCENDANTS_MAX = 256
+_GLOO_LOOP = b"gloo_tcp_loop"  # wakes up a hundred times a second, also if nothing comes
 
 
 def vitals(pid: int) -> Vitals:
+    """Return the figures of a process now. Gloo's event loops, of which each gloo group has one, do not count
+    among the threads that wake up."""
     fields = stat_of(pid)
     if not fields:
         return Vitals(ProcessState.GONE, 0.0)
     cpu_s = _cpu_s(fields) + sum(_cpu_s(stat_of(p)) for p in islice(descendants(pid), _DESCENDANTS_MAX))
-    wakes = {task: int(status_of(pid, task).get(b"voluntary_ctxt_switches", 0)) for task in _tasks(pid)}
+    threads = {task: status_of(pid, task) for task in _tasks(pid)}
+    wakes = {task: _wakes(thread) for task, thread in threads.items() if thread.get(b"Name") != _GLOO_LOOP}
     return Vitals(_state(fields[0]), cpu_s, wakes.get(pid, 0), sum(wakes.values()))
+
+
+def _wakes(status: Mapping[bytes, bytes]) -> int:
+    return int(status.get(b"voluntary_ctxt_switches", 0))
 
 
 def _cpu_s(fields: list[bytes]) -> float:
