@@ -37,6 +37,7 @@ class Observer:
         self.wake_at = 0.0
         self.gpus = GpuHealth()
         self._look_s = look_s
+        self._ended = 0  # the last round whose workers were told to leave or to stop
         self._page_contents = page_contents
         self._throttled_s = throttled_s
         self._advice = Advice(asked)
@@ -61,9 +62,12 @@ class Observer:
 
     def attend(self, state: AgentState, now: float, say: Callable[[Reason], None]) -> Paces | None:
         """Return this node's paces for the leader, if a period has ended."""
-        if now < self.wake_at:
-            return None
         crew = state.crew
+        ends = crew is not None and crew.order is not None and crew.round.number != self._ended
+        if now < self.wake_at and not ends:
+            return None
+        if crew is not None and ends:  # a round that was shorter than the time between two looks counts, too
+            self._ended = crew.round.number
         pages = self._page_contents(crew.round.number) if crew is not None else {}
         if crew is not None:
             self._advice, reasons = advise(self._advice, crew, pages.values())

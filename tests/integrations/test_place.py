@@ -92,7 +92,10 @@ def test_a_job_that_is_stopped_saves_a_checkpoint_and_continues_from_it(
 def test_a_script_as_it_is_does_not_lose_its_place_silently(
     framework: Framework, cluster: Cluster, output: str
 ) -> None:
-    trained = jobs.resized(cluster, framework.program, "plain", output, "1", "4", "2", sizes=framework.sizes)
+    epochs = "30"  # for the agent looks at a round that lasts a second
+    trained = jobs.resized(
+        cluster, framework.program, "plain", output, "1", "4", epochs, sizes=framework.sizes
+    )
     assert trained.outcome != "exact", "otherwise nothing need be said"
     assert trained.agent.find("data.batches_changed")
 
