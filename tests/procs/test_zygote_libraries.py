@@ -26,8 +26,8 @@ LIBRARIES = {
     "wandb": "import wandb",
     "mlflow": "import mlflow",
     "accelerate": "import accelerate",
-    "all": "import transformers, datasets, lightning, sklearn.linear_model, accelerate, wandb, mlflow",
 }
+LIBRARIES["all"] = "; ".join(text for name, text in LIBRARIES.items() if importlib.util.find_spec(name))
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
