@@ -433,7 +433,7 @@ class Round:
             return self.extent.leaving
         return sum(len(self.by_node[node].slots) for node in self.leaving if node in self.by_node)
 
-    @property
+    @cached_property
     def by_node(self) -> Mapping[str, Member]:
         """The known members by the name of their node."""
         return self._indexed.by_node

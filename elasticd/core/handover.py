@@ -12,13 +12,15 @@ workers may leave: they give their parts in a round without steps, too.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from elasticd.core import seating
 from elasticd.core.facts import Member, Node, Round
 
-_Place = tuple[str, int]  # a node and a slot
+_Slots = Mapping[str, tuple[int, ...]]  # some slots of nodes, by the node's name; no node without a slot
 
 
 def may_come(round: Round, nodes: Iterable[Node]) -> bool:
@@ -36,21 +38,17 @@ def members(
     it must leave. ``round``: the last round, which is over. ``unit``: the workers that hold one model
     together, if there are such units.
     """
-    holding = seating.newest_holders(nodes.values())
-    given = _have_given(round, nodes)
-    if not any(set(heir.slots) & set(holding.get(heir.node, ())) for heir in heirs):
-        having = {**holding, **_parts_of_the_same_state(nodes, holding)}
-        able = ((name, slots) for name, slots in having.items() if _can_give(round, nodes[name]))
-        spared = given | {(heir.node, slot) for heir in heirs for slot in heir.slots}
-        left = {name: tuple(s for s in slots if (name, s) not in spared) for name, slots in able}
-        giving = {name: slots for name, slots in left.items() if slots}
+    holding, beside = seating.newest_holders(nodes.values()), {heir.node: heir.slots for heir in heirs}
+    if any(not set(slots).isdisjoint(holding.get(name, ())) for name, slots in beside.items()):
+        giving = _parts_left_out(round, nodes, beside, unit)
     else:
-        giving = _parts_left_out(round, nodes, heirs, unit)
+        having = {**holding, **_parts_of_the_same_state(nodes, holding)}
+        able = {name: slots for name, slots in having.items() if _can_give(round, nodes[name])}
+        giving = _without(_without(able, _have_given(round, nodes)), beside)
     if not giving:
         return ()
     # Other workers of a leaving node may be heirs, if the next round leaves out only the slots with the
     # state.
-    beside = {heir.node: heir.slots for heir in heirs}
     others = [(heir.node, heir.incarnation, heir.slots) for heir in heirs if heir.node not in giving]
     leaving = [
         (name, nodes[name].incarnation, (*beside.get(name, ()), *slots)) for name, slots in giving.items()
@@ -58,7 +56,7 @@ def members(
     return seating.seat([*others, *leaving])
 
 
-def _parts_of_the_same_state(nodes: Mapping[str, Node], holding: Iterable[str]) -> dict[str, tuple[int, ...]]:
+def _parts_of_the_same_state(nodes: Mapping[str, Node], holding: Iterable[str]) -> _Slots:
     """Return the slots of other nodes that may have parts of the newest sharded state, which the nodes of
     ``holding`` have."""
     newest = next((nodes[name].age for name in holding), None)
@@ -70,67 +68,90 @@ def _parts_of_the_same_state(nodes: Mapping[str, Node], holding: Iterable[str]) 
     }
 
 
-def _parts_left_out(
-    round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member], unit: int
-) -> dict[str, tuple[int, ...]]:
+def _parts_left_out(round: Round, nodes: Mapping[str, Node], heirs: _Slots, unit: int) -> _Slots:
     """Return the slots with a part of a sharded state that are not among the heirs, and have not given the
     part away. A worker that was not in the last round has no part, or gave it away before."""
-    there = {
-        (name, slot)
-        for name, member in round.by_node.items()
-        if (node := nodes.get(name)) is not None and node.sharded and node.incarnation == member.incarnation
-        if _can_give(round, node)
-        for slot in node.holders
-        if slot in member.slots
-    } - _have_given(round, nodes)
+    parts = {
+        name: node.holders
+        for name, node in _members_there(round, nodes)
+        if node.sharded and _can_give(round, node)
+    }
+    there = _without(_within(parts, _seats(round)), _have_given(round, nodes))
     if not there:
         return {}
-    taking = {(heir.node, slot) for heir in heirs for slot in heir.slots}
-    out = {place for rank, place in _places(round) if round.leaves_out(rank)}
-    kept = {place for _, place in _places(round)} - out
-    if round.planned and kept and kept <= there and _have_all_entered(round, nodes, kept):
-        there -= out  # they have given their parts at the last commit
-    elif unit > 1 and _is_whole_unit_among(taking & there, round, unit):
+    out = _left_out(round)
+    kept = _without(_seats(round), out)
+    if round.planned and kept and not _without(kept, there) and _have_all_entered(round, nodes, kept):
+        there = _without(there, out)  # they have given their parts at the last commit
+    elif unit > 1 and _has_a_whole_unit(_within(heirs, there), round, unit):
         return {}
-    giving: dict[str, tuple[int, ...]] = {}
-    for name, slot in sorted(there - taking):
-        giving[name] = (*giving.get(name, ()), slot)
-    return giving
+    giving = _without(there, heirs)
+    return {name: tuple(sorted(giving[name])) for name in sorted(giving)}
 
 
-def _have_all_entered(round: Round, nodes: Mapping[str, Node], kept: Iterable[_Place]) -> bool:
-    """Return whether the workers at these places have agreed on the state in this round. Workers that are
+def _members_there(round: Round, nodes: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
+    """Yield the members of the round that are registered, each with its record."""
+    for name, member in round.by_node.items():
+        node = nodes.get(name)
+        if node is not None and node.incarnation == member.incarnation:
+            yield name, node
+
+
+def _have_all_entered(round: Round, nodes: Mapping[str, Node], kept: Iterable[str]) -> bool:
+    """Return whether the workers of these nodes have agreed on the state in this round. Workers that are
     asked to leave before their world has formed leave at once, so such a round has no last commit."""
-    ages = (nodes[name].age for name, _ in kept)
+    ages = (nodes[name].age for name in kept)
     return all(age is not None and age.agreed == round.number for age in ages)
 
 
-def _have_given(round: Round, nodes: Mapping[str, Node]) -> set[_Place]:
+def _have_given(round: Round, nodes: Mapping[str, Node]) -> _Slots:
     """Return the places of the workers that have given their parts in a handover round, if all other workers
     of the round wait for the next one. The parts may make no whole state; another handover would not help."""
     if not (round.handover and round.planned):
-        return set()
-    wait = {
-        (name, slot)
-        for name, member in round.by_node.items()
-        if (node := nodes.get(name)) is not None and node.incarnation == member.incarnation
-        for slot in node.ready
-    }
-    out = {place for rank, place in _places(round) if round.leaves_out(rank)}
-    kept = {place for _, place in _places(round)} - out
-    return out if kept and kept <= wait else set()
+        return {}
+    wait = {name: node.ready for name, node in _members_there(round, nodes)}
+    out = _left_out(round)
+    kept = _without(_seats(round), out)
+    return out if kept and not _without(kept, wait) else {}
 
 
-def _places(round: Round) -> Iterator[tuple[int, _Place]]:
-    """Yield the ranks and places of the round's workers."""
-    for member in round.members:
-        for rank, slot in enumerate(member.slots, member.base_rank):
-            yield rank, (member.node, slot)
+def _seats(round: Round) -> _Slots:
+    return {name: member.slots for name, member in round.by_node.items()}
 
 
-def _is_whole_unit_among(places: set[_Place], round: Round, unit: int) -> bool:
-    there = Counter(rank // unit for rank, place in _places(round) if place in places)
+def _left_out(round: Round) -> _Slots:
+    """Return the slots of the ranks that the next round will probably leave out."""
+    out: dict[str, tuple[int, ...]] = {}
+    for ranks in round.left_out:
+        place = bisect_right(round.members, ranks.first, key=attrgetter("base_rank")) - 1
+        while place < len(round.members) and (member := round.members[place]).base_rank < ranks.end:
+            slots = member.slots[max(0, ranks.first - member.base_rank) : ranks.end - member.base_rank]
+            out[member.node] = (*out.get(member.node, ()), *slots)
+            place += 1
+    return out
+
+
+def _has_a_whole_unit(places: _Slots, round: Round, unit: int) -> bool:
+    members = [(round.by_node[name], slots) for name, slots in places.items()]
+    there = Counter(member.rank_of(slot) // unit for member, slots in members for slot in slots)
     return unit in there.values()
+
+
+def _without(places: _Slots, others: _Slots) -> _Slots:
+    """Return those of the places that are not among the others."""
+    left = {}
+    for name, slots in places.items():
+        there = others.get(name, ())
+        if there == slots:
+            continue
+        if kept := tuple([slot for slot in slots if slot not in there]) if there else slots:
+            left[name] = kept
+    return left
+
+
+def _within(places: _Slots, others: _Slots) -> _Slots:
+    """Return those of the places that are among the others."""
+    return _without(places, _without(places, others))
 
 
 def _can_give(round: Round, node: Node) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from elasticd.core import shortage
@@ -51,11 +53,10 @@ def candidate(node: Node, spec: Spec, round: Round | None, *, live: bool = False
         return None
     if not (live or available(node, round)):
         return None
-    if not spec.inplace:
+    if not spec.inplace or node.ready == node.slots:
         return node
-    there = set(node.ready)
-    if live and (seat := _seat(node, round)) is not None:
-        there.update(seat.slots)
+    seat = _seat(node, round) if live else None
+    there = {*node.ready, *(seat.slots if seat is not None else ())}
     slots = tuple(slot for slot in node.slots if slot in there)
     return node if slots == node.slots else replace(node, slots=slots)
 
@@ -94,8 +95,11 @@ def order(nodes: Sequence[Node], last: Round | None) -> list[Node]:
     if last is None or not last.members:
         return list(nodes)
     there = {node.name: node for node in nodes}
-    before = [(there.get(m.node), m.incarnation) for m in last.members]
-    survivors = [node for node, life in before if node is not None and node.incarnation == life]
+    survivors = [
+        node
+        for member in last.members
+        if (node := there.get(member.node)) is not None and node.incarnation == member.incarnation
+    ]
     if len(survivors) == len(nodes):
         return survivors
     return [*survivors, *(node for node in nodes if _seat(node, last) is None)]
@@ -174,10 +178,12 @@ def _best(
     holding: _Holding,
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots."""
-    offers = [_by_merit(node, slots, holding, last) for node, slots in zip(nodes, usable, strict=True)]
-    if limits.unit == 1:
-        return _best_slots(offers, limits)
-    return _best_units(offers, [_seat(node, last) for node in nodes], limits)
+    seats = [_seat(node, last) for node in nodes]
+    offers = [
+        _by_merit(node, slots, holding.get(node.name, ()), seat.slots if seat is not None else ())
+        for node, slots, seat in zip(nodes, usable, seats, strict=True)
+    ]
+    return _best_slots(offers, limits) if limits.unit == 1 else _best_units(offers, seats, limits)
 
 
 def left_out(
@@ -197,26 +203,27 @@ def left_out(
 
 def ranks_without(members: Iterable[Member], others: Iterable[Member]) -> tuple[RankRange, ...]:
     """Return the ranks of the members whose slots are not among the others'."""
-    seats = {(other.node, other.incarnation): other.slots for other in others}
-    both = [(member, seats.get((member.node, member.incarnation), ())) for member in members]
-    out = [
-        rank
-        for member, kept in both
-        if kept != member.slots
-        for rank, slot in enumerate(member.slots, member.base_rank)
-        if slot not in kept
-    ]
-    return _ranges(out)
-
-
-def _ranges(ranks: Iterable[int]) -> tuple[RankRange, ...]:
-    """Return the ranges of ranks that ascend."""
+    there = {other.node: other for other in others}
     found: list[RankRange] = []
-    for rank in ranks:
-        if found and found[-1].end == rank:
-            found[-1] = RankRange(found[-1].first, rank + 1)
+    for member in members:
+        other = there.get(member.node)
+        kept = other.slots if other is not None and other.incarnation == member.incarnation else ()
+        if not kept:
+            found.append(RankRange(member.base_rank, member.base_rank + len(member.slots)))
+        elif kept != member.slots:
+            ranks = enumerate(member.slots, member.base_rank)
+            found += [RankRange(rank, rank + 1) for rank, slot in ranks if slot not in kept]
+    return _joined(found)
+
+
+def _joined(ranges: Iterable[RankRange]) -> tuple[RankRange, ...]:
+    """Return the ranges, which ascend, with those that follow each other as one."""
+    found: list[RankRange] = []
+    for ranks in ranges:
+        if found and found[-1].end == ranks.first:
+            found[-1] = RankRange(found[-1].first, ranks.end)
         else:
-            found.append(RankRange(rank, rank + 1))
+            found.append(ranks)
     return tuple(found)
 
 
@@ -233,20 +240,28 @@ _Offer = tuple[Sequence[int], ...]  # the slots of a node by merit, the best fir
 
 def _best_slots(offers: Sequence[_Offer], limits: Limits) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots."""
-    chosen: list[list[int]] = [[] for _ in offers]
-    places = limits.largest(sum(len(slots) for offer in offers for slots in offer))
+    chosen: dict[int, Sequence[int]] = {}
+    places = limits.largest(sum([len(slots) for offer in offers for slots in offer]))
     for merit in range(_MERITS):
-        for slots, offer in zip(chosen, offers, strict=True):
-            taken = offer[merit][:places]
-            slots.extend(taken)
-            places -= len(taken)
-    return ((number, slots) for number, slots in enumerate(chosen) if slots)
+        for number, offer in enumerate(offers):
+            if not places:
+                break
+            if taken := offer[merit][:places]:
+                chosen[number] = (*chosen.get(number, ()), *taken)
+                places -= len(taken)
+    return ((number, chosen[number]) for number in sorted(chosen))
 
 
-class _Place(NamedTuple):
-    merit: int  # 0 is the best
-    node: int
-    slot: int
+class _Units(NamedTuple):
+    """Whole units that are equally good: one, or several on one node. ``merits``: of the slots of each unit,
+    the best first, where 0 is the best. ``slots``: of all these units, by the number of the node."""
+
+    merits: tuple[int, ...]
+    units: int
+    slots: Sequence[tuple[int, Sequence[int]]]
+
+
+_Place = tuple[int, int]  # the merit of a slot, and the slot
 
 
 def _best_units(
@@ -254,50 +269,111 @@ def _best_units(
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots. A unit is a run of ranks, so nodes that
     share a unit follow each other, behind the others. ``seats``: of each node in the last round."""
-    offered = [
-        [_Place(merit, number, slot) for merit, slots in enumerate(offer) for slot in slots]
-        for number, offer in enumerate(offers)
+    intact: dict[int, _Units] = {}  # by the number of the first unit in the last round
+    others: list[tuple[int, _Units]] = []  # by the number of the node
+    uneven: dict[int, list[_Place]] = {}  # what the other nodes offer, by the number of the node
+    for number, (offer, seat) in enumerate(zip(offers, seats, strict=True)):
+        units = _units_of_one_merit(number, offer, seat, limits.unit)
+        if units is None:
+            uneven[number] = [(merit, slot) for merit, slots in enumerate(offer) for slot in slots]
+        elif seat is not None:
+            intact[seat.base_rank // limits.unit] = units
+        else:
+            others.append((number, units))
+    intact |= _intact_units(uneven, seats, limits)
+    whole, shared = _further_units(uneven, limits)
+    units_of_all = [
+        *(units for _, units in sorted(intact.items())),
+        *(units for _, units in sorted([*others, *whole], key=itemgetter(0))),
+        *shared,
     ]
-    units = _intact_units(offered, seats, limits)
-    taken = {(place.node, place.slot) for unit in units for place in unit}
-    left: list[_Place] = []
-    for number, of_node in enumerate(offered):
-        places = [place for place in of_node if (number, place.slot) not in taken]
-        units += _whole_units(places, limits.unit)
-        left += places[len(places) - len(places) % limits.unit :]
-    if limits.within is UnitWithin.ANY:
-        units += _whole_units(left, limits.unit)
-    units.sort(key=lambda unit: sorted(place.merit for place in unit))
-    chosen: dict[int, list[int]] = {}
+    units_of_all.sort(key=attrgetter("merits"))
+    return _first_of(units_of_all, limits)
+
+
+def _first_of(ordered: Sequence[_Units], limits: Limits) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the number of each node in the largest world of the first of these units, and its slots."""
+    chosen: dict[int, Sequence[int]] = {}
     sharing: set[int] = set()
-    for unit in units[: limits.largest(len(units) * limits.unit) // limits.unit]:
-        for place in unit:
-            chosen.setdefault(place.node, []).append(place.slot)
-        nodes = {place.node for place in unit}
-        sharing |= nodes if len(nodes) > 1 else set()
+    places = limits.largest(sum([units.units for units in ordered]) * limits.unit)
+    for units in ordered:
+        if not places:
+            break
+        taken = min(places, units.units * limits.unit)
+        for number, slots in units.slots:
+            chosen[number] = (*chosen.get(number, ()), *slots[:taken])
+        if len(units.slots) > 1:
+            sharing.update([number for number, _ in units.slots])
+        places -= taken
     return ((number, chosen[number]) for number in sorted(chosen, key=lambda n: (n in sharing, n)))
 
 
+def _units_of_one_merit(number: int, offer: _Offer, seat: Member | None, unit: int) -> _Units | None:
+    """Return the units of a node whose slots are equally good, and are whole units already, or can be. None:
+    the node is another one. Of a large job, nearly all nodes are like that."""
+    merit = next((merit for merit, slots in enumerate(offer) if slots), 0)
+    slots = offer[merit]
+    if not slots or len(slots) % unit or any(offer[merit + 1 :]):
+        return None
+    if seat is not None and (seat.base_rank % unit or slots != seat.slots):
+        return None
+    return _Units((merit,) * unit, len(slots) // unit, ((number, slots),))
+
+
 def _intact_units(
-    offered: Sequence[Sequence[_Place]], seats: Sequence[Member | None], limits: Limits
-) -> list[list[_Place]]:
-    """Return the units of the last round whose slots are all offered, in the order of their ranks."""
-    found: dict[int, list[_Place]] = {}
-    for places, seat in zip(offered, seats, strict=True):
-        if seat is not None:
-            for place in places:
-                if place.slot in seat.slots:
-                    found.setdefault(seat.rank_of(place.slot) // limits.unit, []).append(place)
+    offered: dict[int, list[_Place]], seats: Sequence[Member | None], limits: Limits
+) -> dict[int, _Units]:
+    """Return the units of the last round whose slots are all offered, by their number, and take them out of
+    ``offered``."""
+    found: dict[int, list[tuple[int, list[_Place]]]] = {}
+    for number, places in offered.items():
+        if (seat := seats[number]) is not None:
+            for unit, slots in _slots_by_unit(seat, limits.unit):
+                if there := [place for place in places if place[1] in slots]:
+                    found.setdefault(unit, []).append((number, there))
     on_any = limits.within is UnitWithin.ANY
-    return [
-        unit
-        for _, unit in sorted(found.items())
-        if len(unit) == limits.unit and (on_any or len({place.node for place in unit}) == 1)
-    ]
+    intact: dict[int, _Units] = {}
+    for unit, parts in found.items():
+        if sum([len(there) for _, there in parts]) == limits.unit and (on_any or len(parts) == 1):
+            intact[unit] = _one_unit(parts)
+            for number, there in parts:
+                offered[number] = [place for place in offered[number] if place not in there]
+    return intact
 
 
-def _whole_units(places: Sequence[_Place], unit: int) -> list[list[_Place]]:
-    return [list(places[i : i + unit]) for i in range(0, len(places) - len(places) % unit, unit)]
+def _slots_by_unit(seat: Member, unit: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the number of each unit that has workers on the node, and their slots."""
+    first, end = seat.base_rank, seat.base_rank + len(seat.slots)
+    for number in range(first // unit, -(-end // unit)):
+        yield number, seat.slots[max(0, number * unit - first) : (number + 1) * unit - first]
+
+
+def _further_units(
+    offered: Mapping[int, Sequence[_Place]], limits: Limits
+) -> tuple[list[tuple[int, _Units]], list[_Units]]:
+    """Return the units that can be on one node, with the node's number, and then those that several share."""
+    whole: list[tuple[int, _Units]] = []
+    left: list[tuple[int, _Place]] = []
+    for number, places in offered.items():
+        end = len(places) - len(places) % limits.unit
+        whole += [
+            (number, _one_unit([(number, places[begin : begin + limits.unit])]))
+            for begin in range(0, end, limits.unit)
+        ]
+        left += [(number, place) for place in places[end:]]
+    if limits.within is UnitWithin.NODE:
+        return whole, []
+    ends = range(limits.unit, len(left) + 1, limits.unit)
+    return whole, [_one_unit(_by_number(left[end - limits.unit : end])) for end in ends]
+
+
+def _by_number(places: Iterable[tuple[int, _Place]]) -> list[tuple[int, list[_Place]]]:
+    return [(number, [place for _, place in run]) for number, run in groupby(places, itemgetter(0))]
+
+
+def _one_unit(parts: Sequence[tuple[int, Sequence[_Place]]]) -> _Units:
+    merits = sorted([merit for _, places in parts for merit, _ in places])
+    return _Units(tuple(merits), 1, [(number, [slot for _, slot in places]) for number, places in parts])
 
 
 def seat(nodes: Iterable[tuple[str, str, Sequence[int]]], last: Round | None = None) -> tuple[Member, ...]:
@@ -307,35 +383,35 @@ def seat(nodes: Iterable[tuple[str, str, Sequence[int]]], last: Round | None = N
     before = last.by_node if last is not None else {}
     ascending: dict[tuple[int, ...], tuple[int, ...]] = {}  # most nodes have the same slots
     rank = 0
-    for name, incarnation, given in nodes:
+    for place, (name, incarnation, given) in enumerate(nodes):
         slots = ascending.get(key := tuple(given)) or ascending.setdefault(key, tuple(sorted(key)))
-        old = before.get(name)
-        seat = incarnation, slots, rank, len(members)
-        if old is None or (old.incarnation, old.slots, old.base_rank, old.place) != seat:
-            old = Member(name, *seat)
-        members.append(old)
+        member = before.get(name)
+        if (
+            member is None
+            or member.base_rank != rank
+            or member.place != place
+            or member.slots != slots
+            or member.incarnation != incarnation
+        ):
+            member = Member(name, incarnation, slots, rank, place)
+        members.append(member)
         rank += len(slots)
     return tuple(members)
 
 
 def newest_holders(nodes: Iterable[Node]) -> Mapping[str, tuple[int, ...]]:
     """Return the slots that hold the newest whole state, by node; empty if no slot holds one."""
-    aged = [(node.age, node) for node in nodes if node.age is not None]
-    newest = max((age for age, _ in aged), default=None)
+    aged = [((node.age.agreed, node.age.step), node) for node in nodes if node.age is not None]
+    newest = max(map(itemgetter(0), aged), default=None)
     return {node.name: node.holders for age, node in aged if age == newest}
 
 
 _MERITS = 3
 
 
-def _by_merit(
-    node: Node, usable: tuple[int, ...], holding: Mapping[str, tuple[int, ...]], last: Round | None
-) -> _Offer:
+def _by_merit(node: Node, usable: tuple[int, ...], held: tuple[int, ...], seated: tuple[int, ...]) -> _Offer:
     """Return the slots that the node offers: those with the newest state, those that were in the last round,
     and the rest. Of more slots than may be in one world, the node offers the best."""
-    held = holding.get(node.name, ())
-    before = _seat(node, last)
-    seated = before.slots if before is not None else ()
     parts: _Offer
     if usable == held:
         parts = (usable, (), ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from elasticd.core.facts import Limits, Member, Node
@@ -72,7 +73,8 @@ def _seats(members: Iterable[Member]) -> dict[str, int]:
 def _state_of(nodes: Iterable[Node]) -> StateMemory | None:
     """Return what the job's sharded state takes. Workers may know more after their first step, so the largest
     counts."""
-    return max((node.state for node in nodes if node.state is not None), default=None)
+    known = [node.state for node in nodes if node.state is not None]
+    return max(known, key=attrgetter(*StateMemory.__slots__), default=None)
 
 
 def _need(state: StateMemory, each: int, have: int, limits: Limits) -> int:

@@ -33,6 +33,7 @@ from elasticd.checkpoint.client.save_plan import (
 from elasticd.checkpoint.format.manifest import encode_index
 from elasticd.checkpoint.replication.wire import HEAD
 from elasticd.core import agent, gathered
+from elasticd.core.age import Age
 from elasticd.core.agent.hearing import with_exit
 from elasticd.core.agent_messages import Tick
 from elasticd.core.facts import (
@@ -77,6 +78,7 @@ from elasticd.core.ports import (
     WorkerNews,
     Write,
 )
+from elasticd.core.state_memory import StateMemory
 from elasticd.core.straggler import PERIODS
 from elasticd.daemon.driver import JUDGE_S, Driver, Happening
 from elasticd.daemon.gathering import Gathering, PacesTold
@@ -93,6 +95,7 @@ HEARD_AGENTS, HEARD_ROUNDS = 200, 8
 SHARDS = (1, 8)
 ONE_BY_ONE = 20  # how many events of a kind are measured; the leader gets the rest at once
 POLICY = Policy(straggler_drain=False)
+STATE = StateMemory(20 * 10**9)  # of a sharded model; each node has memory for 50 of it
 FRAMES = "Traceback (most recent call last):\n" + '  File "train.py", line 88, in step\n' * 40  # 1.5 kB
 
 QUIET = "a quiet event"
@@ -108,8 +111,11 @@ JUDGED = "a judgement of a hang"
 FORMING = "a forming"
 FAILURE = "a release with failures"
 REFORMING = "a re-forming, all failed"
+UNITS = "a forming of units, few places"
+RESIZE = "a resize, sharded"
+HANDOVER = "a handover, sharded"
 OF_ONE_NODE = (QUIET, REPORT, TOLD, PACES, STANDSTILL, STILL, LOST, RELEASE, FAILURE)
-OF_ALL_NODES = (PERIOD, JUDGED, FORMING, REFORMING)
+OF_ALL_NODES = (PERIOD, JUDGED, FORMING, REFORMING, UNITS, RESIZE, HANDOVER)
 ONCE = (LOST, *OF_ALL_NODES)  # these happen once or twice, in several events
 
 
@@ -281,19 +287,29 @@ class Leader:
     """The agent that leads a job of ``nodes`` nodes.
 
     ``counting``: count operations, which takes long, instead of the time. ``until``: when to give up, by
-    ``time.monotonic``.
+    ``time.monotonic``. ``unit``: the workers of a unit. ``sharded``: the workers of all other nodes keep
+    their process, and a part of the state.
     """
 
-    def __init__(self, nodes: int, *, counting: bool = False, until: float = math.inf) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        *,
+        counting: bool = False,
+        until: float = math.inf,
+        unit: int = 1,
+        sharded: bool = False,
+    ) -> None:
         self.costs: dict[str, Cost] = {kind: Cost() for kind in (*OF_ONE_NODE, *OF_ALL_NODES)}
         self._counting = counting
         self._until = until
         self._now = 1_000_000.0
         self._inbox: deque[Happening] = deque()
         self.names = [f"node-{n:05}" for n in range(nodes)]
-        self._records = {name: _record(n, name) for n, name in enumerate(self.names)}
-        limits = Limits(WORKERS, nodes * WORKERS)
-        spec = Spec(limits, limits, "train.py", "f" * 64, POLICY)
+        self._records = {name: _record(n, name, sharded) for n, name in enumerate(self.names)}
+        self._sharded = sharded
+        limits = Limits(WORKERS, (nodes - sharded) * WORKERS, unit)
+        self._spec = spec = Spec(limits, limits, "train.py", "f" * 64, POLICY, inplace=sharded)
         me = self._records[self.names[0]]
         identity = agent.Identity(me.name, me.incarnation, me.address, me.slots, me.host, me.pid)
         self.etcd = _Etcd(agent.watched(identity)[:3], nodes)
@@ -394,11 +410,11 @@ class Leader:
 
     # ------------------------------------------------------------ events of the job
 
-    def form(self) -> None:
+    def form(self, kind: str = FORMING) -> None:
         """The last node joins, and the first round forms."""
         self._expect(Phase.WAITING)
         last = self.names[-1]
-        self.see(FORMING, {f"nodes/{last}": self._records[last]})
+        self.see(kind, {f"nodes/{last}": self._records[last]})
         self._expect(Phase.LIVE)
 
     def stay_quiet(self, events: int = ONE_BY_ONE) -> None:
@@ -468,6 +484,16 @@ class Leader:
         self._expect(Phase.CLOSING)
         self._release(RELEASE, FORMING, failing=False)
 
+    def scale(self, kind: str, nodes: int) -> None:
+        """The operator wants a world of so many nodes' workers."""
+        self._spec = replace(self._spec, limits=replace(self._spec.limits, max=nodes * WORKERS))
+        self.see(kind, {"spec": self._spec})
+        self._expect(Phase.CLOSING)
+
+    def release(self, last_kind: str) -> None:
+        """All nodes release the round, and form the next one."""
+        self._release("", last_kind, failing=False)
+
     def fail_everywhere(self) -> None:
         """All workers fail. Their nodes release the round with their reports, and form the next one."""
         self._release(FAILURE, REFORMING, failing=True)
@@ -495,9 +521,10 @@ class Leader:
             failed = Exit(slot, rank, 1, self._now, message, FRAMES + message, f"/logs/{slot}/stderr")
             exits = with_exit(exits, failed)
         report = Report(name, known.incarnation, number, exits, steps=1000)
-        self._records[name] = replace(
-            known, released=number, told=report.ends, store_port=known.store_port + 1
-        )
+        known = replace(known, released=number, told=report.ends, store_port=known.store_port + 1)
+        if self._sharded:
+            known = replace(known, age=Age(number, 1000), holders=known.slots, sharded=True, state=STATE)
+        self._records[name] = known
         return {f"reports/{name}": report, f"nodes/{name}": self._records[name]}
 
     def _expect(self, phase: Phase) -> None:
@@ -505,9 +532,10 @@ class Leader:
             raise Missing(f"round {self.round.number} is {self.round.phase}, not {phase}")
 
 
-def _record(n: int, name: str) -> Node:
-    address = f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}"
-    return Node(name, f"{n:032x}", address, tuple(range(WORKERS)), 0, 29500, 4711, f"{name}:{n:036x}")
+def _record(n: int, name: str, sharded: bool) -> Node:
+    address, slots = f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}", tuple(range(WORKERS))
+    node = Node(name, f"{n:032x}", address, slots, 0, 29500, 4711, f"{name}:{n:036x}")
+    return replace(node, ready=slots, memory=10**12) if sharded else node
 
 
 def _waiting(member: Member) -> tuple[Look, ...]:
@@ -592,6 +620,30 @@ def play(nodes: int, *, counting: bool = False, until: float = math.inf) -> Lead
     leader.lose_a_node()
     leader.etcd.what = ""
     leader.fail_everywhere()
+    for other in (_units_in_few_places(nodes, counting, until), _handover(nodes, counting, until)):
+        leader.costs |= {kind: cost for kind, cost in other.costs.items() if cost.cpu_s or cost.ops}
+    return leader
+
+
+def _units_in_few_places(nodes: int, counting: bool, until: float) -> Leader:
+    """Half of the workers are to go on, in units of four."""
+    leader = Leader(nodes, counting=counting, until=until, unit=4)
+    leader.form("")
+    leader.scale("", nodes // 2)
+    leader.release(UNITS)
+    return leader
+
+
+def _handover(nodes: int, counting: bool, until: float) -> Leader:
+    """A sharded job is to be smaller, and smaller again before its round has ended. Those that learn only
+    then that they leave give their parts in a handover round."""
+    leader = Leader(nodes, counting=counting, until=until, sharded=True)
+    leader.form("")
+    leader.scale(RESIZE, 3 * nodes // 4)
+    leader.scale("", nodes // 2)
+    leader.release(HANDOVER)
+    if not leader.round.handover:
+        raise Missing("there is no handover")
     return leader
 
 
