@@ -21,6 +21,7 @@ from elasticd.core.hang.judging import (
     Why,
     allowance,
     doing,
+    in_groups,
     judge,
     judge_first,
     judge_leaving,
@@ -43,7 +44,7 @@ def world(*kinds: Doing | str, still_s: float = 1e6, what: str = "all_reduce") -
 def judged(looks: list[Look], patience: Patience = AUTO) -> Verdict | None:
     allowed = allowance(STEPS_OF_75_MS, 100, patience)
     assert allowed is not None
-    return judge(looks, allowed)
+    return judge(in_groups(looks), allowed)
 
 
 def blamed(verdict: Verdict | None) -> tuple[Why, list[int]] | None:
@@ -203,7 +204,7 @@ def test_of_workers_in_lock_step_those_that_keep_the_others_waiting_are_blamed(
 def test_who_is_too_late_to_leave_a_world_is_to_blame_only_if_asleep(
     kinds: list[str], expected: object
 ) -> None:
-    assert blamed(judge_leaving(world(*kinds))) == expected
+    assert blamed(judge_leaving(in_groups(world(*kinds)))) == expected
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_before_the_first_step_only_a_survivor_that_sleeps_on_is_to_blame(
     allowed = allowance(STEPS_OF_75_MS, 1, AUTO)
     assert allowed is not None
     looks = [replace(k, step=0, new=k.rank not in experienced) for k in world(*kinds, still_s=still_s)]
-    assert blamed(judge_first(looks, allowed)) == expected
+    assert blamed(judge_first(in_groups(looks), allowed)) == expected
 
 
 def test_who_waits_elsewhere_than_most_is_to_blame() -> None:
@@ -326,7 +327,7 @@ def test_only_who_was_late_and_not_moving_is_blamed(
 ) -> None:
     allowed = allowance(known, 1, patience)
     assert allowed is not None
-    verdict = judge(seen, allowed)
+    verdict = judge(in_groups(seen), allowed)
     assert verdict is None or verdict.guilty
     for look in verdict.guilty if verdict else ():
         assert look in seen and look.still_s >= allowed.stopped_s

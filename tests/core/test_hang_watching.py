@@ -28,7 +28,7 @@ from elasticd.core.hang.hang_messages import (
     WithdrawStall,
     Woke,
 )
-from elasticd.core.hang.judging import Doing, Look, Patience, ProcessState, Verdict, Why, judge
+from elasticd.core.hang.judging import Doing, Look, Patience, ProcessState, Verdict, Why, in_groups, judge
 from elasticd.core.hang.standstill import Beat, Inspected, Vitals
 from elasticd.core.hang.watching import ANSWERS_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S, leaving_s, start, step
 from elasticd.core.lifecycle import Life
@@ -608,7 +608,7 @@ def test_workers_that_all_wait_are_found_at_their_limit(
     node.stand_still(61.0)
     if others:
         stall, _ = node.told[-1]
-        verdict = judge(stall.looks, stall.allowed)
+        verdict = judge(in_groups(stall.looks), stall.allowed)
         assert verdict is not None and verdict.why is Why.DEADLOCK, "the leader finds the same"
     else:
         ((_, at),) = node.condemned[:1]

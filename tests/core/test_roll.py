@@ -23,7 +23,7 @@ from elasticd.core.facts import (
     Stall,
     UnitWithin,
 )
-from elasticd.core.hang.judging import Allowance, Doing, Look
+from elasticd.core.hang.judging import Allowance, Doing, Look, in_groups
 from elasticd.core.leader.roll import NOBODY, SHOWN_MAX, Mark, ReceivedStall, Registered, Roll, Standing
 from elasticd.core.page_layout import Fatal
 from elasticd.core.persistent_map import PersistentMap
@@ -80,16 +80,16 @@ specs = st.builds(
     st.booleans(),
     st.sampled_from([(), (Drained("n1", life("n1")),)]),
 )
+
+
+def _stalled(name: str, incarnation: str, number: int, look: Look) -> ReceivedStall:
+    stall = Stall(name, incarnation, number, (look,), Allowance(1.0, 1.0, 1.0, 1.0, 1.0))
+    return ReceivedStall(stall, NOW, in_groups(stall.looks))
+
+
 stalls = st.builds(
-    lambda name, life_number, number, doing: ReceivedStall(
-        Stall(
-            name,
-            life(name, life_number),
-            number,
-            (Look(name, 0, 0, 7, 5.0, doing),),
-            Allowance(1.0, 1.0, 1.0, 1.0, 1.0),
-        ),
-        NOW,
+    lambda name, life_number, number, doing: _stalled(
+        name, life(name, life_number), number, Look(name, 0, 0, 7, 5.0, doing)
     ),
     st.sampled_from(NAMES),
     st.integers(1, 2),

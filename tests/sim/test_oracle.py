@@ -142,8 +142,9 @@ def _victims_condemned(patch: pytest.MonkeyPatch) -> None:
     """The workers that wait are condemned in place of the worker that hangs."""
     judged = judging.judge
 
-    def blind(looks: Any, allowed: Any, *since: Any) -> Any:
-        verdict = judged(looks, allowed, *since)
+    def blind(groups: Any, allowed: Any, *since: Any) -> Any:
+        verdict = judged(groups, allowed, *since)
+        looks = (look for group in groups for look in group.looks)
         waiting = tuple(look for look in looks if look.doing is judging.Doing.WAITING)
         return replace(verdict, guilty=waiting) if verdict is not None and waiting else verdict
 
@@ -158,7 +159,7 @@ def _never_grows(patch: pytest.MonkeyPatch) -> None:
 
 def _hangs_forgiven(patch: pytest.MonkeyPatch) -> None:
     for module in (judging, watching):
-        patch.setattr(module, "judge", lambda looks, allowed, *since: None)
+        patch.setattr(module, "judge", lambda groups, allowed, *since: None)
 
 
 def _nobody_is_slow(patch: pytest.MonkeyPatch) -> None:

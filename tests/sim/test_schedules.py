@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from elasticd.core.facts import Limits, Outcome, Summary
-from elasticd.core.hang.judging import Allowance, Look, Verdict
+from elasticd.core.hang.judging import Allowance, Group, Verdict
 from elasticd.core.leader import hanging
 from elasticd.core.round_parts import PartSizes
 from tests.sim.__main__ import replay_command
@@ -165,10 +165,10 @@ def test_a_leader_whose_agent_hears_late_of_a_round_does_not_go_back_to_it(
 def test_the_reports_of_many_nodes_are_judged_together(monkeypatch: pytest.MonkeyPatch) -> None:
     judge, judged = hanging.judge_round, 0
 
-    def count(looks: Sequence[Look], allowed: Allowance, *since: Mapping[str, float]) -> Verdict | None:
+    def count(groups: Sequence[Group], allowed: Allowance, *since: Mapping[str, float]) -> Verdict | None:
         nonlocal judged
         judged += 1
-        return judge(looks, allowed, *since)
+        return judge(groups, allowed, *since)
 
     monkeypatch.setattr(hanging, "judge_round", count)
     setup = Setup((1,) * 20, Limits(20, 20), job=Job(total_steps=60, step_s=0.25))

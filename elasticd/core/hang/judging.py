@@ -15,10 +15,10 @@ Times are arguments, in seconds; there is no clock here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import chain, groupby
+from itertools import chain
 from operator import attrgetter
 from statistics import median
 from typing import Final
@@ -207,6 +207,55 @@ class Look:
     new: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Workers of one node that were seen to do the same, after the same step, at the same place, in the order
+    of their ranks. Of a large job, groups are judged sooner than workers one by one.
+
+    ``still_s``, ``there_s``, ``waits_s``: the least of all looks; ``longest_s``: the greatest ``still_s``.
+    ``new``: whether any is new.
+    """
+
+    looks: tuple[Look, ...]
+    node: str
+    rank: int  # the first
+    doing: Doing
+    step: int
+    what: str
+    place: str
+    still_s: float
+    longest_s: float
+    there_s: float
+    waits_s: float
+    new: bool
+
+    @classmethod
+    def of(cls, looks: Sequence[Look]) -> Group:
+        one, still_s = looks[0], [look.still_s for look in looks]
+        return cls(
+            tuple(looks),
+            one.node,
+            one.rank,
+            one.doing,
+            one.step,
+            one.what,
+            one.place,
+            min(still_s),
+            max(still_s),
+            min([look.there_s for look in looks]),
+            min([look.waits_s for look in looks]),
+            any(look.new for look in looks),
+        )
+
+
+def in_groups(looks: Iterable[Look]) -> tuple[Group, ...]:
+    """Return the groups that these workers are in."""
+    alike: dict[tuple[object, ...], list[Look]] = {}
+    for look in sorted(looks, key=attrgetter("rank")):
+        alike.setdefault((look.node, look.doing, look.step, look.what, look.place), []).append(look)
+    return tuple([Group.of(those) for those in alike.values()])
+
+
 # ---------------------------------------------------------------- the verdict
 
 
@@ -239,111 +288,142 @@ class Verdict:
 NOW: Final[Mapping[str, float]] = {}
 
 
-def judge(looks: Sequence[Look], allowed: Allowance, since: Mapping[str, float] = NOW) -> Verdict | None:
+def judge(groups: Sequence[Group], allowed: Allowance, since: Mapping[str, float] = NOW) -> Verdict | None:
     """Return the verdict on the workers that hang by now; None if no worker hangs.
 
-    ``looks``: of every worker of the world, except those that have ended well. To judge stopped workers
-    alone, fewer looks are enough. ``since``: how long ago the workers of a node were seen, if not just now;
+    ``groups``: with every worker of the world, except those that have ended well. To judge stopped workers
+    alone, fewer groups are enough. ``since``: how long ago the workers of a node were seen, if not just now;
     their standstills are longer by that time.
     """
-    ordered = tuple(sorted(looks, key=attrgetter("rank")))
+    those: dict[Doing, list[Group]] = {doing: [] for doing in Doing}
+    for group in groups:
+        those[group.doing].append(group)
 
-    def found(why: Why, guilty: Sequence[Look], limit_s: float) -> Verdict | None:
-        late = bool(guilty) and all(_still_s(look, since) >= limit_s for look in guilty)
-        return _verdict(why, tuple(guilty), ordered, since) if late else None
+    def found(why: Why, doing: Doing, limit_s: float) -> Verdict | None:
+        guilty = those[doing]
+        if not guilty or not _are_late(guilty, limit_s, since):
+            return None
+        return _verdict(why, guilty, [group for group in groups if group.doing is not doing], since)
 
-    runs = [(doing, tuple(run)) for doing, run in groupby(ordered, attrgetter("doing"))]
-
-    def those(*kinds: Doing) -> list[Look]:
-        return list(chain.from_iterable([run for doing, run in runs if doing in kinds]))
-
-    stopped = [look for look in those(Doing.STOPPED) if _still_s(look, since) >= allowed.stopped_s]
+    stopped, others = _parted(those[Doing.STOPPED], lambda k: _still_s(k, since) >= allowed.stopped_s)
     if stopped:
-        return found(Why.STOPPED, stopped, allowed.stopped_s)
-    if those(Doing.GONE):
+        others += [group for group in groups if group.doing is not Doing.STOPPED]
+        return _verdict(Why.STOPPED, stopped, others, since)
+    if those[Doing.GONE]:
         return None  # the report of the exit is on its way
-    waiting, busy = those(Doing.WAITING), those(Doing.BUSY)
-    asleep, silent = those(Doing.ASLEEP), those(Doing.UNKNOWN)
+    waiting, busy = those[Doing.WAITING], those[Doing.BUSY]
     if not waiting:
-        return found(Why.ASLEEP, asleep, allowed.busy_s) or found(Why.BUSY, busy, allowed.unasked_s)
-    if busy or those(Doing.MOVING, Doing.STOPPED):
+        return found(Why.ASLEEP, Doing.ASLEEP, allowed.busy_s) or found(
+            Why.BUSY, Doing.BUSY, allowed.unasked_s
+        )
+    if busy or those[Doing.MOVING] or those[Doing.STOPPED]:
         # Perhaps all other workers, the sleeping ones too, wait for the busy one.
-        return found(Why.ASLEEP, asleep, allowed.busy_s) or found(Why.BUSY, busy, allowed.busy_s)
-    if asleep:
-        return found(Why.ASLEEP, asleep, allowed.asleep_s)
-    if silent:
-        return found(Why.SILENT, silent, allowed.waiting_s)
-    settled = min(map(attrgetter("there_s"), waiting)) >= allowed.settled_s
-    if settled or min(map(attrgetter("waits_s"), waiting)) >= allowed.settled_s:
+        return found(Why.ASLEEP, Doing.ASLEEP, allowed.busy_s) or found(Why.BUSY, Doing.BUSY, allowed.busy_s)
+    if those[Doing.ASLEEP]:
+        return found(Why.ASLEEP, Doing.ASLEEP, allowed.asleep_s)
+    if those[Doing.UNKNOWN]:
+        return found(Why.SILENT, Doing.UNKNOWN, allowed.waiting_s)
+    settled = min([group.there_s for group in waiting]) >= allowed.settled_s
+    if settled or min([group.waits_s for group in waiting]) >= allowed.settled_s:
         limit_s = allowed.waiting_s if settled else allowed.busy_s
-        apart = _apart(waiting, allowed.settled_s)
-        return found(Why.APART, apart, limit_s) or found(Why.DEADLOCK, waiting, limit_s)
+        apart, others = _apart(waiting, allowed.settled_s)
+        if apart and _are_late(apart, limit_s, since):
+            return _verdict(Why.APART, apart, others, since)
+        return found(Why.DEADLOCK, Doing.WAITING, limit_s)
     return None  # the last worker may just have come, so that the step goes on
 
 
 def judge_first(
-    looks: Sequence[Look], allowed: Allowance, since: Mapping[str, float] = NOW
+    groups: Sequence[Group], allowed: Allowance, since: Mapping[str, float] = NOW
 ) -> Verdict | None:
     """Return who hangs before the first step of a round: workers that stay asleep while no worker is busy.
 
-    ``looks``: of all workers of the world. A worker that is new is not judged. ``since``: as for ``judge``.
+    ``groups``: with all workers of the world. A worker that is new is not judged. ``since``: as for
+    ``judge``.
     """
-    asleep = tuple(look for look in looks if look.doing is Doing.ASLEEP)
-    calm = all(look.doing in (Doing.ASLEEP, Doing.WAITING) for look in looks)
-    late = all(not look.new and _still_s(look, since) >= allowed.first_s for look in asleep)
-    return _verdict(Why.ASLEEP, asleep, looks, since) if asleep and calm and late else None
+    asleep = [group for group in groups if group.doing is Doing.ASLEEP]
+    waiting = [group for group in groups if group.doing is Doing.WAITING]
+    calm = len(asleep) + len(waiting) == len(groups) and not any(group.new for group in asleep)
+    late = calm and _are_late(asleep, allowed.first_s, since)
+    return _verdict(Why.ASLEEP, asleep, waiting, since) if asleep and late else None
 
 
 def judge_round(
-    looks: Sequence[Look], allowed: Allowance, since: Mapping[str, float] = NOW
+    groups: Sequence[Group], allowed: Allowance, since: Mapping[str, float] = NOW
 ) -> Verdict | None:
     """Return who hangs in a round, before its first step or after.
 
-    ``looks``: of every worker of the world, as for ``judge``, like ``since``.
+    ``groups``: with every worker of the world, as for ``judge``, like ``since``.
     """
-    if all(map(attrgetter("step"), looks)):
-        return judge(looks, allowed, since)
-    stopped = [look for look in looks if look.doing is Doing.STOPPED]
-    return judge(stopped, allowed, since) or judge_first(looks, allowed, since)
+    if all(group.step for group in groups):
+        return judge(groups, allowed, since)
+    stopped = [group for group in groups if group.doing is Doing.STOPPED]
+    return judge(stopped, allowed, since) or judge_first(groups, allowed, since)
 
 
-def judge_leaving(looks: Sequence[Look]) -> Verdict | None:
+def judge_leaving(groups: Sequence[Group]) -> Verdict | None:
     """Return who blocks the next world, when leaving this one has taken too long.
 
-    ``looks``: of the workers that have not left. A sleeping worker may be waiting for a busy one, so all must
-    be asleep.
+    ``groups``: of the workers that have not left. A sleeping worker may be waiting for a busy one, so all
+    must be asleep.
     """
-    asleep = tuple(look for look in looks if look.doing is Doing.ASLEEP)
-    return _verdict(Why.ASLEEP, asleep, looks) if asleep and len(asleep) == len(looks) else None
+    asleep = all(group.doing is Doing.ASLEEP for group in groups)
+    return _verdict(Why.ASLEEP, groups, ()) if groups and asleep else None
 
 
-def _still_s(look: Look, since: Mapping[str, float]) -> float:
-    return look.still_s + since.get(look.node, 0.0)
+def _still_s(seen: Look | Group, since: Mapping[str, float]) -> float:
+    return seen.still_s + since.get(seen.node, 0.0)
+
+
+def _are_late(groups: Sequence[Group], limit_s: float, since: Mapping[str, float]) -> bool:
+    """Whether no worker of the groups has made a step for so long."""
+    return all(_still_s(group, since) >= limit_s for group in groups)
+
+
+def _parted(groups: Iterable[Group], guilty: Callable[[Look], bool]) -> tuple[list[Group], list[Group]]:
+    """Return groups of the workers that are guilty, and groups of the others."""
+    parts: tuple[list[Group], list[Group]] = [], []
+    for group in groups:
+        those = [look for look in group.looks if guilty(look)]
+        if len(those) == len(group.looks):
+            parts[0].append(group)
+        elif not those:
+            parts[1].append(group)
+        else:
+            parts[0].append(Group.of(those))
+            parts[1].append(Group.of([look for look in group.looks if look not in those]))
+    return parts
 
 
 def _verdict(
-    why: Why, guilty: tuple[Look, ...], looks: Sequence[Look], since: Mapping[str, float] = NOW
+    why: Why, guilty: Sequence[Group], others: Sequence[Group], since: Mapping[str, float] = NOW
 ) -> Verdict:
-    others: list[Look] = []
-    if len(guilty) < len(looks):
-        ranks = {look.rank for look in guilty}
-        others = [look for look in looks if look.rank not in ranks]
-    named, more = guilty[:GUILTY_MAX], len(guilty[GUILTY_MAX:])
+    looks = sorted(chain.from_iterable([group.looks for group in guilty]), key=attrgetter("rank"))
+    named, more = looks[:GUILTY_MAX], len(looks[GUILTY_MAX:])
     if since:
-        named = tuple(replace(look, still_s=_still_s(look, since)) for look in named)
-    waits = Counter((look.what, look.place) for look in others if look.doing is Doing.WAITING)
+        named = [replace(look, still_s=_still_s(look, since)) for look in named]
+    waits: Counter[tuple[str, str]] = Counter()
+    for group in sorted(others, key=attrgetter("rank")):
+        if group.doing is Doing.WAITING:
+            waits[group.what, group.place] += len(group.looks)
     what, place = waits.most_common(1)[0][0] if waits else ("", "")
-    return Verdict(why, named, len(others), what, place, more)
+    return Verdict(why, tuple(named), sum([len(group.looks) for group in others]), what, place, more)
 
 
-def _apart(waiting: Sequence[Look], settled_s: float) -> list[Look]:
-    """Return the workers that wait in another place than most. Most must have stayed at their place. Of a
-    worker whose place changes, only its step and its collective are compared: the worker may wait for the
-    same collective from several places."""
-    stayed = [look for look in waiting if look.there_s >= settled_s]
-    places = Counter(map(attrgetter("step", "what", "place"), stayed))
-    most, count = places.most_common(1)[0] if places else ((0, "", ""), 0)
-    if 2 * count <= len(waiting) or count == len(waiting):
-        return []
-    elsewhere = {look.rank for look in stayed if (look.step, look.what, look.place) != most}
-    return [look for look in waiting if look.rank in elsewhere or (look.step, look.what) != most[:2]]
+def _apart(waiting: Sequence[Group], settled_s: float) -> tuple[list[Group], list[Group]]:
+    """Return the workers that wait in another place than most, and the others. Most must have stayed at their
+    place. Of a worker whose place changes, only its step and its collective are compared: the worker may wait
+    for the same collective from several places."""
+    places: Counter[tuple[int, str, str]] = Counter()
+    for group in waiting:
+        stayed = [look for look in group.looks if look.there_s >= settled_s]
+        places[group.step, group.what, group.place] += len(stayed)
+    most, count = places.most_common(1)[0]
+    workers = sum([len(group.looks) for group in waiting])
+    if 2 * count <= workers or count == workers:
+        return [], []
+    elsewhere = [group for group in waiting if (group.step, group.what) != most[:2]]
+    there = [group for group in waiting if (group.step, group.what, group.place) == most]
+    near = [group for group in waiting if (group.step, group.what) == most[:2] and group.place != most[2]]
+    settled, moving = _parted(near, lambda look: look.there_s >= settled_s)
+    return [*elsewhere, *settled], [*there, *moving]

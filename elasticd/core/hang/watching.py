@@ -55,6 +55,7 @@ from elasticd.core.hang.judging import (
     Verdict,
     Why,
     allowance,
+    in_groups,
     judge,
     judge_leaving,
     judge_round,
@@ -332,10 +333,11 @@ class _Decisions:
         due = self.w.again_at is not None and at < self.w.again_at  # this look came before again_at
         if not due:
             self.set(again_at=at + allowed.settled_s if came and self.w.again_at is None else None)
-        stopped = [look for look in looks if look.doing is Doing.STOPPED]
-        verdict = judge_round(looks, allowed) if alone else judge(stopped, allowed)
+        groups = in_groups(looks)
+        stopped = [group for group in groups if group.doing is Doing.STOPPED]
+        verdict = judge_round(groups, allowed) if alone else judge(stopped, allowed)
         if verdict is None and self.is_late(allowed):
-            verdict = judge_leaving(looks)
+            verdict = judge_leaving(groups)
         certain = alone or not in_step or isinstance(crew.order, Leaving)
         if verdict is not None and (certain or self.state.etcd.silent):
             return self.decide(verdict)

@@ -6,14 +6,14 @@ each agent reports, and the leader judges all reports together.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
 from itertools import chain
 from operator import attrgetter
 
 from elasticd.core.facts import Hang, Member, Phase, Round
-from elasticd.core.hang.judging import REPEAT_S, Allowance, Doing, Look, judge_round
+from elasticd.core.hang.judging import REPEAT_S, Allowance, Doing, Group, judge_round
 from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.roll import Mark
 from elasticd.core.leader.view import Judged, View
@@ -53,15 +53,14 @@ def name_the_hung(view: View, now: float) -> Plan:
     received = [stalls[name] for name in roll[Mark.STOPPED if silent else Mark.STILL]]
     if not received:
         return _undecided(facts, (view.absence_counts_from,), now)
-    received.sort(key=lambda one: one.stall.looks[0].rank if one.stall.looks else 0)
-    looks = list(chain.from_iterable([one.stall.looks for one in received]))
+    groups = list(chain.from_iterable([one.groups for one in received]))
     if silent:
-        looks = [look for look in looks if look.doing is Doing.STOPPED]
+        groups = [group for group in groups if group.doing is Doing.STOPPED]
     since = {one.stall.node: now - one.at for one in received}
     allowed = _most_patient([one.stall.allowed for one in received])
-    verdict = judge_round(looks, allowed, since)
+    verdict = judge_round(groups, allowed, since)
     if verdict is None:
-        return _undecided(facts, (*_limits(looks, allowed, since, now), view.absence_counts_from), now)
+        return _undecided(facts, (*_limits(groups, allowed, since, now), view.absence_counts_from), now)
     return Plan(writes=(Put("hang", Hang(round.number, verdict, asks=silent), leased=True),))
 
 
@@ -86,10 +85,15 @@ def _most_patient(allowances: Sequence[Allowance]) -> Allowance:
 
 
 def _limits(
-    looks: Sequence[Look], allowed: Allowance, since: Mapping[str, float], now: float
+    groups: Sequence[Group], allowed: Allowance, since: Mapping[str, float], now: float
 ) -> Iterator[float]:
     """Yield for each limit the time at which the first standstill below the limit reaches it."""
-    still = sorted({look.still_s + since[look.node] for look in looks})
-    for limit_s in astuple(allowed):
-        if below := bisect_left(still, limit_s):
-            yield now + max(limit_s - still[below - 1], LATER_S)
+    aged = [(group, since[group.node]) for group in groups]
+    longest_s = max([group.longest_s + ago_s for group, ago_s in aged], default=math.inf)
+    for limit_s in {*astuple(allowed)}:
+        still = [longest_s]
+        if longest_s >= limit_s:
+            some = [(group, ago_s) for group, ago_s in aged if group.still_s + ago_s < limit_s]
+            still = [look.still_s + ago_s for group, ago_s in some for look in group.looks]
+        if below := [still_s for still_s in still if still_s < limit_s]:
+            yield now + max(limit_s - max(below), LATER_S)

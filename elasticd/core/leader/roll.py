@@ -17,7 +17,7 @@ from typing import Final
 
 from elasticd.core import seating
 from elasticd.core.facts import Member, Node, Phase, Quarantine, Report, Round, Spec, Stall
-from elasticd.core.hang.judging import Doing
+from elasticd.core.hang.judging import Doing, Group
 from elasticd.core.persistent_map import PersistentMap
 
 
@@ -35,10 +35,12 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedStall:
-    """An agent's report of workers that stand still, and when the leader received it."""
+    """An agent's report of workers that stand still, and when the leader received it. ``groups``: of the
+    report's looks, which are made once, and not when all nodes have reported."""
 
     stall: Stall
     at: float
+    groups: tuple[Group, ...]
 
 
 class Mark(StrEnum):
@@ -232,13 +234,15 @@ class Roll:
                         changes.setdefault(mark, {})[name] = member if mark in has else None
             if was[0] is now[0] and before.spec is self.spec:
                 continue
-            standing.subtract(before._standing(was[0]))
-            standing.update(self._standing(now[0]))
+            if was[0] is not None and before.round is not None:
+                standing[before._standing(was[0])] -= 1
+            if now[0] is not None:
+                standing[self._standing(now[0])] += 1
             was_free, was_held = before._rooms(was[0])
             is_free, is_held = self._rooms(now[0])
             free, held = free + is_free - was_free, held + is_held - was_held
-            if now[0] is not None and self._candidate(now[0]) is not None:
-                came_at = max(came_at, now[0].seen_at)
+            if now[0] is not None and now[0].seen_at > came_at and self._candidate(now[0]) is not None:
+                came_at = now[0].seen_at
         marked = {**self.marked, **{mark: self[mark].updated(changed) for mark, changed in changes.items()}}
         return replace(self, marked=marked, standing=standing, free=free, held=held, came_at=came_at)
 
@@ -255,9 +259,8 @@ class Roll:
         marks: list[Mark] = []
         if report is not None and self._is_of_member(report):
             marks += _told(report)
-        stall = received.stall if received is not None else None
-        if stall is not None and (stall.round, stall.incarnation) == (round.number, member.incarnation):
-            stopped = any(look.doing is Doing.STOPPED for look in stall.looks)
+        if received is not None and _is_of(received.stall, round, member):
+            stopped = any(group.doing is Doing.STOPPED for group in received.groups)
             marks += [Mark.STILL, Mark.STOPPED] if stopped else [Mark.STILL]
         if known is None:
             return [*marks, Mark.MISSING]
@@ -282,15 +285,13 @@ class Roll:
             marks.append(Mark.FENCED)
         return marks
 
-    def _standing(self, known: Registered | None) -> tuple[Standing, ...]:
-        """Return what the node is to the round; empty if it is not registered."""
-        if known is None or self.round is None:
-            return ()
+    def _standing(self, known: Registered) -> Standing:
+        assert self.round is not None
         if known.node.draining:
-            return (Standing.DRAINING,)
+            return Standing.DRAINING
         member = self.round.member(known.node.name, known.node.incarnation)
         runs = self.round.phase in _RUNS
-        return (Standing.MEMBER if runs and member is not None else Standing.WAITING,)
+        return Standing.MEMBER if runs and member is not None else Standing.WAITING
 
     def _is_of_member(self, report: Report) -> bool:
         assert self.round is not None
@@ -313,6 +314,8 @@ class Roll:
         if known is None or self.spec is None or self.round is None:
             return 0, 0
         free = _room(seating.candidate(known.node, self.spec, self.round), self.spec)
+        if known.node.name not in self.round.by_node:
+            return free, 0
         return free, _room(seating.candidate(known.node, self.spec, self.round, live=True), self.spec) - free
 
 
@@ -344,8 +347,9 @@ def _differences(before: Roll, after: Roll) -> Iterator[tuple[str, _Known, _Know
 def _others(roll: Roll, ordinary: Mapping[str, Registered]) -> Iterator[tuple[str, _Known, _Known]]:
     """Yield the nodes and members but the ordinary ones, as the roll has them, and as an empty one has it."""
     assert roll.round is not None
-    for name in [name for name in {**roll.round.by_node, **roll.nodes.to_dict()} if name not in ordinary]:
-        yield name, (None, None, None), (roll.nodes.get(name), roll.reports.get(name), roll.stalls.get(name))
+    nodes, reports, stalls = roll.nodes.to_dict(), roll.reports.to_dict(), roll.stalls.to_dict()
+    for name in [name for name in {**roll.round.by_node, **nodes} if name not in ordinary]:
+        yield name, (None, None, None), (nodes.get(name), reports.get(name), stalls.get(name))
 
 
 def _room(
@@ -354,6 +358,10 @@ def _room(
     if node is None or spec is None:
         return 0
     return seating.room(node, spec.limits, quarantines, now)
+
+
+def _is_of(stall: Stall, round: Round, member: Member) -> bool:
+    return stall.round == round.number and stall.incarnation == member.incarnation
 
 
 def in_rank_order(members: Iterable[Member]) -> tuple[str, ...]:

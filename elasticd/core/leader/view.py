@@ -8,6 +8,7 @@ from typing import Final
 
 from elasticd.core import seating
 from elasticd.core.facts import Budget, Hang, Node, Paces, Phase, Report, Round, Spec, Stall, Stragglers
+from elasticd.core.hang.judging import in_groups
 from elasticd.core.leader import comparing
 from elasticd.core.leader.comparing import PaceComparison
 from elasticd.core.leader.roll import Mark, ReceivedStall, Registered, Roll
@@ -167,7 +168,7 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
             case "stalls", (Stall() | None) as stall:
                 known = stalls[name] if name in stalls else view.stalls.get(name)
                 same = known is not None and known.stall == stall
-                stalls[name] = known if same else ReceivedStall(stall, now) if stall is not None else None
+                stalls[name] = known if same else _received(stall, now)
             case "spec", (Spec() | None) as fact:
                 view = view.at_revision("spec", revision, spec=fact)
             case "round", (Round() | None) as fact:
@@ -188,6 +189,10 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
         return view
     comparison = comparing.follow(view.comparison, view.round, view.spec.policy)
     return view if comparison is view.comparison else replace(view, comparison=comparison)
+
+
+def _received(stall: Stall | None, now: float) -> ReceivedStall | None:
+    return ReceivedStall(stall, now, in_groups(stall.looks)) if stall is not None else None
 
 
 def _registered(node: Node | None, before: Registered | None, created: int, now: float) -> Registered | None:
