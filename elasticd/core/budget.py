@@ -57,10 +57,14 @@ def nonfinite_step(round: Round, reports: Iterable[Report]) -> int | None:
 def _of_members(round: Round, reports: Iterable[Report]) -> list[Report]:
     """Return the reports that tell of exits of the round's workers."""
     number, members = round.number, round.by_node
-    told = [
-        report for report in reports if report.exits and report.round == number and report.node in members
+    return [
+        report
+        for report in reports
+        if report.exits
+        and report.round == number
+        and (member := members.get(report.node)) is not None
+        and member.incarnation == report.incarnation
     ]
-    return [report for report in told if members[report.node].incarnation == report.incarnation]
 
 
 def progressed(round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:

@@ -311,9 +311,11 @@ def _first_of(ordered: Sequence[_Units], limits: Limits) -> Iterator[tuple[int, 
 def _units_of_one_merit(number: int, offer: _Offer, seat: Member | None, unit: int) -> _Units | None:
     """Return the units of a node whose slots are equally good, and are whole units already, or can be. None:
     the node is another one. Of a large job, nearly all nodes are like that."""
-    merit = next((merit for merit, slots in enumerate(offer) if slots), 0)
-    slots = offer[merit]
-    if not slots or len(slots) % unit or any(offer[merit + 1 :]):
+    filled = [(merit, slots) for merit, slots in enumerate(offer) if slots]
+    if len(filled) != 1:
+        return None
+    merit, slots = filled[0]
+    if len(slots) % unit:
         return None
     if seat is not None and (seat.base_rank % unit or slots != seat.slots):
         return None
