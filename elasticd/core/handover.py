@@ -71,36 +71,37 @@ def _parts_of_the_same_state(nodes: Mapping[str, Node], holding: Iterable[str]) 
 def _parts_left_out(round: Round, nodes: Mapping[str, Node], heirs: _Slots, unit: int) -> _Slots:
     """Return the slots with a part of a sharded state that are not among the heirs, and have not given the
     part away. A worker that was not in the last round has no part, or gave it away before."""
-    parts = {
-        name: node.holders
-        for name, node in _members_there(round, nodes)
-        if node.sharded and _can_give(round, node)
+    there: _Slots = {
+        name: both
+        for name, member, node in _members_there(round, nodes)
+        if node.sharded and node.fenced < round.number <= node.released
+        if (both := _both(node.holders, member.slots))
     }
-    there = _without(_within(parts, _seats(round)), _have_given(round, nodes))
+    there = _without(there, _have_given(round, nodes))
     if not there:
         return {}
     out = _left_out(round)
     kept = _without(_seats(round), out)
     if round.planned and kept and not _without(kept, there) and _have_all_entered(round, nodes, kept):
         there = _without(there, out)  # they have given their parts at the last commit
-    elif unit > 1 and _has_a_whole_unit(_within(heirs, there), round, unit):
+    elif unit > 1 and _has_a_whole_unit(_without(there, _without(there, heirs)), round, unit):
         return {}
     giving = _without(there, heirs)
     return {name: tuple(sorted(giving[name])) for name in sorted(giving)}
 
 
-def _members_there(round: Round, nodes: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
-    """Yield the members of the round that are registered, each with its record."""
+def _members_there(round: Round, nodes: Mapping[str, Node]) -> Iterator[tuple[str, Member, Node]]:
+    """Yield the members of the round that are registered, each with its name and its record."""
     for name, member in round.by_node.items():
         node = nodes.get(name)
         if node is not None and node.incarnation == member.incarnation:
-            yield name, node
+            yield name, member, node
 
 
 def _have_all_entered(round: Round, nodes: Mapping[str, Node], kept: Iterable[str]) -> bool:
     """Return whether the workers of these nodes have agreed on the state in this round. Workers that are
     asked to leave before their world has formed leave at once, so such a round has no last commit."""
-    ages = (nodes[name].age for name in kept)
+    ages = [nodes[name].age for name in kept]
     return all(age is not None and age.agreed == round.number for age in ages)
 
 
@@ -109,7 +110,7 @@ def _have_given(round: Round, nodes: Mapping[str, Node]) -> _Slots:
     of the round wait for the next one. The parts may make no whole state; another handover would not help."""
     if not (round.handover and round.planned):
         return {}
-    wait = {name: node.ready for name, node in _members_there(round, nodes)}
+    wait = {name: node.ready for name, _, node in _members_there(round, nodes)}
     out = _left_out(round)
     kept = _without(_seats(round), out)
     return out if kept and not _without(kept, wait) else {}
@@ -139,19 +140,20 @@ def _has_a_whole_unit(places: _Slots, round: Round, unit: int) -> bool:
 
 def _without(places: _Slots, others: _Slots) -> _Slots:
     """Return those of the places that are not among the others."""
+    if not others:
+        return places
     left = {}
     for name, slots in places.items():
         there = others.get(name, ())
-        if there == slots:
-            continue
-        if kept := tuple([slot for slot in slots if slot not in there]) if there else slots:
-            left[name] = kept
+        if there != slots:
+            kept = tuple([slot for slot in slots if slot not in there]) if there else slots
+            if kept:
+                left[name] = kept
     return left
 
 
-def _within(places: _Slots, others: _Slots) -> _Slots:
-    """Return those of the places that are among the others."""
-    return _without(places, _without(places, others))
+def _both(slots: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    return slots if slots == others else tuple([slot for slot in slots if slot in others])
 
 
 def _can_give(round: Round, node: Node) -> bool:

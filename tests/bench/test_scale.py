@@ -19,6 +19,7 @@ from elasticd.daemon.publish import Publisher
 from elasticd.daemon.timekeeper import Timekeeper
 from tests.bench.scale import (
     FORMING,
+    HANDOVER,
     JUDGED,
     LOST,
     OF_ALL_NODES,
@@ -27,7 +28,9 @@ from tests.bench.scale import (
     POLICY,
     REFORMING,
     RENEWAL_BYTES,
+    RESIZE,
     SHARDS,
+    UNITS,
     Leader,
     Missing,
     Planning,
@@ -41,7 +44,15 @@ from tests.bench.scale import (
 )
 
 FEW, MANY = 100, 500  # the rounds of both sizes have their members in parts
-LINES_A_NODE = {PERIOD: 22, JUDGED: 45, FORMING: 42, REFORMING: 56}  # of a node with 8 workers
+LINES_A_NODE = {  # of a node with 8 workers
+    PERIOD: 22,
+    JUDGED: 28,
+    FORMING: 42,
+    REFORMING: 56,
+    UNITS: 72,
+    RESIZE: 68,
+    HANDOVER: 122,
+}
 
 
 @cache

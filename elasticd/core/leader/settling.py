@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from operator import attrgetter
 
 from elasticd.core import budget as budgets
 from elasticd.core.facts import Budget, Cause, Failure, Outcome, Round, Spec
@@ -60,7 +61,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         if own is not None:  # a newcomer that always fails at once would otherwise resize the job for ever
             round, charged, failure = replace(round, closing=Cause.WORKER_FAILED), True, own
     ages = [entry.node.age for entry in view.nodes.to_dict().values() if entry.node.age is not None]
-    goes_on_from = max(ages).step if ages else None
+    goes_on_from = max(ages, key=attrgetter("agreed", "step")).step if ages else None
     if charged and failure is not None:
         progressed = budgets.progressed(round, reports, commits=spec.inplace)
         unrunnable = None if progressed else budgets.why_unrunnable(budget, round, failure, failed)
