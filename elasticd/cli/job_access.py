@@ -137,7 +137,7 @@ def etcd_errors_explained() -> Iterator[None]:
     except NoSpace as error:
         raise CommandError(f"{error}.", ETCD_UNREACHABLE) from error
     except StoreUnavailable as error:
-        raise CommandError(f"etcd cannot be reached: {error}.", ETCD_UNREACHABLE) from error
+        raise CommandError(f"etcd is unavailable: {error}.", ETCD_UNREACHABLE) from error
     except StoreError as error:
         raise CommandError(f"{error}.") from error
 

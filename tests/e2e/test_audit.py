@@ -38,7 +38,6 @@ def go_on(cluster: Cluster, *agents: Agent, last: int = 1000) -> None:
     cluster.until(lambda: step_of(*agents) >= goal, f"step {goal}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_each_sample_is_used_once_through_kills_and_resizes(cluster: Cluster, seed: int) -> None:
     """The samples are drawn at random, and loading processes fetch ahead."""

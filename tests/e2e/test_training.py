@@ -37,8 +37,7 @@ def test_training_goes_on_after_a_worker_is_killed_and_only_its_death_is_charged
     assert [e["rank"] for e in seen] == [1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", ["a", "b"])
+@pytest.mark.parametrize("lost", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_training_goes_on_after_a_node_is_lost_and_nothing_is_charged(cluster: Cluster, lost: str) -> None:
     """Node a leads, has rank 0 and hosts the round's store. Node b does none of these."""
     cluster.limits = (1, 2)

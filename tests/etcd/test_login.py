@@ -209,7 +209,6 @@ class ShellJob:
         self._hears.close()
 
 
-@pytest.mark.slow
 def test_within_a_role_of_one_job_two_nodes_run_and_are_steered_and_no_other_job_is_seen(
     shared: tuple[EtcdAccess, EtcdAccess], tmp_path: Path
 ) -> None:

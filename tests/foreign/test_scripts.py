@@ -98,7 +98,6 @@ def test_attempts_are_counted_in_the_environment(launcher: Launcher) -> None:
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 
 
-@pytest.mark.slow
 def test_accelerates_own_training_checks_pass(launcher: Launcher) -> None:
     origin = find_spec("accelerate.test_utils.scripts.test_script")
     assert origin is not None

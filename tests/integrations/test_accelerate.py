@@ -45,7 +45,6 @@ def test_a_sharded_model_is_not_kept_in_place() -> None:
         refuse_sharded(accelerator)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in_place", "elastic"])
 def test_an_evaluation_in_which_a_worker_dies_comes_again(kind: str, cluster: Cluster) -> None:
     cluster.limits = (2, 2)

@@ -25,7 +25,6 @@ def use_all_samples(trained: Trained) -> bool:
     return all(used.count(sample) >= EPOCHS for sample in range(SAMPLES)) and len(used) <= EPOCHS * 54
 
 
-@SLOW
 @pytest.mark.parametrize("program", PROGRAMS, indirect=True)
 def test_after_a_kill_it_continues_from_its_newest_checkpoint(program: str, cluster: Cluster) -> None:
     trained = jobs.killed(cluster, program, "plain", str(cluster.folder / "output"), "1", "4", str(EPOCHS))

@@ -224,7 +224,6 @@ def test_what_fsdp2_waits_for_is_measured_in_those_who_wait_and_not_in_the_one_w
     )
 
 
-@pytest.mark.slow
 def test_the_time_without_a_processor_is_told_but_for_what_falls_into_waits(tmp_path: Path) -> None:
     """The worker shares one processor with three others that never leave it."""
     seen = json.loads(_run(STARVED, tmp_path))

@@ -8,7 +8,6 @@ import pytest
 from torchrun_harness import Agents, gone, runs
 
 
-@pytest.mark.slow
 def test_the_node_of_rank_0_dies_and_comes_back(agents: Agents) -> None:
     pair = [agents.start("1:2"), agents.start("1:2")]
     for agent in pair:

@@ -112,7 +112,7 @@ def train_on_without(spare: Hand, last: Hand, crew: Crew, gate: Gate) -> None:
     crew.until(lambda: last.status is not None)
 
 
-@pytest.mark.parametrize("tier", [pytest.param(Source.MEMORY, marks=pytest.mark.slow), Source.DISK])
+@pytest.mark.parametrize("tier", [Source.MEMORY, Source.DISK])
 def test_whoever_was_not_in_the_last_world_goes_on_from_what_that_kept(
     crew, tmp_path, saver, new_saver, undisturbed, tier
 ):
@@ -142,7 +142,6 @@ def train_in_company(state: object, journal: Journal, accident: Accident, steps:
     train(state, journal, accident, steps)
 
 
-@pytest.mark.slow
 def test_whoever_was_not_in_the_last_world_goes_on_from_its_own_where_that_came_no_further(
     crew, tmp_path, saver, undisturbed
 ):
@@ -190,7 +189,6 @@ def train_with_trouble_in_saving(state: object, journal: Journal, accident: Acci
     train(state, journal, NOTHING, steps)
 
 
-@pytest.mark.slow
 def test_a_worker_without_memory_to_save_the_state_dies_of_it_alone(crew, tmp_path, saver, undisturbed):
     more = {"saver": saver, "checkpoints": str(tmp_path / "run"), "body": train_with_trouble_in_saving}
     accidents = [NOTHING, Accident("saving", 5, run_out_of_memory)]
@@ -216,7 +214,6 @@ def train_astray_to_the_end(state: object, journal: Journal, accident: Accident,
     journal.write(complaint=state._committed.saves.checkpoints.last_error)
 
 
-@pytest.mark.slow
 def test_a_worker_that_wakes_after_it_was_replaced_can_commit_no_checkpoint(
     crew, tmp_path, saver, undisturbed
 ):
@@ -373,7 +370,6 @@ def damage(folder: Path) -> None:
         file.write(b"\xff\0\xff\0" * 8)
 
 
-@pytest.mark.slow
 def test_survivors_keep_their_steps_where_what_was_kept_beyond_them_proves_damaged(
     crew, tmp_path, new_saver, undisturbed
 ):

@@ -132,7 +132,7 @@ def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path
 
 @pytest.mark.parametrize(
     ("point", "transfer", "victim"),
-    [("receiving", 1, 2), pytest.param("sending", 2, 0, marks=pytest.mark.slow)],
+    [("receiving", 1, 2), ("sending", 2, 0)],
 )
 def test_a_worker_without_memory_to_take_or_send_the_state_dies_of_it_alone(
     crew, tmp_path, gate, undisturbed, point, transfer, victim

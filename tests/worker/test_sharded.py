@@ -219,7 +219,7 @@ def test_who_leaves_hands_its_shard_over_and_needs_no_copies(crew, tmp_path, und
 
 @pytest.mark.parametrize(
     ("stay", "redundancy"),
-    [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow)],
+    [(1, 0), (2, 1), (1, 1)],
 )
 def test_a_world_that_shrinks_by_more_workers_than_there_are_copies_loses_nothing(
     crew, tmp_path, undisturbed, stay, redundancy
@@ -244,7 +244,6 @@ def test_a_world_that_shrinks_by_more_workers_than_there_are_copies_loses_nothin
     assert crew.settled == [(1, 4), (2, stay)]
 
 
-@pytest.mark.slow
 def test_a_death_while_shards_are_on_their_way_to_a_newcomer_costs_the_others_nothing(
     crew, tmp_path, undisturbed
 ):
@@ -339,7 +338,6 @@ def test_with_overlap_a_planned_change_undoes_nothing(crew, tmp_path, undisturbe
     assert crew.settled == [(1, 2), (2, 3)]
 
 
-@pytest.mark.slow
 def test_two_workers_at_once_are_lost_without_loss_if_there_are_two_copies(crew, tmp_path, undisturbed):
     accidents = NOTHING, Accident("stepped", 4), Accident("stepped", 4), NOTHING
     crew.begin(tmp_path, *accidents, job=shardjob.train, redundancy=2)
@@ -372,7 +370,6 @@ def test_who_was_to_stay_and_leaves_all_the_same_hands_over_before_the_next_worl
     assert stays.entered[-1].source == Source.SURVIVOR
 
 
-@pytest.mark.slow
 def test_the_only_worker_hands_all_of_it_over(crew, tmp_path, undisturbed):
     gate = Gate(tmp_path / "gate")
     for name, accident in zip("012", (Accident("start", 3, gate.wait), NOTHING, NOTHING), strict=True):
@@ -404,7 +401,6 @@ def test_a_shard_that_nobody_holds_ends_the_job_with_a_sentence(crew, tmp_path):
     assert "give State redundancy=1 or more, or checkpoints" in said
 
 
-@pytest.mark.slow
 def test_a_shard_that_nobody_holds_comes_from_the_newest_checkpoint(crew, tmp_path, saver, undisturbed):
     gate = Gate(tmp_path / "gate")
     more = {"saver": saver, "checkpoints": str(tmp_path / "run"), "redundancy": 0}

@@ -149,7 +149,6 @@ def test_as_many_steps_are_made_as_were_asked_for_where_a_commit_covers_several(
     assert reads(alone, "0", "outcome")[0]["seen"] == list(range(STEPS))
 
 
-@pytest.mark.slow
 def test_a_function_that_swallows_even_the_end_of_its_world_spoils_nothing_for_others(
     crew, tmp_path, undisturbed
 ):

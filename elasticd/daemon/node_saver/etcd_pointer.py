@@ -92,7 +92,7 @@ class EtcdPointer:
                     return self._copied(made)
                 taken = taken or isinstance(made, NoAnswer)
             except StoreUnavailable as error:
-                why = f"etcd cannot be reached: {error}"
+                why = f"etcd is unavailable: {error}"
             except StoreError as error:
                 raise _lost(taken, f"etcd refuses the commit: {error}") from error
             if self._clock() >= deadline:
