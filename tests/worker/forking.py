@@ -67,14 +67,14 @@ def train_with_a_loader(state: worker.State, journal: Journal, accident: Acciden
 
 
 def train_with_data(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
-    journal.write(entered=state.step, kept=[type(ref()).__name__ for ref in known if ref() is not None])
-    known.clear()
-    for thing in (state.model, dist.group.WORLD, dist.new_group()):
-        known.append(weakref.ref(thing))
-    del thing
+    journal.write(entered=state.step)
+    last, known[:] = known[:], [weakref.ref(a) for a in (state.model, dist.group.WORLD, dist.new_group())]
     for step in state.steps(steps):
         accident("start", step.number)
         for batch in step:
+            if last:  # the loading processes have just been forked
+                journal.write(kept=[type(ref()).__name__ for ref in last if ref() is not None])
+                last.clear()
             loss = state.model(batch).square().mean()
             accident("forward", step.number)
             step.backward(loss)

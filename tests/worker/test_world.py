@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -361,8 +362,28 @@ def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_its_connections_a
         assert len(loop.poll(0)) == 2
         ours = {one for one in destroying.sockets() if one[0] == mine.fileno()}
         closed = script.fileno(), "socket:[1]"  # the script has the descriptor of its own
-        destroying.destroy(groups, {*ours, closed})
+        destroying.begin(groups, {*ours, closed})
+        destroying.settle()
         assert not destroyed.is_set(), "its destructor waits still"
         assert [number for number, _ in loop.poll(0)] == [script.fileno()], "the script's own is watched"
     released.set()
     assert destroyed.wait(60)
+
+
+def test_a_process_is_forked_once_the_groups_of_the_last_world_are_destroyed() -> None:
+    """A child that has a group but none of its threads hangs or crashes when it drops the group."""
+    released, destroyed = threading.Event(), threading.Event()
+
+    class Group:
+        def __del__(self) -> None:
+            released.wait()
+            destroyed.set()
+
+    groups: list[Any] = [Group()]
+    destroying.begin(groups, set())
+    assert not destroyed.is_set(), "the next world need not wait"
+    threading.Timer(0.01, released.set).start()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if destroyed.is_set() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

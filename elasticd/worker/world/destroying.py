@@ -5,6 +5,10 @@ one of its messages is partly received on another connection, Gloo no longer rea
 notices that it was closed. A later collective of the group, if one is queued, waits for that connection until
 its timeout, which is half an hour. Meanwhile Gloo's event loop spins, since the connection stays readable. So
 another thread runs the destructor, and the connections are removed from the event loop if it takes long.
+
+Even otherwise the destructor takes up to 10 ms, since Gloo's event loop looks only so often whether it is to
+end. The next world does not wait for that. A fork waits, since the child would have the group but none of the
+group's threads. Python waits at the end of the process.
 """
 
 from __future__ import annotations
@@ -17,23 +21,43 @@ import sys
 import threading
 from collections.abc import Iterator, Set
 
+import torch
 import torch.distributed as dist
 
 SOON_S = 0.2  # many times as long as the destructor usually takes
+_under_way: list[threading.Thread] = []
 
 
-def destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
-    """Drop the groups of the list, which holds the last references to them, and return soon.
+def begin(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
+    """Have another thread destroy the groups of the list, which holds the last references to them.
 
-    ``connections``: the groups' sockets, which are shut down: descriptors and ids, as from ``sockets``.
+    ``connections``: the groups' sockets, which are shut down: descriptors and ids, as from ``sockets``. With
+    CUDA, return once the groups are destroyed: NCCL's communicators should be gone before the next are made.
     """
+    settle()
+    _under_way[:] = [threading.Thread(target=_destroy, args=(groups, connections), name="elasticd-destroy")]
+    _under_way[0].start()
+    if torch.cuda.is_available():
+        settle()
+
+
+def settle() -> None:
+    """Wait until the groups are destroyed, or their destructor waits in vain."""
+    for thread in tuple(_under_way):
+        thread.join()
+
+
+os.register_at_fork(before=settle)
+
+
+def _destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
     destroyed = threading.Event()
 
     def drop() -> None:
         groups.clear()
         destroyed.set()
 
-    threading.Thread(target=drop, name="elasticd-destroy", daemon=True).start()
+    threading.Thread(target=drop, name="elasticd-drop", daemon=True).start()
     if not destroyed.wait(SOON_S):
         _forget_connections(connections)
 

@@ -332,7 +332,7 @@ class World:
         c10d._world.group_count = 0
         if destroying.is_held(groups):
             gc.collect()  # for example a cycle of an exception and a frame
-        destroying.destroy(groups, self._connections)
+        destroying.begin(groups, self._connections)
 
     @contextlib.contextmanager
     def or_over(self) -> Iterator[None]:
