@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from hashlib import blake2b
 from typing import Final
 
 from elasticd.core.age import Age
@@ -239,8 +240,8 @@ class Member:
 
 
 class Members(tuple[Member, ...]):
-    """The members of a round, in rank order. All phases of a round share one object, so what is found out
-    about all members is found out once."""
+    """The members of a round, in rank order. All phases of a round share one object, and so do rounds with
+    the same members. So what is found out about all members is found out once."""
 
     @cached_property
     def by_node(self) -> Mapping[str, Member]:
@@ -249,6 +250,13 @@ class Members(tuple[Member, ...]):
     @cached_property
     def workers(self) -> int:
         return sum([len(m.slots) for m in self])
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the nodes, incarnations and slots. The ranks follow from the slots."""
+        shapes = {slots: str(slots) for slots in {m.slots for m in self}}
+        told = "\n".join([f"{m.node} {m.incarnation} {shapes[m.slots]}" for m in self])
+        return blake2b(told.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
 class Phase(StrEnum):
@@ -419,7 +427,7 @@ class Round:
 
     @property
     def world_size(self) -> int:
-        return self.extent.workers if self.extent is not None else self._indexed.workers
+        return self.extent.workers if self.extent is not None else self.indexed.workers
 
     @property
     def nodes(self) -> int:
@@ -436,10 +444,11 @@ class Round:
     @cached_property
     def by_node(self) -> Mapping[str, Member]:
         """The known members by the name of their node."""
-        return self._indexed.by_node
+        return self.indexed.by_node
 
     @property
-    def _indexed(self) -> Members:
+    def indexed(self) -> Members:
+        """The known members, with what is found out about all of them."""
         assert isinstance(self.members, Members)
         return self.members
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 from elasticd.core import seating
-from elasticd.core.facts import Member, Node, Round
+from elasticd.core.facts import Member, Members, Node, Round
 
 _Slots = Mapping[str, tuple[int, ...]]  # some slots of nodes, by the node's name; no node without a slot
 
@@ -28,9 +28,7 @@ def may_come(round: Round, nodes: Iterable[Node]) -> bool:
     return any(n.slots and not n.draining and not round.member(n.name, n.incarnation) for n in nodes)
 
 
-def members(
-    round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member], unit: int = 1
-) -> tuple[Member, ...]:
+def members(round: Round, nodes: Mapping[str, Node], heirs: Members, unit: int = 1) -> Members:
     """Return the members of the handover round, which comes before the heirs train; empty if there is nothing
     to hand over.
 
@@ -46,14 +44,14 @@ def members(
         able = {name: slots for name, slots in having.items() if _can_give(round, nodes[name])}
         giving = _without(_without(able, _have_given(round, nodes)), beside)
     if not giving:
-        return ()
+        return Members()
     # Other workers of a leaving node may be heirs, if the next round leaves out only the slots with the
     # state.
     others = [(heir.node, heir.incarnation, heir.slots) for heir in heirs if heir.node not in giving]
     leaving = [
         (name, nodes[name].incarnation, (*beside.get(name, ()), *slots)) for name, slots in giving.items()
     ]
-    return seating.seat([*others, *leaving])
+    return seating.seat([*others, *leaving], heirs)
 
 
 def _parts_of_the_same_state(nodes: Mapping[str, Node], holding: Iterable[str]) -> _Slots:
@@ -71,37 +69,45 @@ def _parts_of_the_same_state(nodes: Mapping[str, Node], holding: Iterable[str]) 
 def _parts_left_out(round: Round, nodes: Mapping[str, Node], heirs: _Slots, unit: int) -> _Slots:
     """Return the slots with a part of a sharded state that are not among the heirs, and have not given the
     part away. A worker that was not in the last round has no part, or gave it away before."""
+    number = round.number
     there: _Slots = {
         name: both
         for name, member, node in _members_there(round, nodes)
-        if node.sharded and node.fenced < round.number <= node.released
+        if node.sharded and node.fenced < number <= node.released
         if (both := _both(node.holders, member.slots))
     }
     there = _without(there, _have_given(round, nodes))
-    if not there:
+    giving = _without(there, heirs)
+    if not giving:
         return {}
     out = _left_out(round)
-    kept = _without(_seats(round), out)
-    if round.planned and kept and not _without(kept, there) and _have_all_entered(round, nodes, kept):
-        there = _without(there, out)  # they have given their parts at the last commit
-    elif unit > 1 and _has_a_whole_unit(_without(there, _without(there, heirs)), round, unit):
+    staying = _without(there, out)
+    if round.planned and _are_all(staying, round, out) and _have_all_entered(round, nodes, staying):
+        giving = _without(staying, heirs)  # the others have given their parts at the last commit
+    elif unit > 1 and _has_a_whole_unit(_without(there, giving), round, unit):
         return {}
-    giving = _without(there, heirs)
     return {name: tuple(sorted(giving[name])) for name in sorted(giving)}
 
 
-def _members_there(round: Round, nodes: Mapping[str, Node]) -> Iterator[tuple[str, Member, Node]]:
-    """Yield the members of the round that are registered, each with its name and its record."""
-    for name, member in round.by_node.items():
-        node = nodes.get(name)
-        if node is not None and node.incarnation == member.incarnation:
-            yield name, member, node
+def _members_there(round: Round, nodes: Mapping[str, Node]) -> list[tuple[str, Member, Node]]:
+    """Return the members of the round that are registered, each with its name and its record."""
+    return [
+        (name, member, node)
+        for name, member in round.by_node.items()
+        if (node := nodes.get(name)) is not None and node.incarnation == member.incarnation
+    ]
 
 
-def _have_all_entered(round: Round, nodes: Mapping[str, Node], kept: Iterable[str]) -> bool:
+def _are_all(staying: _Slots, round: Round, out: _Slots) -> bool:
+    """Whether these slots, which are of the round, are all that the round does not leave out, and some."""
+    count = sum(map(len, staying.values()))
+    return count == round.indexed.workers - sum(map(len, out.values())) > 0
+
+
+def _have_all_entered(round: Round, nodes: Mapping[str, Node], names: Iterable[str]) -> bool:
     """Return whether the workers of these nodes have agreed on the state in this round. Workers that are
     asked to leave before their world has formed leave at once, so such a round has no last commit."""
-    ages = [nodes[name].age for name in kept]
+    ages = [nodes[name].age for name in names]
     return all(age is not None and age.agreed == round.number for age in ages)
 
 
@@ -142,13 +148,11 @@ def _without(places: _Slots, others: _Slots) -> _Slots:
     """Return those of the places that are not among the others."""
     if not others:
         return places
-    left = {}
-    for name, slots in places.items():
-        there = others.get(name, ())
-        if there != slots:
-            kept = tuple([slot for slot in slots if slot not in there]) if there else slots
-            if kept:
-                left[name] = kept
+    left = {name: slots for name, slots in places.items() if others.get(name, ()) != slots}
+    for name in left.keys() & others.keys():
+        left[name] = tuple([slot for slot in left[name] if slot not in others[name]])
+        if not left[name]:
+            del left[name]
     return left
 
 

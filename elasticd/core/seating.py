@@ -12,6 +12,7 @@ from elasticd.core.facts import (
     Drained,
     Limits,
     Member,
+    Members,
     Node,
     Quarantine,
     RankRange,
@@ -19,7 +20,7 @@ from elasticd.core.facts import (
     Spec,
     UnitWithin,
 )
-from elasticd.core.slot_choice import best_slots, best_units, by_merit
+from elasticd.core.slot_choice import best_slots, best_units, offers_of
 
 
 def usable_slots(node: Node, quarantines: Iterable[Quarantine], now: float) -> tuple[int, ...]:
@@ -99,18 +100,10 @@ def _in_one_world(places: int, limits: Limits) -> int:
 
 def order(nodes: Sequence[Node], last: Round | None) -> list[Node]:
     """Return the survivors of ``last`` in their old order, then the newcomers in the given order."""
-    if last is None or not last.members:
+    if last is None:
         return list(nodes)
-    there = {node.name: node for node in nodes}
-    survivors = [
-        node
-        for member in last.members
-        if (node := there.get(member.node)) is not None and node.incarnation == member.incarnation
-    ]
-    if len(survivors) == len(nodes):
-        return survivors
-    seats = _seats(nodes, last)
-    return [*survivors, *(node for node, seat in zip(nodes, seats, strict=True) if seat is None)]
+    ranks = [seat.base_rank if seat is not None else last.world_size for seat in _seats(nodes, last)]
+    return [nodes[number] for number in sorted(range(len(nodes)), key=ranks.__getitem__)]
 
 
 _Holding = Mapping[str, tuple[int, ...]]
@@ -123,7 +116,7 @@ def form(
     quarantines: Sequence[Quarantine],
     now: float,
     holding: Callable[[Sequence[Node]], _Holding] | None = None,
-) -> tuple[Member, ...]:
+) -> Members:
     """Return the largest world that ``limits`` allow, and that has memory for the job's sharded state. It may
     be smaller than ``limits.min``. The rest is as for ``form_in_any_memory``."""
     members = form_in_any_memory(nodes, last, limits, quarantines, now, holding)
@@ -140,7 +133,7 @@ def form_in_any_memory(
     quarantines: Sequence[Quarantine],
     now: float,
     holding: Callable[[Sequence[Node]], _Holding] | None = None,
-) -> tuple[Member, ...]:
+) -> Members:
     """Return the largest world that ``limits`` allow. It may be smaller than ``limits.min``.
 
     ``nodes``: the available nodes, newcomers in order of arrival. Survivors keep their order, so rank 0 stays
@@ -154,12 +147,14 @@ def form_in_any_memory(
     usable = [node.slots for node in ordered]
     for number in [number for number, node in enumerate(ordered) if node.name in out] if out else ():
         usable[number] = usable_slots(ordered[number], quarantines, now)
-    chosen: Iterable[tuple[int, Sequence[int]]]
+    chosen: Iterable[tuple[Node, Sequence[int]]]
     if _are_all_in(ordered, usable, last, limits):
-        chosen = ((number, slots) for number, slots in enumerate(usable) if slots)
+        chosen = zip(ordered, usable, strict=True)
     else:
-        chosen = _best(ordered, usable, last, limits, (holding or newest_holders)(ordered))
-    return seat(((ordered[n].name, ordered[n].incarnation, slots) for n, slots in chosen), last)
+        best = _best(ordered, usable, last, limits, (holding or newest_holders)(ordered))
+        chosen = ((ordered[number], slots) for number, slots in best)
+    places = ((node.name, node.incarnation, slots) for node, slots in chosen if slots)
+    return seat(places, last.indexed if last is not None else Members())
 
 
 def _are_all_in(
@@ -187,10 +182,7 @@ def _best(
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots."""
     seats = _seats(nodes, last)
-    offers = [
-        by_merit(node, slots, holding.get(node.name, ()), seat.slots if seat is not None else ())
-        for node, slots, seat in zip(nodes, usable, seats, strict=True)
-    ]
+    offers = offers_of(nodes, usable, seats, holding)
     return best_slots(offers, limits) if limits.unit == 1 else best_units(offers, seats, limits)
 
 
@@ -206,12 +198,12 @@ def left_out(
     formed = form(nodes, round, limits, quarantines, now, lambda nodes: {})
     if not formed and not shortage.has_none_for_one_state(nodes):
         return ()
-    return ranks_without(round.members, formed)
+    return ranks_without(round.indexed, formed)
 
 
-def ranks_without(members: Iterable[Member], others: Iterable[Member]) -> tuple[RankRange, ...]:
+def ranks_without(members: Iterable[Member], others: Members) -> tuple[RankRange, ...]:
     """Return the ranks of the members whose slots are not among the others'."""
-    there = {other.node: other for other in others}
+    there = others.by_node
     found: list[RankRange] = []
     for member in members:
         other = there.get(member.node)
@@ -240,19 +232,22 @@ def workers_at_hand(
 ) -> int:
     """Return the number of workers that could take part, up to ``limits.max``, whether or not they make whole
     units."""
-    return size(form_in_any_memory(nodes, last, Limits(1, limits.max), quarantines, now))
+    return form_in_any_memory(nodes, last, Limits(1, limits.max), quarantines, now).workers
 
 
-def seat(nodes: Iterable[tuple[str, str, Sequence[int]]], last: Round | None = None) -> tuple[Member, ...]:
-    """Return the members with consecutive ranks. ``nodes``: a node's name, its incarnation and its slots. Who
-    has the same seat as in ``last`` is the same object."""
+def seat(places: Iterable[tuple[str, str, Sequence[int]]], last: Members) -> Members:
+    """Return the members with consecutive ranks. ``places``: a node's name, its incarnation and its slots.
+    Who has the same seat as in ``last`` is the same object, and so are members that are all the same."""
     members: list[Member] = []
-    before = last.by_node if last is not None else {}
+    before = last.by_node
     ascending: dict[tuple[int, ...], tuple[int, ...]] = {}  # most nodes have the same slots
     rank = 0
-    for place, (name, incarnation, given) in enumerate(nodes):
-        slots = ascending.get(key := tuple(given)) or ascending.setdefault(key, tuple(sorted(key)))
+    for place, (name, incarnation, given) in enumerate(places):
         member = before.get(name)
+        if member is not None and member.slots == given:
+            slots = member.slots
+        else:
+            slots = ascending.get(key := tuple(given)) or ascending.setdefault(key, tuple(sorted(key)))
         if (
             member is None
             or member.base_rank != rank
@@ -263,7 +258,8 @@ def seat(nodes: Iterable[tuple[str, str, Sequence[int]]], last: Round | None = N
             member = Member(name, incarnation, slots, rank, place)
         members.append(member)
         rank += len(slots)
-    return tuple(members)
+    seated = Members(members)
+    return last if seated == last else seated
 
 
 def newest_holders(nodes: Iterable[Node]) -> Mapping[str, tuple[int, ...]]:
@@ -271,8 +267,3 @@ def newest_holders(nodes: Iterable[Node]) -> Mapping[str, tuple[int, ...]]:
     aged = [((node.age.agreed, node.age.step), node) for node in nodes if node.age is not None]
     newest = max(map(itemgetter(0), aged), default=None)
     return {node.name: node.holders for age, node in aged if age == newest}
-
-
-def size(members: Iterable[Member]) -> int:
-    """Return the number of workers."""
-    return sum(len(m.slots) for m in members)

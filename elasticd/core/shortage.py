@@ -12,7 +12,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from elasticd.core.facts import Limits, Member, Node
+from elasticd.core.facts import Limits, Members, Node
 from elasticd.core.state_memory import StateMemory
 
 
@@ -27,27 +27,28 @@ class Shortage(NamedTuple):
     each: int
 
 
-def find(nodes: Sequence[Node], members: Iterable[Member], limits: Limits) -> Shortage | None:
+def find(nodes: Sequence[Node], members: Members, limits: Limits) -> Shortage | None:
     """Return what the members lack to hold the job's state; None if they have room, or if that is not known.
     ``nodes``: the members' among them."""
-    state, seats = _state_of(nodes), _seats(members)
-    rooms = [node.memory // seats[node.name] for node in nodes if node.memory and node.name in seats]
-    have = sum(seats.values())
+    state, seats, have = _state_of(nodes), members.by_node, members.workers
+    rooms = [
+        node.memory // len(seats[node.name].slots) for node in nodes if node.memory and node.name in seats
+    ]
     if state is None or not rooms or state.of_each(have) <= min(rooms):
         return None
     each = min(rooms)
     return Shortage(have, _need(state, each, have, limits), state.of_each(have) * have, each)
 
 
-def with_room(nodes: Sequence[Node], members: Iterable[Member]) -> list[Node] | None:
+def with_room(nodes: Sequence[Node], members: Members) -> list[Node] | None:
     """Return the nodes, each with places for the workers that it has memory for in a world of the members'
     size; None if all members have room. A node whose memory is not known has room."""
     state = _state_of(nodes)
     if state is None:
         return None
-    seats = _seats(members)
-    of_each = state.of_each(sum(seats.values()))
-    if all(seats.get(node.name, 0) * of_each <= node.memory for node in nodes if node.memory):
+    seats, of_each = members.by_node, state.of_each(members.workers)
+    known = [(node.memory, seats.get(node.name)) for node in nodes if node.memory]
+    if all(len(seat.slots) * of_each <= memory for memory, seat in known if seat is not None):
         return None
     if has_none_for_one_state(nodes):
         return []  # no world has room
@@ -64,10 +65,6 @@ def has_none_for_one_state(nodes: Sequence[Node]) -> bool:
     state = _state_of(nodes)
     known = state is not None and all(node.memory for node in nodes)
     return known and state is not None and sum(node.memory for node in nodes) < state.own
-
-
-def _seats(members: Iterable[Member]) -> dict[str, int]:
-    return {member.node: len(member.slots) for member in members}
 
 
 def _state_of(nodes: Iterable[Node]) -> StateMemory | None:

@@ -5,64 +5,77 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter, itemgetter
-from typing import NamedTuple
+from operator import itemgetter
 
 from elasticd.core.facts import Limits, Member, Node, UnitWithin
 
-Offer = tuple[Sequence[int], ...]  # the slots of a node by merit, the best first
+Offer = Sequence[tuple[int, Sequence[int]]]  # slots of a node, in runs of one merit, the best (0) first
 _MERITS = 3
 
 
-def by_merit(node: Node, usable: tuple[int, ...], held: tuple[int, ...], seated: tuple[int, ...]) -> Offer:
-    """Return the slots that the node offers: those with the newest state, those that were in the last round,
-    and the rest. Of more slots than may be in one world, the node offers the best."""
-    parts: Offer
-    if usable == held:
-        parts = (usable, (), ())
-    elif not held and usable == seated:
-        parts = ((), usable, ())
-    elif not held and not seated:
-        parts = ((), (), usable)
-    else:
-        parts = (
-            [slot for slot in usable if slot in held],
-            [slot for slot in usable if slot in seated and slot not in held],
-            [slot for slot in usable if slot not in seated and slot not in held],
-        )
-    places = node.most or len(usable)
-    if places >= len(usable):
-        return parts
+def offers_of(
+    nodes: Sequence[Node],
+    usable: Sequence[tuple[int, ...]],
+    seats: Sequence[Member | None],
+    holding: Mapping[str, tuple[int, ...]],
+) -> list[Offer]:
+    """Return what each node offers: the slots with the newest state, those that were in the last round, and
+    the rest. Of more slots than may be in one world, a node offers the best."""
+    offers: list[Offer] = []
+    for node, slots, seat in zip(nodes, usable, seats, strict=True):
+        held = holding.get(node.name, ())
+        seated = seat.slots if seat is not None else ()
+        merit = _merit_of_all(slots, held, seated)
+        offer = ((merit, slots),) if merit is not None else _by_merit(slots, held, seated)
+        offers.append(_best_of(offer, node.most) if 0 < node.most < len(slots) else offer)
+    return offers
+
+
+def _merit_of_all(slots: tuple[int, ...], held: tuple[int, ...], seated: tuple[int, ...]) -> int | None:
+    """Return the merit of all the slots if they are equally good, and that is seen at once."""
+    if not slots:
+        return None
+    if held:
+        return 0 if slots == held else None
+    if seated:
+        return 1 if slots == seated else None
+    return 2
+
+
+def _by_merit(slots: tuple[int, ...], held: tuple[int, ...], seated: tuple[int, ...]) -> Offer:
+    runs: list[list[int]] = [[] for _ in range(_MERITS)]
+    for slot in slots:
+        runs[0 if slot in held else 1 if slot in seated else 2].append(slot)
+    return [(merit, run) for merit, run in enumerate(runs) if run]
+
+
+def _best_of(offer: Offer, most: int) -> Offer:
     best = []
-    for part in parts:
-        best.append(part[:places])
-        places -= len(best[-1])
-    return tuple(best)
+    for merit, slots in offer:
+        if most:
+            best.append((merit, slots[:most]))
+            most -= len(best[-1][1])
+    return best
 
 
 def best_slots(offers: Sequence[Offer], limits: Limits) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots."""
+    runs = [(merit, number, slots) for number, offer in enumerate(offers) for merit, slots in offer]
+    runs.sort(key=itemgetter(0))
     chosen: dict[int, Sequence[int]] = {}
-    places = limits.largest(sum([len(slots) for offer in offers for slots in offer]))
-    for merit in range(_MERITS):
-        for number, offer in enumerate(offers):
-            if not places:
-                break
-            if taken := offer[merit][:places]:
-                chosen[number] = (*chosen.get(number, ()), *taken)
-                places -= len(taken)
+    places = limits.largest(sum([len(slots) for _, _, slots in runs]))
+    for _, number, slots in runs:
+        if not places:
+            break
+        taken = slots[:places]
+        chosen[number] = (*chosen[number], *taken) if number in chosen else taken
+        places -= len(taken)
     return ((number, chosen[number]) for number in sorted(chosen))
 
 
-class _Units(NamedTuple):
-    """Whole units that are equally good: one, or several on one node. ``merits``: of the slots of each unit,
-    the best first, where 0 is the best. ``slots``: of all these units, by the number of the node."""
-
-    merits: tuple[int, ...]
-    units: int
-    slots: Sequence[tuple[int, Sequence[int]]]
-
-
+# Whole units that are equally good, one or several on one node: the merits of the slots of each unit, the
+# best first; the number of units; and the slots of all these units, by the number of the node.
+_Units = tuple[tuple[int, ...], int, Sequence[tuple[int, Sequence[int]]]]
 _Place = tuple[int, int]  # the merit of a slot, and the slot
 
 
@@ -71,64 +84,60 @@ def best_units(
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots. A unit is a run of ranks, so nodes that
     share a unit follow each other, behind the others. ``seats``: of each node in the last round."""
-    intact: dict[int, _Units] = {}  # by the number of the first unit in the last round
-    others: list[tuple[int, _Units]] = []  # by the number of the node
+    intact: list[tuple[int, _Units]] = []  # with the number of the first unit in the last round
+    others: list[tuple[int, _Units]] = []  # with the number of the node
     uneven: dict[int, list[_Place]] = {}  # what the other nodes offer, by the number of the node
+    merits = [(merit,) * limits.unit for merit in range(_MERITS)]
     for number, (offer, seat) in enumerate(zip(offers, seats, strict=True)):
-        units = _units_of_one_merit(number, offer, seat, limits.unit)
-        if units is None:
-            uneven[number] = [(merit, slot) for merit, slots in enumerate(offer) for slot in slots]
-        elif seat is not None:
-            intact[seat.base_rank // limits.unit] = units
+        if not _is_even(offer, seat, limits.unit):
+            uneven[number] = [(merit, slot) for merit, slots in offer for slot in slots]
+            continue
+        ((merit, slots),) = offer
+        units = merits[merit], len(slots) // limits.unit, ((number, slots),)
+        if seat is not None:
+            intact.append((seat.base_rank // limits.unit, units))
         else:
             others.append((number, units))
-    intact |= _intact_units(uneven, seats, limits)
+    intact += _intact_units(uneven, seats, limits)
     whole, shared = _further_units(uneven, limits)
-    units_of_all = [
-        *(units for _, units in sorted(intact.items())),
-        *(units for _, units in sorted([*others, *whole], key=itemgetter(0))),
-        *shared,
-    ]
-    units_of_all.sort(key=attrgetter("merits"))
-    return _first_of(units_of_all, limits)
+    ordered = [*sorted(intact, key=itemgetter(0)), *sorted([*others, *whole], key=itemgetter(0))]
+    units_of_all = [*(units for _, units in ordered), *shared]
+    return _first_of(sorted(units_of_all, key=itemgetter(0)), limits)
+
+
+def _is_even(offer: Offer, seat: Member | None, unit: int) -> bool:
+    """Whether the node's slots are equally good, and are whole units already, or can be. Of a large job,
+    nearly all nodes are like that."""
+    if len(offer) != 1:
+        return False
+    slots = offer[0][1]
+    return not len(slots) % unit and (seat is None or (not seat.base_rank % unit and slots == seat.slots))
 
 
 def _first_of(ordered: Sequence[_Units], limits: Limits) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the largest world of the first of these units, and its slots."""
     chosen: dict[int, Sequence[int]] = {}
     sharing: set[int] = set()
-    places = limits.largest(sum([units.units for units in ordered]) * limits.unit)
-    for units in ordered:
+    places = limits.largest(sum([count for _, count, _ in ordered]) * limits.unit)
+    for _, count, parts in ordered:
         if not places:
             break
-        taken = min(places, units.units * limits.unit)
-        for number, slots in units.slots:
-            chosen[number] = (*chosen.get(number, ()), *slots[:taken])
-        if len(units.slots) > 1:
-            sharing.update([number for number, _ in units.slots])
+        taken = min(places, count * limits.unit)
+        for number, slots in parts:
+            some = slots[:taken]
+            chosen[number] = (*chosen[number], *some) if number in chosen else some
+        if len(parts) > 1:
+            sharing.update([number for number, _ in parts])
         places -= taken
-    return ((number, chosen[number]) for number in sorted(chosen, key=lambda n: (n in sharing, n)))
-
-
-def _units_of_one_merit(number: int, offer: Offer, seat: Member | None, unit: int) -> _Units | None:
-    """Return the units of a node whose slots are equally good, and are whole units already, or can be. None:
-    the node is another one. Of a large job, nearly all nodes are like that."""
-    filled = [(merit, slots) for merit, slots in enumerate(offer) if slots]
-    if len(filled) != 1:
-        return None
-    merit, slots = filled[0]
-    if len(slots) % unit:
-        return None
-    if seat is not None and (seat.base_rank % unit or slots != seat.slots):
-        return None
-    return _Units((merit,) * unit, len(slots) // unit, ((number, slots),))
+    alone = chosen.keys() - sharing
+    return ((number, chosen[number]) for number in (*sorted(alone), *sorted(sharing)))
 
 
 def _intact_units(
     offered: dict[int, list[_Place]], seats: Sequence[Member | None], limits: Limits
-) -> dict[int, _Units]:
-    """Return the units of the last round whose slots are all offered, by their number, and take them out of
-    ``offered``."""
+) -> list[tuple[int, _Units]]:
+    """Return the units of the last round whose slots are all offered, with their numbers, and take the slots
+    out of ``offered``."""
     found: dict[int, list[tuple[int, list[_Place]]]] = {}
     for number, places in offered.items():
         if (seat := seats[number]) is not None:
@@ -136,10 +145,10 @@ def _intact_units(
                 if there := [place for place in places if place[1] in slots]:
                     found.setdefault(unit, []).append((number, there))
     on_any = limits.within is UnitWithin.ANY
-    intact: dict[int, _Units] = {}
+    intact: list[tuple[int, _Units]] = []
     for unit, parts in found.items():
         if sum([len(there) for _, there in parts]) == limits.unit and (on_any or len(parts) == 1):
-            intact[unit] = _one_unit(parts)
+            intact.append((unit, _one_unit(parts)))
             for number, there in parts:
                 offered[number] = [place for place in offered[number] if place not in there]
     return intact
@@ -177,4 +186,4 @@ def _by_number(places: Iterable[tuple[int, _Place]]) -> list[tuple[int, list[_Pl
 
 def _one_unit(parts: Sequence[tuple[int, Sequence[_Place]]]) -> _Units:
     merits = sorted([merit for _, places in parts for merit, _ in places])
-    return _Units(tuple(merits), 1, [(number, [slot for _, slot in places]) for number, places in parts])
+    return tuple(merits), 1, [(number, [slot for _, slot in places]) for number, places in parts]

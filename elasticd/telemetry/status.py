@@ -443,10 +443,10 @@ class _Picture:
         limits, quarantines = spec.limits, self.budget.quarantines
         until = round.since + spec.policy.join_timeout_s if round else math.inf
         most = seating.form_in_any_memory(nodes, round, limits, quarantines, self.now)
-        if seating.size(most) < limits.min:
+        if most.workers < limits.min:
             have = seating.workers_at_hand(nodes, round, limits, quarantines, self.now)
             return BelowMinimum(have, limits.least, until, limits.unit)
-        if seating.size(seating.form(nodes, round, limits, quarantines, self.now)) >= limits.min:
+        if seating.form(nodes, round, limits, quarantines, self.now).workers >= limits.min:
             return None
         lacking = shortage.find(nodes, most, limits)
         return BelowMemory(*lacking, limits.max, until) if lacking is not None else None

@@ -16,6 +16,7 @@ from elasticd.core.facts import (
     Failure,
     Limits,
     Member,
+    Members,
     Node,
     Outcome,
     Phase,
@@ -86,14 +87,14 @@ def node(
     )
 
 
-def members(sizes: Mapping[str, int]) -> tuple[Member, ...]:
+def members(sizes: Mapping[str, int]) -> Members:
     """``{"a": 2, "b": 1}``: a has ranks 0 and 1, b has rank 2."""
     made: list[Member] = []
     rank = 0
     for name, size in sizes.items():
         made.append(Member(name, life(name), tuple(range(size)), rank, len(made)))
         rank += size
-    return tuple(made)
+    return Members(made)
 
 
 def round(

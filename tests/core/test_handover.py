@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.core import handover
 from elasticd.core.age import Age
-from elasticd.core.facts import Member, Node, Phase, RankRange
+from elasticd.core.facts import Member, Members, Node, Phase, RankRange
 from tests.core.build import life, members, node, round
 
 LAST = round(4, {"a": 2}, Phase.CLOSING)
@@ -61,7 +61,7 @@ def test_where_nobody_holds_anything_nothing_is_passed_on() -> None:
 
 def test_a_slot_that_is_left_out_gives_the_state_to_the_heirs_beside_it_on_its_node() -> None:
     """The straggler's worker is the last that holds the state. The node is in the round once."""
-    heirs = (Member("a", life("a"), (0,), 0), Member("b", life("b"), (0, 1), 1, 1))
+    heirs = Members((Member("a", life("a"), (0,), 0), Member("b", life("b"), (0, 1), 1, 1)))
     nodes = {n.name: n for n in (node("b"), holding("a", 1, draining=False))}
     passing = handover.members(LAST, nodes, heirs)
     assert passing == (Member("b", life("b"), (0, 1), 0), Member("a", life("a"), (0, 1), 2, 1))

@@ -165,7 +165,7 @@ def test_the_size_of_the_next_world_is_that_of_the_world_that_would_be_formed(
     known = [r.node for r in there]
     candidates = seating.candidates(known, wanted, live, live=live.phase is Phase.LIVE)
     formed = seating.form(candidates, live, limits, quarantines, NOW)
-    assert seating.size(formed) == roll.world_without(quarantines, NOW)
+    assert formed.workers == roll.world_without(quarantines, NOW)
 
 
 def members_of(count: int, *gone: str) -> Roll:

@@ -65,7 +65,7 @@ def test_a_world_is_cut_at_max_in_the_middle_of_a_node() -> None:
 
 
 def test_a_world_may_come_out_smaller_than_min_for_the_leader_to_judge() -> None:
-    assert seating.size(seating.form([node("a", 2)], None, Limits(5, 8), (), NOW)) == 2
+    assert seating.form([node("a", 2)], None, Limits(5, 8), (), NOW).workers == 2
     assert seating.form([], None, Limits(5, 8), (), NOW) == ()
 
 
@@ -137,7 +137,7 @@ def test_the_units_that_hold_the_newest_state_come_first() -> None:
 
 def test_a_world_has_the_largest_of_the_sizes_that_are_listed() -> None:
     limits = Limits(2, 8, sizes=(2, 4, 8))
-    sizes = [seating.size(seating.form([node("a", n)], None, limits, (), NOW)) for n in range(1, 11)]
+    sizes = [seating.form([node("a", n)], None, limits, (), NOW).workers for n in range(1, 11)]
     assert sizes == [0, 2, 2, 4, 4, 4, 4, 8, 8, 8]
     assert [n for n in range(10) if limits.allows(n)] == [2, 4, 8]
     assert (limits.least, replace(limits, min=3).least) == (2, 4)
@@ -208,7 +208,7 @@ def test_whatever_the_history_a_world_is_dense_within_max_and_keeps_its_survivor
         if limits.within is UnitWithin.NODE:
             usable = [n - n % limits.unit for n in usable]
             assert not any(len(m.slots) % limits.unit for m in formed), "each unit is on one node"
-        assert seating.size(formed) == limits.largest(sum(usable)), "no smaller than it could be"
+        assert formed.workers == limits.largest(sum(usable)), "no smaller than it could be"
         by_name = {n.name: n for n in nodes}
         for m in formed:
             assert m.slots and set(m.slots) <= set(by_name[m.node].slots)

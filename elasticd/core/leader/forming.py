@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from elasticd.core import handover, seating, shortage
-from elasticd.core.facts import Budget, Member, Outcome, Phase, RankRange, Round, Spec
+from elasticd.core.facts import Budget, Members, Outcome, Phase, RankRange, Round, Spec
 from elasticd.core.leader.plan import Plan, end, write
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Put
@@ -33,7 +33,7 @@ def form_or_wait(
             return Plan(wake_at=until, reasons=(*reasons, Settling(have, spec.limits.max, until)))
     nodes, limits = view.roll.candidates(), spec.limits
     members = seating.form(nodes, round, limits, budget.quarantines, now)
-    if seating.size(members) < limits.min:
+    if members.workers < limits.min:
         most = seating.form_in_any_memory(nodes, round, limits, budget.quarantines, now)
         if (lacking := shortage.find(nodes, most, limits)) is not None:
             return _wait(view, spec, round, budget, reasons, _too_small(spec, round, lacking), now)
@@ -98,10 +98,10 @@ def _wait(
     return Plan(wake_at=min([until, *ends]), reasons=(*reasons, wait.reason))
 
 
-def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], now: float) -> Round:
+def _formed(view: View, spec: Spec, round: Round, members: Members, now: float) -> Round:
     """Return the round of these members, or first a handover round that passes the state to them."""
     assert view.nodes is not None
-    passing: tuple[Member, ...] = ()
+    passing = Members()
     giving: tuple[RankRange, ...] = ()
     if spec.inplace:
         nodes = {name: registered.node for name, registered in view.nodes.to_dict().items()}

@@ -141,10 +141,14 @@ class Roll:
         return [reports[name] for name in self[mark]]
 
     def candidates(self, *, live: bool = False) -> list[Node]:
-        """Return ``seating.candidates`` of all nodes, in order of arrival."""
+        """Return ``seating.candidates`` of all nodes: members in the order of ranks, then the other nodes in
+        order of arrival."""
         assert self.spec is not None
-        known = sorted(self.nodes.to_dict().values(), key=attrgetter("created"))
-        return seating.candidates([r.node for r in known], self.spec, self.round, live=live)
+        assert self.round is not None
+        known, replaced = self.nodes.to_dict(), {*self[Mark.REPLACED]}
+        there = [known.pop(n) for n in self.round.by_node if n in known and n not in replaced]
+        there += sorted(known.values(), key=attrgetter("created"))
+        return seating.candidates([r.node for r in there], self.spec, self.round, live=live)
 
     def world_without(self, quarantines: Sequence[Quarantine], now: float) -> int:
         """Return the size of the largest world without the slots in quarantine."""

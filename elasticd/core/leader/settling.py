@@ -25,7 +25,6 @@ _OUTCOMES = {
 def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     """Settle the round once every member has released it or is lost: charge the budget, then decide what
     comes next."""
-    assert view.nodes is not None
     assert view.reports is not None
     roll = view.roll
     if roll[Mark.ASTRAY] and not round.anew:  # the round was closed for another reason
@@ -60,8 +59,6 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         own = budgets.first_failure(round, roll.reports_of(Mark.RAISED), raised=True)
         if own is not None:  # a newcomer that always fails at once would otherwise resize the job for ever
             round, charged, failure = replace(round, closing=Cause.WORKER_FAILED), True, own
-    ages = [entry.node.age for entry in view.nodes.to_dict().values() if entry.node.age is not None]
-    goes_on_from = max(ages, key=attrgetter("agreed", "step")).step if ages else None
     if charged and failure is not None:
         progressed = budgets.progressed(round, reports, commits=spec.inplace)
         unrunnable = None if progressed else budgets.why_unrunnable(budget, round, failure, failed)
@@ -69,7 +66,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
             budget = replace(budget, stepped=True)
         else:
             progressed = progressed or not budgets.may_repeat(failure, round.failure)
-        budget = budgets.charge(budget, failure, progressed, spec.policy, now, goes_on_from)
+        budget = budgets.charge(budget, failure, progressed, spec.policy, now, _newest_step(view))
         round = replace(round, restarts=round.restarts + 1, failure=failure)
         budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
         if step is not None:
@@ -81,8 +78,8 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
             return end(view, round, now, Outcome.FAILED, why, reasons)
     elif budgets.progressed(round, reports, commits=spec.inplace):
         budget = budgets.note_progress(budget)
-    if round.closing is Cause.WORLD_BROKEN and goes_on_from is not None:
-        budget = budgets.note_broken_world(budget, goes_on_from, now)
+    if round.closing is Cause.WORLD_BROKEN and (newest := _newest_step(view)) is not None:
+        budget = budgets.note_broken_world(budget, newest, now)
         if (why := budgets.why_broken_too_often(budget, spec.policy, now)) is not None:
             return end(view, replace(round, failure=None), now, Outcome.FAILED, why)
     if spec.stop:
@@ -116,6 +113,14 @@ def _await_members(view: View, spec: Spec, round: Round, now: float) -> Plan | N
         absent = AwaitingReturn(names[:SHOWN_MAX], until, len(names[SHOWN_MAX:]))
         return Plan(wake_at=until, reasons=(absent,))
     return None
+
+
+def _newest_step(view: View) -> int | None:
+    """Return the step that the job continues from, if workers hold a state."""
+    assert view.nodes is not None
+    known = [registered.node.age for registered in view.nodes.to_dict().values()]
+    newest = max(filter(None, known), key=attrgetter("agreed", "step"), default=None)
+    return newest.step if newest is not None else None
 
 
 def _is_disturbed(roll: Roll) -> bool:

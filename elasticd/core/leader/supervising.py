@@ -132,7 +132,7 @@ def _await_heirs(view: View, spec: Spec, round: Round, leaving: tuple[str, ...],
     if not handover.may_come(round, (registered.node for registered in view.nodes.values())):
         return None
     heirs = seating.form(view.roll.candidates(), round, spec.limits, view.budget.quarantines, now)
-    if seating.size(heirs) >= spec.limits.min:
+    if heirs.workers >= spec.limits.min:
         if round.leaving == leaving:
             return None
     elif round.leaving == leaving:

@@ -91,7 +91,7 @@ class View:
         if not self.spec.inplace:  # no worker keeps a sharded state, for which there must be memory
             return self.roll.world_without(budget.quarantines, now)
         nodes = self.roll.candidates(live=self.round.phase is Phase.LIVE)
-        return seating.size(seating.form(nodes, self.round, self.spec.limits, budget.quarantines, now))
+        return seating.form(nodes, self.round, self.spec.limits, budget.quarantines, now).workers
 
     def mark_of_lost(self, now: float) -> Mark:
         """Return the mark of the members that have been replaced, or have been absent for too long to be
