@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import attrgetter
 
 from elasticd.core.facts import (
     BrokenWorldCount,
@@ -30,41 +31,24 @@ PROGRESS_AFTER_S = 60.0  # a round that lived this long made progress, even if n
 ASTRAY_MAX = 3  # rollbacks from one step; the next try may succeed, after a flipped bit or with other data
 
 
-def first_failure(
-    round: Round, reports: Iterable[Report], *, fatal: bool = False, raised: bool = False
-) -> Failure | None:
-    """Return the earliest failure of the round; later ones are usually its consequences.
+def first_failure(reports: Iterable[Report], *, fatal: bool = False, raised: bool = False) -> Failure | None:
+    """Return the earliest failure in the reports, which are of one round's members; later failures are
+    usually its consequences.
 
     ``fatal``: only failures that are to end the job. ``raised``: only failures of workers that raised an
     exception of their own.
     """
-    told = _of_members(round, reports)
     if fatal:
-        failures = [report.fatal for report in told]
+        failures = [report.fatal for report in reports]
     else:
-        failures = [report.raised if raised else report.failure for report in told]
-    found = (one for one in failures if one is not None)
-    return min(found, key=lambda one: (one.exit.at, one.exit.rank), default=None)
+        failures = [report.raised if raised else report.failure for report in reports]
+    return min(filter(None, failures), key=attrgetter("exit.at", "exit.rank"), default=None)
 
 
-def nonfinite_step(round: Round, reports: Iterable[Report]) -> int | None:
+def nonfinite_step(reports: Iterable[Report]) -> int | None:
     """Return the step at which a loss or gradient was not finite, if a worker ended to go back to a
     checkpoint."""
-    steps = (report.astray for report in _of_members(round, reports))
-    return max((step for step in steps if step is not None), default=None)
-
-
-def _of_members(round: Round, reports: Iterable[Report]) -> list[Report]:
-    """Return the reports that tell of exits of the round's workers."""
-    number, members = round.number, round.by_node
-    return [
-        report
-        for report in reports
-        if report.exits
-        and report.round == number
-        and (member := members.get(report.node)) is not None
-        and member.incarnation == report.incarnation
-    ]
+    return max((report.astray for report in reports if report.astray is not None), default=None)
 
 
 def progressed(round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:
@@ -90,14 +74,15 @@ def may_repeat(failure: Failure, before: Failure | None) -> bool:
 
 def why_unrunnable(budget: Budget, round: Round, failure: Failure, reports: Iterable[Report]) -> str | None:
     """Return why a restart cannot help: on every node of the job's first round the script failed to import,
-    with the same error as in ``failure``, or refused its input. None otherwise."""
+    with the same error as in ``failure``, or refused its input. None otherwise. ``reports``: of the
+    members that report a failure."""
     if budget.total or round.cause is not Cause.START:
         return None
     error, refused = failure.exit.message, failure.exit.code == BAD_USAGE
     if not refused and not _IMPORT_ERROR.match(error):
         return None
     nodes = set()
-    for report in _of_members(round, reports):
+    for report in reports:
         failed = [exit for exit in report.exits if exit.failed]
         if any(exit.code != BAD_USAGE if refused else exit.message != error for exit in failed):
             return None

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from hashlib import blake2b
 from typing import Final
 
 from elasticd.core.age import Age
@@ -250,13 +249,6 @@ class Members(tuple[Member, ...]):
     @cached_property
     def workers(self) -> int:
         return sum([len(m.slots) for m in self])
-
-    @cached_property
-    def digest(self) -> str:
-        """A digest of the nodes, incarnations and slots. The ranks follow from the slots."""
-        shapes = {slots: str(slots) for slots in {m.slots for m in self}}
-        told = "\n".join([f"{m.node} {m.incarnation} {shapes[m.slots]}" for m in self])
-        return blake2b(told.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
 class Phase(StrEnum):

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 from elasticd.core import seating
+from elasticd.core.age import Age
 from elasticd.core.facts import Member, Members, Node, Round
 
 _Slots = Mapping[str, tuple[int, ...]]  # some slots of nodes, by the node's name; no node without a slot
@@ -36,11 +37,15 @@ def members(round: Round, nodes: Mapping[str, Node], heirs: Members, unit: int =
     it must leave. ``round``: the last round, which is over. ``unit``: the workers that hold one model
     together, if there are such units.
     """
-    holding, beside = seating.newest_holders(nodes.values()), {heir.node: heir.slots for heir in heirs}
-    if any(not set(slots).isdisjoint(holding.get(name, ())) for name, slots in beside.items()):
+    newest = seating.newest_age(nodes.values())
+    if newest is None:
+        return Members()
+    beside = {heir.node: heir.slots for heir in heirs}
+    if any(nodes[name].age == newest and _both(nodes[name].holders, slots) for name, slots in beside.items()):
         giving = _parts_left_out(round, nodes, beside, unit)
     else:
-        having = {**holding, **_parts_of_the_same_state(nodes, holding)}
+        holding = seating.newest_holders(nodes.values())
+        having = {**holding, **_parts_of_the_same_state(nodes, newest)}
         able = {name: slots for name, slots in having.items() if _can_give(round, nodes[name])}
         giving = _without(_without(able, _have_given(round, nodes)), beside)
     if not giving:
@@ -54,14 +59,12 @@ def members(round: Round, nodes: Mapping[str, Node], heirs: Members, unit: int =
     return seating.seat([*others, *leaving], heirs)
 
 
-def _parts_of_the_same_state(nodes: Mapping[str, Node], holding: Iterable[str]) -> _Slots:
-    """Return the slots of other nodes that may have parts of the newest sharded state, which the nodes of
-    ``holding`` have."""
-    newest = next((nodes[name].age for name in holding), None)
+def _parts_of_the_same_state(nodes: Mapping[str, Node], newest: Age) -> _Slots:
+    """Return the slots of the nodes that may have parts of the newest sharded state, which has this age."""
     return {
         name: node.holders
         for name, node in nodes.items()
-        if node.sharded and node.age is not None and newest is not None
+        if node.sharded and node.age is not None
         if node.age.may_share_state_with(newest)
     }
 

@@ -10,8 +10,9 @@ different plans for the same round cannot be mixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from operator import attrgetter
 from typing import Final
 from zlib import crc32
@@ -46,12 +47,10 @@ def record_of(round: Round, sizes: PartSizes) -> Round:
     if len(round.members) <= sizes.members:
         return whole
     count, leaving = -(-len(round.members) // sizes.members), whole.leaving_workers
-    if (
-        round.extent is not None
-    ):  # the round was read from its parts, and its members are as they were written
+    if round.extent is not None:  # of these members, who were read from their parts
         extent = replace(round.extent, leaving=leaving, parts=count)
     else:
-        extent = Extent(whole.world_size, whole.nodes, leaving, count, round.indexed.digest)
+        extent = Extent(whole.world_size, whole.nodes, leaving, count, _digest(round.members))
     return replace(round, members=(), extent=extent)
 
 
@@ -115,3 +114,10 @@ def fits(round: Round) -> bool:
             return False
         rank += len(member.slots)
     return (rank, len(round.by_node)) == (round.extent.workers, round.extent.nodes)
+
+
+def _digest(members: Sequence[Member]) -> str:
+    """Return a digest of the members. Their ranks follow from their slots."""
+    shapes = {slots: str(slots) for slots in {m.slots for m in members}}
+    told = "\n".join([f"{m.node} {m.incarnation} {shapes[m.slots]}" for m in members])
+    return blake2b(told.encode(errors="surrogatepass"), digest_size=8).hexdigest()

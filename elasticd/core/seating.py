@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter
 
 from elasticd.core import shortage
+from elasticd.core.age import Age
 from elasticd.core.facts import (
     Drained,
     Limits,
@@ -98,12 +99,14 @@ def _in_one_world(places: int, limits: Limits) -> int:
     return places - places % limits.unit if limits.within is UnitWithin.NODE else places
 
 
-def order(nodes: Sequence[Node], last: Round | None) -> list[Node]:
-    """Return the survivors of ``last`` in their old order, then the newcomers in the given order."""
-    if last is None:
-        return list(nodes)
-    ranks = [seat.base_rank if seat is not None else last.world_size for seat in _seats(nodes, last)]
-    return [nodes[number] for number in sorted(range(len(nodes)), key=ranks.__getitem__)]
+def order(nodes: Sequence[Node], last: Round | None) -> tuple[list[Node], list[Member | None]]:
+    """Return the survivors of ``last`` in their old order, then the newcomers in the given order; and the
+    seat of each in ``last``."""
+    seats = _seats(nodes, last)
+    size = last.world_size if last is not None else 0
+    ranks = [seat.base_rank if seat is not None else size for seat in seats]
+    numbers = sorted(range(len(nodes)), key=ranks.__getitem__)
+    return [nodes[number] for number in numbers], [seats[number] for number in numbers]
 
 
 _Holding = Mapping[str, tuple[int, ...]]
@@ -142,7 +145,7 @@ def form_in_any_memory(
     last round; whole units are compared by their best slots. A unit of ``last`` that is whole is not divided
     to complete another. ``holding``: tells which slots hold the newest state; None: ``newest_holders``.
     """
-    ordered = order(nodes, last)
+    ordered, seats = order(nodes, last)
     out = {q.node for q in quarantines}
     usable = [node.slots for node in ordered]
     for number in [number for number, node in enumerate(ordered) if node.name in out] if out else ():
@@ -151,7 +154,7 @@ def form_in_any_memory(
     if _are_all_in(ordered, usable, last, limits):
         chosen = zip(ordered, usable, strict=True)
     else:
-        best = _best(ordered, usable, last, limits, (holding or newest_holders)(ordered))
+        best = _best(ordered, usable, seats, limits, (holding or newest_holders)(ordered))
         chosen = ((ordered[number], slots) for number, slots in best)
     places = ((node.name, node.incarnation, slots) for node, slots in chosen if slots)
     return seat(places, last.indexed if last is not None else Members())
@@ -176,12 +179,11 @@ def _are_all_in(
 def _best(
     nodes: Sequence[Node],
     usable: Sequence[tuple[int, ...]],
-    last: Round | None,
+    seats: Sequence[Member | None],
     limits: Limits,
     holding: _Holding,
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots."""
-    seats = _seats(nodes, last)
     offers = offers_of(nodes, usable, seats, holding)
     return best_slots(offers, limits) if limits.unit == 1 else best_units(offers, seats, limits)
 
@@ -265,5 +267,10 @@ def seat(places: Iterable[tuple[str, str, Sequence[int]]], last: Members) -> Mem
 def newest_holders(nodes: Iterable[Node]) -> Mapping[str, tuple[int, ...]]:
     """Return the slots that hold the newest whole state, by node; empty if no slot holds one."""
     aged = [((node.age.agreed, node.age.step), node) for node in nodes if node.age is not None]
-    newest = max(map(itemgetter(0), aged), default=None)
+    newest = max([age for age, _ in aged], default=None)
     return {node.name: node.holders for age, node in aged if age == newest}
+
+
+def newest_age(nodes: Iterable[Node]) -> Age | None:
+    """Return the age of the newest state that a slot holds."""
+    return max(filter(None, [node.age for node in nodes]), key=attrgetter("agreed", "step"), default=None)

@@ -47,8 +47,8 @@ def with_room(nodes: Sequence[Node], members: Members) -> list[Node] | None:
     if state is None:
         return None
     seats, of_each = members.by_node, state.of_each(members.workers)
-    known = [(node.memory, seats.get(node.name)) for node in nodes if node.memory]
-    if all(len(seat.slots) * of_each <= memory for memory, seat in known if seat is not None):
+    known = (node for node in nodes if node.memory and node.name in seats)
+    if all(len(seats[node.name].slots) * of_each <= node.memory for node in known):
         return None
     if has_none_for_one_state(nodes):
         return []  # no world has room

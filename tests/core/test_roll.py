@@ -185,6 +185,24 @@ def test_names_come_in_the_order_of_ranks_and_of_many_only_some_are_shown() -> N
     assert few[Mark.FAILED] is NOBODY or not few[Mark.FAILED]
 
 
+@pytest.mark.parametrize(
+    ("one", "counts"),
+    [
+        pytest.param(report("node-0", 5, exit()), True, id="a failure"),
+        pytest.param(report("node-0", 4, exit()), False, id="an older round's"),
+        pytest.param(report("node-0", 6, exit()), False, id="a newer round's"),
+        pytest.param(report("other", 5, exit()), False, id="not a member's"),
+        pytest.param(report("node-0", 5, exit(), life_number=2), False, id="another incarnation's"),
+        pytest.param(report("node-0", 5, exit(code=0), finished=True), False, id="a success"),
+    ],
+)
+def test_only_failures_of_the_round_s_members_count(one: Report, counts: bool) -> None:
+    roll = members_of(2)
+    assert roll.spec is not None and roll.round is not None
+    roll = roll.follow(roll.spec, roll.round, roll.nodes, PersistentMap({one.node: one}), roll.stalls)
+    assert roll.reports_of(Mark.FAILED) == [one] * counts
+
+
 @pytest.mark.parametrize(("finished", "needed"), [("node-0", ["node-0", "node-1"]), ("node-1", ["node-0"])])
 def test_of_those_who_finished_only_the_host_of_the_store_is_needed(finished: str, needed: list[str]) -> None:
     roll = members_of(3, "node-0", "node-1")

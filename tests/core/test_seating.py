@@ -255,7 +255,9 @@ def test_survivors_are_in_the_order_of_their_seats_and_newcomers_in_that_of_thei
     seats = [(m.node, m.incarnation) for m in last.members]
     places = {place: number for number, place in enumerate(seats)}
     expected = sorted(nodes, key=lambda n: places.get((n.name, n.incarnation), len(seats)))
-    assert seating.order(nodes, last) == expected and seating.order(nodes, None) == nodes
+    ordered, found = seating.order(nodes, last)
+    assert ordered == expected and found == [last.member(n.name, n.incarnation) for n in expected]
+    assert seating.order(nodes, None) == (nodes, [None] * len(nodes))
 
 
 @given(nodes_, limits_)

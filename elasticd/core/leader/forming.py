@@ -125,6 +125,7 @@ def _formed(view: View, spec: Spec, round: Round, members: Members, now: float) 
         left_out=giving,
         began=round.began or now,
         failures=round.failures + cause.failure,
+        extent=round.extent if members is round.members else None,
     )
 
 

@@ -145,9 +145,10 @@ class Roll:
         order of arrival."""
         assert self.spec is not None
         assert self.round is not None
-        known, replaced = self.nodes.to_dict(), {*self[Mark.REPLACED]}
-        there = [known.pop(n) for n in self.round.by_node if n in known and n not in replaced]
-        there += sorted(known.values(), key=attrgetter("created"))
+        known, members = self.nodes.to_dict(), self.round.by_node
+        others = {*(known.keys() - members.keys()), *self[Mark.REPLACED]}
+        there = [known[name] for name in members if name in known and name not in others]
+        there += sorted([known[name] for name in others], key=attrgetter("created"))
         return seating.candidates([r.node for r in there], self.spec, self.round, live=live)
 
     def world_without(self, quarantines: Sequence[Quarantine], now: float) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from operator import attrgetter
 
 from elasticd.core import budget as budgets
+from elasticd.core import seating
 from elasticd.core.facts import Budget, Cause, Failure, Outcome, Round, Spec
 from elasticd.core.leader.forming import form_or_wait
 from elasticd.core.leader.plan import Plan, await_reports, end, write
@@ -42,9 +42,9 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     budget = view.budget
     reasons: tuple[Reason, ...] = ()
     reports, failed = view.reports.to_dict().values(), roll.reports_of(Mark.FAILED)
-    failure = budgets.first_failure(round, failed)
-    fatal = budgets.first_failure(round, roll.reports_of(Mark.FATAL), fatal=True)
-    step = budgets.nonfinite_step(round, roll.reports_of(Mark.ASTRAY))
+    failure = budgets.first_failure(failed)
+    fatal = budgets.first_failure(roll.reports_of(Mark.FATAL), fatal=True)
+    step = budgets.nonfinite_step(roll.reports_of(Mark.ASTRAY))
     if fatal is not None and fatal.exit.fatal is not None:
         ended = replace(round, failure=fatal)
         return end(view, ended, now, _OUTCOMES[fatal.exit.fatal], _last_line(fatal.exit.message))
@@ -56,7 +56,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     elif broken and failure is not None:  # a worker failed, and took long to end
         round, charged = replace(round, closing=Cause.WORKER_FAILED), True
     elif round.closing in (Cause.GREW, Cause.SCALED) and not lost:
-        own = budgets.first_failure(round, roll.reports_of(Mark.RAISED), raised=True)
+        own = budgets.first_failure(roll.reports_of(Mark.RAISED), raised=True)
         if own is not None:  # a newcomer that always fails at once would otherwise resize the job for ever
             round, charged, failure = replace(round, closing=Cause.WORKER_FAILED), True, own
     if charged and failure is not None:
@@ -118,8 +118,7 @@ def _await_members(view: View, spec: Spec, round: Round, now: float) -> Plan | N
 def _newest_step(view: View) -> int | None:
     """Return the step that the job continues from, if workers hold a state."""
     assert view.nodes is not None
-    known = [registered.node.age for registered in view.nodes.to_dict().values()]
-    newest = max(filter(None, known), key=attrgetter("agreed", "step"), default=None)
+    newest = seating.newest_age(registered.node for registered in view.nodes.to_dict().values())
     return newest.step if newest is not None else None
 
 
