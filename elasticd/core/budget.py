@@ -31,18 +31,9 @@ PROGRESS_AFTER_S = 60.0  # a round that lived this long made progress, even if n
 ASTRAY_MAX = 3  # rollbacks from one step; the next try may succeed, after a flipped bit or with other data
 
 
-def first_failure(reports: Iterable[Report], *, fatal: bool = False, raised: bool = False) -> Failure | None:
-    """Return the earliest failure in the reports, which are of one round's members; later failures are
-    usually its consequences.
-
-    ``fatal``: only failures that are to end the job. ``raised``: only failures of workers that raised an
-    exception of their own.
-    """
-    if fatal:
-        failures = [report.fatal for report in reports]
-    else:
-        failures = [report.raised if raised else report.failure for report in reports]
-    return min(filter(None, failures), key=attrgetter("exit.at", "exit.rank"), default=None)
+def earliest(failures: Iterable[Failure | None]) -> Failure | None:
+    """Return the earliest of the failures; later ones are usually its consequences."""
+    return min(filter(None, failures), key=attrgetter("exit.at", "exit.rank", "node"), default=None)
 
 
 def nonfinite_step(reports: Iterable[Report]) -> int | None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core import budget
-from elasticd.core.facts import Budget, Charge, Failure, Policy, Quarantine, Report
+from elasticd.core.facts import Budget, Charge, Failure, Policy, Quarantine
 from tests.core.build import NOW, charges, exit, report, round
 
 POLICY = Policy(restarts_max=3, restart_window_s=100.0, futile_max=4, quarantine_after=3)
@@ -25,18 +25,19 @@ def failure(name: str = "a", slot: int = 0) -> Failure:
 
 def test_the_first_failure_by_the_clock_is_the_cause_wherever_it_was() -> None:
     early, late = exit(1, 3, at=NOW - 9), exit(0, 0, at=NOW - 8)
-    found = budget.first_failure([report("a", 7, late), report("b", 7, early)])
+    found = budget.earliest([report("a", 7, late).failure, None, report("b", 7, early).failure])
     assert found == Failure("b", early)
 
 
 def test_of_failures_at_the_same_moment_the_lowest_rank_is_named() -> None:
     one, two = exit(1, 1, at=NOW), exit(0, 0, at=NOW)
-    assert budget.first_failure([report("a", 7, one, two)]) == Failure("a", two)
+    assert report("a", 7, one, two).failure == Failure("a", two)
+    assert budget.earliest([Failure("a", one), Failure("b", two)]) == Failure("b", two)
 
 
-@pytest.mark.parametrize("reports", [[], [report("a", 7, exit(code=0), finished=True)]])
-def test_no_failure(reports: list[Report]) -> None:
-    assert budget.first_failure(reports) is None
+def test_a_success_is_no_failure() -> None:
+    assert report("a", 7, exit(code=0), finished=True).failure is None
+    assert budget.earliest([]) is None
 
 
 @pytest.mark.parametrize(

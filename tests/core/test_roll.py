@@ -129,6 +129,7 @@ def test_what_follows_event_by_event_is_what_a_new_roll_shows(
         roll = roll.follow(wanted, live, nodes, told, still)
         anew = Roll().follow(wanted, live, nodes, told, still)
         assert {m: dict(roll[m]) for m in Mark} == {m: dict(anew[m]) for m in Mark}
+        assert {m: roll.first.get(m) for m in Mark} == {m: anew.first.get(m) for m in Mark}
         assert roll.places == anew.places and roll.came_at >= anew.came_at
         assert {s: roll.standing.get(s, 0) for s in Standing} == _standing(live, nodes)
         assert roll.follow(wanted, live, nodes, told, still) is roll
@@ -201,6 +202,7 @@ def test_only_failures_of_the_round_s_members_count(one: Report, counts: bool) -
     assert roll.spec is not None and roll.round is not None
     roll = roll.follow(roll.spec, roll.round, roll.nodes, PersistentMap({one.node: one}), roll.stalls)
     assert roll.reports_of(Mark.FAILED) == [one] * counts
+    assert roll.first.get(Mark.FAILED) == (one.failure if counts else None)
 
 
 @pytest.mark.parametrize(("finished", "needed"), [("node-0", ["node-0", "node-1"]), ("node-1", ["node-0"])])

@@ -69,7 +69,7 @@ def _loss_charged(patch: pytest.MonkeyPatch) -> None:
 
     def unfair(view: Any, spec: Any, round: Round, now: float) -> Any:
         plan = settle(view, spec, round, now)
-        failure = budget.first_failure(view.roll.reports_of(Mark.FAILED))
+        failure = view.roll.first.get(Mark.FAILED)
         if not plan.writes or failure is None:
             return plan
         put = plan.writes[0]

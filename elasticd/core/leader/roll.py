@@ -8,15 +8,16 @@ brings the roll up to date for the nodes that it concerns.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Final
 
+from elasticd.core import budget as budgets
 from elasticd.core import seating
-from elasticd.core.facts import Member, Node, Phase, Quarantine, Report, Round, Spec, Stall
+from elasticd.core.facts import Failure, Member, Node, Phase, Quarantine, Report, Round, Spec, Stall
 from elasticd.core.hang.judging import Doing, Group
 from elasticd.core.persistent_map import PersistentMap
 
@@ -81,7 +82,8 @@ NOBODY: Final[PersistentMap[Member]] = PersistentMap()
 
 @dataclass(frozen=True, slots=True)
 class Roll:
-    """The roll of the first five fields. ``marked``: the members with each mark. ``standing``: how many
+    """The roll of the first five fields. ``marked``: the members with each mark. ``first``: of the members that
+    report a failure, by the mark of such failures, the earliest failure. ``standing``: how many
     registered nodes are members, wait or drain. ``free``: how many workers there are for the next world,
     whatever its limits and quarantines; ``held``: how many more once the members have released the round.
     ``came_at``: when the last node came that may be in the next world, if there was one since the round
@@ -93,6 +95,7 @@ class Roll:
     reports: PersistentMap[Report] = field(default_factory=PersistentMap)
     stalls: PersistentMap[ReceivedStall] = field(default_factory=PersistentMap)
     marked: Mapping[Mark, PersistentMap[Member]] = field(default_factory=dict)
+    first: Mapping[Mark, Failure | None] = field(default_factory=dict)
     standing: Mapping[Standing, int] = field(default_factory=dict)
     free: int = 0
     held: int = 0
@@ -229,10 +232,13 @@ class Roll:
         """Return the roll after what has changed since ``before``."""
         assert self.round is not None
         changes: dict[Mark, dict[str, Member | None]] = {}
+        told: list[tuple[Report | None, Report | None]] = []
         free, held, came_at, standing = self.free, self.held, self.came_at, Counter(self.standing)
         for name, was, now in changed:
             member = self.round.by_node.get(name)
             if member is not None:
+                if was[1] is not now[1]:
+                    told.append((was[1], now[1]))
                 had, has = before._marks(member, *was), self._marks(member, *now)
                 if has != had:
                     for mark in {*had, *has}:
@@ -249,7 +255,22 @@ class Roll:
             if now[0] is not None and now[0].seen_at > came_at and self._candidate(now[0]) is not None:
                 came_at = now[0].seen_at
         marked = {**self.marked, **{mark: self[mark].updated(changed) for mark, changed in changes.items()}}
-        return replace(self, marked=marked, standing=standing, free=free, held=held, came_at=came_at)
+        after = replace(self, marked=marked, standing=standing, free=free, held=held, came_at=came_at)
+        return after._with_failures(told) if told else after
+
+    def _with_failures(self, told: Sequence[tuple[Report | None, Report | None]]) -> Roll:
+        """Return the roll, whose marks are up to date, after these reports have changed."""
+        first: dict[Mark, Failure | None] = {}
+        for mark, failure_of in _FAILURE_OF.items():
+            gone, new = (
+                [failure_of(one) for one in reports if one is not None and self._is_of_member(one)]
+                for reports in zip(*told, strict=True)
+            )
+            before = self.first.get(mark)
+            if before is not None and before in gone and before not in new:
+                before, new = None, [failure_of(one) for one in self.reports_of(mark)]
+            first[mark] = budgets.earliest([before, *new])
+        return replace(self, first=first)
 
     def _marks(
         self,
@@ -324,6 +345,11 @@ class Roll:
         return free, _room(seating.candidate(known.node, self.spec, self.round, live=True), self.spec) - free
 
 
+_FAILURE_OF: Final[Mapping[Mark, Callable[[Report], Failure | None]]] = {
+    Mark.FAILED: attrgetter("failure"),
+    Mark.FATAL: attrgetter("fatal"),
+    Mark.RAISED: attrgetter("raised"),
+}
 _RUNS: Final = (Phase.LIVE, Phase.CLOSING)
 _Known = tuple[Registered | None, Report | None, ReceivedStall | None]
 

@@ -41,9 +41,9 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     lost = any(roll.needed(Mark.MISSING)) or bool(roll[Mark.FENCED])
     budget = view.budget
     reasons: tuple[Reason, ...] = ()
-    reports, failed = view.reports.to_dict().values(), roll.reports_of(Mark.FAILED)
-    failure = budgets.first_failure(failed)
-    fatal = budgets.first_failure(roll.reports_of(Mark.FATAL), fatal=True)
+    reports = view.reports.to_dict().values()
+    failure = roll.first.get(Mark.FAILED)
+    fatal = roll.first.get(Mark.FATAL)
     step = budgets.nonfinite_step(roll.reports_of(Mark.ASTRAY))
     if fatal is not None and fatal.exit.fatal is not None:
         ended = replace(round, failure=fatal)
@@ -56,12 +56,16 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     elif broken and failure is not None:  # a worker failed, and took long to end
         round, charged = replace(round, closing=Cause.WORKER_FAILED), True
     elif round.closing in (Cause.GREW, Cause.SCALED) and not lost:
-        own = budgets.first_failure(roll.reports_of(Mark.RAISED), raised=True)
+        own = roll.first.get(Mark.RAISED)
         if own is not None:  # a newcomer that always fails at once would otherwise resize the job for ever
             round, charged, failure = replace(round, closing=Cause.WORKER_FAILED), True, own
     if charged and failure is not None:
         progressed = budgets.progressed(round, reports, commits=spec.inplace)
-        unrunnable = None if progressed else budgets.why_unrunnable(budget, round, failure, failed)
+        unrunnable = (
+            None
+            if progressed
+            else budgets.why_unrunnable(budget, round, failure, roll.reports_of(Mark.FAILED))
+        )
         if budgets.any_step_seen(budget, round, reports, commits=spec.inplace):
             budget = replace(budget, stepped=True)
         else:

@@ -32,7 +32,7 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if spec.stop:
         return close(view, round, Cause.STOPPED, True, now)
 
-    failure = budgets.first_failure(roll.reports_of(Mark.FAILED))
+    failure = roll.first.get(Mark.FAILED)
     if failure is not None:
         anew = bool(roll[Mark.ASTRAY])
         return close(view, round, failure.exit.cause, False, now, failure=failure, anew=anew)
