@@ -72,45 +72,40 @@ def _parts_of_the_same_state(nodes: Mapping[str, Node], newest: Age) -> _Slots:
 def _parts_left_out(round: Round, nodes: Mapping[str, Node], heirs: _Slots, unit: int) -> _Slots:
     """Return the slots with a part of a sharded state that are not among the heirs, and have not given the
     part away. A worker that was not in the last round has no part, or gave it away before."""
-    number = round.number
-    there: _Slots = {
-        name: both
-        for name, member, node in _members_there(round, nodes)
-        if node.sharded and node.fenced < number <= node.released
-        if (both := _both(node.holders, member.slots))
-    }
-    there = _without(there, _have_given(round, nodes))
-    giving = _without(there, heirs)
+    going = [member for name, member in round.by_node.items() if heirs.get(name) != member.slots]
+    giving = _without(_without(_parts(round, nodes, going), heirs), _have_given(round, nodes))
     if not giving:
         return {}
     out = _left_out(round)
-    staying = _without(there, out)
-    if round.planned and _are_all(staying, round, out) and _have_all_entered(round, nodes, staying):
-        giving = _without(staying, heirs)  # the others have given their parts at the last commit
-    elif unit > 1 and _has_a_whole_unit(_without(there, giving), round, unit):
-        return {}
+    if round.planned and _have_all_others(round, nodes, out):
+        giving = _without(giving, out)  # they have given their parts at the last commit
+    elif unit > 1:
+        there = _without(_parts(round, nodes, round.members), _have_given(round, nodes))
+        if _has_a_whole_unit(_without(there, giving), round, unit):
+            return {}
     return {name: tuple(sorted(giving[name])) for name in sorted(giving)}
 
 
-def _members_there(round: Round, nodes: Mapping[str, Node]) -> list[tuple[str, Member, Node]]:
-    """Return the members of the round that are registered, each with its name and its record."""
-    return [
-        (name, member, node)
-        for name, member in round.by_node.items()
-        if (node := nodes.get(name)) is not None and node.incarnation == member.incarnation
-    ]
+def _parts(round: Round, nodes: Mapping[str, Node], members: Iterable[Member]) -> _Slots:
+    """Return the slots of these members of the round that have a part of a sharded state."""
+    number = round.number
+    there = [(member, node) for member in members if (node := nodes.get(member.node)) is not None]
+    return {
+        node.name: both
+        for member, node in there
+        if node.sharded and node.fenced < number <= node.released and node.incarnation == member.incarnation
+        if (both := _both(node.holders, member.slots))
+    }
 
 
-def _are_all(staying: _Slots, round: Round, out: _Slots) -> bool:
-    """Whether these slots, which are of the round, are all that the round does not leave out, and some."""
-    count = sum(map(len, staying.values()))
-    return count == round.indexed.workers - sum(map(len, out.values())) > 0
-
-
-def _have_all_entered(round: Round, nodes: Mapping[str, Node], names: Iterable[str]) -> bool:
-    """Return whether the workers of these nodes have agreed on the state in this round. Workers that are
-    asked to leave before their world has formed leave at once, so such a round has no last commit."""
-    ages = [nodes[name].age for name in names]
+def _have_all_others(round: Round, nodes: Mapping[str, Node], out: _Slots) -> bool:
+    """Return whether all workers that the round does not leave out, and some, have parts, and have agreed on
+    the state in this round. Workers that are asked to leave before their world has formed leave at once, so
+    such a round has no last commit."""
+    kept = _without(_seats(round), out)
+    if not kept or _without(kept, _parts(round, nodes, [round.by_node[name] for name in kept])):
+        return False
+    ages = [nodes[name].age for name in kept]
     return all(age is not None and age.agreed == round.number for age in ages)
 
 
@@ -119,7 +114,8 @@ def _have_given(round: Round, nodes: Mapping[str, Node]) -> _Slots:
     of the round wait for the next one. The parts may make no whole state; another handover would not help."""
     if not (round.handover and round.planned):
         return {}
-    wait = {name: node.ready for name, _, node in _members_there(round, nodes)}
+    there = [(member, nodes.get(name)) for name, member in round.by_node.items()]
+    wait = {n.name: n.ready for m, n in there if n is not None and n.incarnation == m.incarnation}
     out = _left_out(round)
     kept = _without(_seats(round), out)
     return out if kept and not _without(kept, wait) else {}

@@ -21,7 +21,7 @@ from elasticd.core.facts import (
     Spec,
     UnitWithin,
 )
-from elasticd.core.slot_choice import best_slots, best_units, offers_of
+from elasticd.core.slot_choice import are_whole_units, best_slots, best_units, offers_of
 
 
 def usable_slots(node: Node, quarantines: Iterable[Quarantine], now: float) -> tuple[int, ...]:
@@ -73,9 +73,9 @@ def _seat(node: Node, round: Round | None) -> Member | None:
 def _seats(nodes: Iterable[Node], round: Round | None) -> list[Member | None]:
     """Return the seat of each node."""
     there = round.by_node if round is not None else {}
-    found = [(node, there.get(node.name)) for node in nodes]
     return [
-        seat if seat is not None and seat.incarnation == node.incarnation else None for node, seat in found
+        had if (had := there.get(node.name)) is not None and had.incarnation == node.incarnation else None
+        for node in nodes
     ]
 
 
@@ -185,7 +185,9 @@ def _best(
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots."""
     offers = offers_of(nodes, usable, seats, holding)
-    return best_slots(offers, limits) if limits.unit == 1 else best_units(offers, seats, limits)
+    if limits.unit == 1 or are_whole_units(offers, seats, limits.unit):
+        return best_slots(offers, limits)
+    return best_units(offers, seats, limits)
 
 
 def left_out(

@@ -4,7 +4,7 @@ units. Of a large job, nearly all nodes offer slots that are equally good, so th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import itemgetter
 
 from elasticd.core.facts import Limits, Member, Node, UnitWithin
@@ -58,8 +58,15 @@ def _best_of(offer: Offer, most: int) -> Offer:
     return best
 
 
+def are_whole_units(offers: Sequence[Offer], seats: Sequence[Member | None], unit: int) -> bool:
+    """Whether units can be chosen as slots are: the slots of each node are equally good, and are whole units
+    already, or can be."""
+    return all(map(_is_even, offers, seats, repeat(unit)))
+
+
 def best_slots(offers: Sequence[Offer], limits: Limits) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yield the number of each node in the world, and its slots."""
+    """Yield the number of each node in the world, and its slots. Units are of one worker, or each node
+    offers whole ones."""
     runs = [(merit, number, slots) for number, offer in enumerate(offers) for merit, slots in offer]
     runs.sort(key=itemgetter(0))
     chosen: dict[int, Sequence[int]] = {}

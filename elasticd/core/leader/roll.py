@@ -82,12 +82,11 @@ NOBODY: Final[PersistentMap[Member]] = PersistentMap()
 
 @dataclass(frozen=True, slots=True)
 class Roll:
-    """The roll of the first five fields. ``marked``: the members with each mark. ``first``: of the members that
-    report a failure, by the mark of such failures, the earliest failure. ``standing``: how many
-    registered nodes are members, wait or drain. ``free``: how many workers there are for the next world,
-    whatever its limits and quarantines; ``held``: how many more once the members have released the round.
-    ``came_at``: when the last node came that may be in the next world, if there was one since the round
-    began."""
+    """The roll of the first five fields. ``marked``: the members with each mark. ``first``: by mark, the
+    earliest failure of that kind. ``standing``: how many registered nodes are members, wait or drain.
+    ``free``: how many workers there are for the next world, whatever its limits and quarantines; ``held``:
+    how many more once the members have released the round. ``came_at``: when the last node came that may be
+    in the next world, if there was one since the round began."""
 
     spec: Spec | None = None
     round: Round | None = None

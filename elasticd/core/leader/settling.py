@@ -61,11 +61,8 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
             round, charged, failure = replace(round, closing=Cause.WORKER_FAILED), True, own
     if charged and failure is not None:
         progressed = budgets.progressed(round, reports, commits=spec.inplace)
-        unrunnable = (
-            None
-            if progressed
-            else budgets.why_unrunnable(budget, round, failure, roll.reports_of(Mark.FAILED))
-        )
+        failed = roll.reports_of(Mark.FAILED)
+        unrunnable = None if progressed else budgets.why_unrunnable(budget, round, failure, failed)
         if budgets.any_step_seen(budget, round, reports, commits=spec.inplace):
             budget = replace(budget, stepped=True)
         else:
