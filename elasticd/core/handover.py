@@ -88,14 +88,22 @@ def _parts_left_out(round: Round, nodes: Mapping[str, Node], heirs: _Slots, unit
 
 def _parts(round: Round, nodes: Mapping[str, Node], members: Iterable[Member]) -> _Slots:
     """Return the slots of these members of the round that have a part of a sharded state."""
-    number = round.number
-    there = [(member, node) for member in members if (node := nodes.get(member.node)) is not None]
+    there = [(member, nodes.get(member.node)) for member in members]
     return {
-        node.name: both
+        member.node: both
         for member, node in there
-        if node.sharded and node.fenced < number <= node.released and node.incarnation == member.incarnation
+        if node is not None and _keeps_parts(round, member, node)
         if (both := _both(node.holders, member.slots))
     }
+
+
+def _keeps_parts(round: Round, member: Member, node: Node) -> bool:
+    """Whether workers have left the round, on this node, with parts of a sharded state."""
+    return (
+        node.sharded
+        and node.fenced < round.number <= node.released
+        and node.incarnation == member.incarnation
+    )
 
 
 def _have_all_others(round: Round, nodes: Mapping[str, Node], out: _Slots) -> bool:
@@ -103,10 +111,14 @@ def _have_all_others(round: Round, nodes: Mapping[str, Node], out: _Slots) -> bo
     the state in this round. Workers that are asked to leave before their world has formed leave at once, so
     such a round has no last commit."""
     kept = _without(_seats(round), out)
-    if not kept or _without(kept, _parts(round, nodes, [round.by_node[name] for name in kept])):
-        return False
-    ages = [nodes[name].age for name in kept]
-    return all(age is not None and age.agreed == round.number for age in ages)
+    return bool(kept) and all(
+        (node := nodes.get(name)) is not None
+        and _keeps_parts(round, round.by_node[name], node)
+        and _both(slots, node.holders) == slots
+        and node.age is not None
+        and node.age.agreed == round.number
+        for name, slots in kept.items()
+    )
 
 
 def _have_given(round: Round, nodes: Mapping[str, Node]) -> _Slots:
