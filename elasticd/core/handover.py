@@ -19,7 +19,7 @@ from operator import attrgetter
 
 from elasticd.core import seating
 from elasticd.core.age import Age
-from elasticd.core.facts import Member, Members, Node, Round
+from elasticd.core.facts import Members, Node, Round
 
 _Slots = Mapping[str, tuple[int, ...]]  # some slots of nodes, by the node's name; no node without a slot
 
@@ -72,53 +72,40 @@ def _parts_of_the_same_state(nodes: Mapping[str, Node], newest: Age) -> _Slots:
 def _parts_left_out(round: Round, nodes: Mapping[str, Node], heirs: _Slots, unit: int) -> _Slots:
     """Return the slots with a part of a sharded state that are not among the heirs, and have not given the
     part away. A worker that was not in the last round has no part, or gave it away before."""
-    going = [member for name, member in round.by_node.items() if heirs.get(name) != member.slots]
-    giving = _without(_without(_parts(round, nodes, going), heirs), _have_given(round, nodes))
-    if not giving:
+    seats, out = _seats(round), _left_out(round)
+    going, staying = _without(seats, heirs), _without(seats, out)
+    if not going:
         return {}
-    out = _left_out(round)
-    if round.planned and _have_all_others(round, nodes, out):
-        giving = _without(giving, out)  # they have given their parts at the last commit
-    elif unit > 1:
-        there = _without(_parts(round, nodes, round.members), _have_given(round, nodes))
-        if _has_a_whole_unit(_without(there, giving), round, unit):
+    if round.planned and staying and _have_entered(round, nodes, staying):
+        giving = _without(going, out)  # the others have given their parts at the last commit
+    else:
+        there = _without(_parts(round, nodes, seats), _have_given(round, nodes))
+        giving = _without(there, heirs)
+        if unit > 1 and _has_a_whole_unit(_without(there, giving), round, unit):
             return {}
     return {name: tuple(sorted(giving[name])) for name in sorted(giving)}
 
 
-def _parts(round: Round, nodes: Mapping[str, Node], members: Iterable[Member]) -> _Slots:
-    """Return the slots of these members of the round that have a part of a sharded state."""
-    there = [(member, nodes.get(member.node)) for member in members]
+def _parts(round: Round, nodes: Mapping[str, Node], seats: _Slots) -> _Slots:
+    """Return those of the seats in the round whose workers have left the round with a part of a sharded
+    state."""
+    number, members = round.number, round.by_node
     return {
-        member.node: both
-        for member, node in there
-        if node is not None and _keeps_parts(round, member, node)
-        if (both := _both(node.holders, member.slots))
+        name: both
+        for name, slots in seats.items()
+        if (node := nodes.get(name)) is not None and node.incarnation == members[name].incarnation
+        if node.sharded and node.fenced < number <= node.released
+        if (both := slots if slots == node.holders else _both(node.holders, slots))
     }
 
 
-def _keeps_parts(round: Round, member: Member, node: Node) -> bool:
-    """Whether workers have left the round, on this node, with parts of a sharded state."""
-    return (
-        node.sharded
-        and node.fenced < round.number <= node.released
-        and node.incarnation == member.incarnation
-    )
-
-
-def _have_all_others(round: Round, nodes: Mapping[str, Node], out: _Slots) -> bool:
-    """Return whether all workers that the round does not leave out, and some, have parts, and have agreed on
-    the state in this round. Workers that are asked to leave before their world has formed leave at once, so
-    such a round has no last commit."""
-    kept = _without(_seats(round), out)
-    return bool(kept) and all(
-        (node := nodes.get(name)) is not None
-        and _keeps_parts(round, round.by_node[name], node)
-        and _both(slots, node.holders) == slots
-        and node.age is not None
-        and node.age.agreed == round.number
-        for name, slots in kept.items()
-    )
+def _have_entered(round: Round, nodes: Mapping[str, Node], seats: _Slots) -> bool:
+    """Return whether the workers of these seats have parts, and have agreed on the state in this round.
+    Workers that are asked to leave before their world has formed leave at once, so such a round has no last
+    commit."""
+    ages = [node.age for name in seats if (node := nodes.get(name)) is not None]
+    agreed = [age for age in ages if age is not None and age.agreed == round.number]
+    return len(agreed) == len(seats) and not _without(seats, _parts(round, nodes, seats))
 
 
 def _have_given(round: Round, nodes: Mapping[str, Node]) -> _Slots:
@@ -168,7 +155,7 @@ def _without(places: _Slots, others: _Slots) -> _Slots:
 
 
 def _both(slots: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-    return slots if slots == others else tuple([slot for slot in slots if slot in others])
+    return tuple([slot for slot in slots if slot in others])
 
 
 def _can_give(round: Round, node: Node) -> bool:
