@@ -29,15 +29,17 @@ def may_come(round: Round, nodes: Iterable[Node]) -> bool:
     return any(n.slots and not n.draining and not round.member(n.name, n.incarnation) for n in nodes)
 
 
-def members(round: Round, nodes: Mapping[str, Node], heirs: Members, unit: int = 1) -> Members:
+def members(
+    round: Round, nodes: Mapping[str, Node], heirs: Members, newest: Age | None, unit: int = 1
+) -> Members:
     """Return the members of the handover round, which comes before the heirs train; empty if there is nothing
     to hand over.
 
     The leaving nodes come last, since the first member hosts the store. A leaving node may not know yet that
-    it must leave. ``round``: the last round, which is over. ``unit``: the workers that hold one model
+    it must leave. ``round``: the last round, which is over. ``newest``: the age of the newest state that
+    workers hold. ``unit``: the workers that hold one model
     together, if there are such units.
     """
-    newest = seating.newest_age(nodes.values())
     if newest is None:
         return Members()
     beside = {heir.node: heir.slots for heir in heirs}

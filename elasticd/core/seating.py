@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
 
 from elasticd.core import shortage
-from elasticd.core.age import Age
 from elasticd.core.facts import (
     Drained,
     Limits,
@@ -271,8 +269,3 @@ def newest_holders(nodes: Iterable[Node]) -> Mapping[str, tuple[int, ...]]:
     aged = [((node.age.agreed, node.age.step), node) for node in nodes if node.age is not None]
     newest = max([age for age, _ in aged], default=None)
     return {node.name: node.holders for age, node in aged if age == newest}
-
-
-def newest_age(nodes: Iterable[Node]) -> Age | None:
-    """Return the age of the newest state that a slot holds."""
-    return max(filter(None, [node.age for node in nodes]), key=attrgetter("agreed", "step"), default=None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from elasticd.core import handover
 from elasticd.core.age import Age
-from elasticd.core.facts import Member, Members, Node, Phase, RankRange
+from elasticd.core.facts import Member, Members, Node, Phase, RankRange, Round
 from tests.core.build import life, members, node, round
 
 LAST = round(4, {"a": 2}, Phase.CLOSING)
@@ -20,8 +21,13 @@ def holding(name: str, *slots: int, step: int = 9, draining: bool = True, fenced
     return replace(one, ready=(0, 1), age=Age(4, step), holders=slots)
 
 
+def _passing(last: Round, nodes: Mapping[str, Node], heirs: Members, unit: int = 1) -> Members:
+    newest = max((n.age for n in nodes.values() if n.age is not None), default=None)
+    return handover.members(last, nodes, heirs, newest, unit)
+
+
 def passing(*nodes: Node) -> tuple[Member, ...]:
-    return handover.members(LAST, {n.name: n for n in nodes}, HEIRS)
+    return _passing(LAST, {n.name: n for n in nodes}, HEIRS)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,7 @@ def test_a_slot_that_is_left_out_gives_the_state_to_the_heirs_beside_it_on_its_n
     """The straggler's worker is the last that holds the state. The node is in the round once."""
     heirs = Members((Member("a", life("a"), (0,), 0), Member("b", life("b"), (0, 1), 1, 1)))
     nodes = {n.name: n for n in (node("b"), holding("a", 1, draining=False))}
-    passing = handover.members(LAST, nodes, heirs)
+    passing = _passing(LAST, nodes, heirs)
     assert passing == (Member("b", life("b"), (0, 1), 0), Member("a", life("a"), (0, 1), 2, 1))
 
 
@@ -84,7 +90,7 @@ def giving(
     left_out = (RankRange(out, 6),) if out is not None else ()
     last = round(4, {"a": 2, "b": 2, "c": 2}, Phase.CLOSING, planned=out is not None)
     chosen = members(heirs)
-    found = handover.members(replace(last, left_out=left_out), {n.name: n for n in nodes}, chosen, unit)
+    found = _passing(replace(last, left_out=left_out), {n.name: n for n in nodes}, chosen, unit)
     out_of = {(r, m.node) for m in found for r in m.slots} - {(r, m.node) for m in chosen for r in m.slots}
     return sorted((name, slot) for slot, name in out_of)
 
@@ -150,6 +156,6 @@ def test_parts_that_make_no_whole_state_are_passed_on_once() -> None:
     done = round(4, {"b": 2, "a": 2}, Phase.CLOSING, planned=True)
     done = replace(done, handover=True, left_out=(RankRange(2, 4),))
     waits = replace(node("b", 2, released=4), ready=(0, 1))
-    assert handover.members(done, {"a": parts("a", 0, 1), "b": waits}, heirs) == ()
+    assert _passing(done, {"a": parts("a", 0, 1), "b": waits}, heirs) == ()
     one_has_died = replace(waits, ready=(0,))
-    assert handover.members(done, {"a": parts("a", 0, 1), "b": one_has_died}, heirs) != ()
+    assert _passing(done, {"a": parts("a", 0, 1), "b": one_has_died}, heirs) != ()

@@ -130,9 +130,18 @@ def test_what_follows_event_by_event_is_what_a_new_roll_shows(
         anew = Roll().follow(wanted, live, nodes, told, still)
         assert {m: dict(roll[m]) for m in Mark} == {m: dict(anew[m]) for m in Mark}
         assert {m: roll.first.get(m) for m in Mark} == {m: anew.first.get(m) for m in Mark}
+        assert {age: dict(held) for age, held in roll.holders.items()} == _holders(nodes)
         assert roll.places == anew.places and roll.came_at >= anew.came_at
         assert {s: roll.standing.get(s, 0) for s in Standing} == _standing(live, nodes)
         assert roll.follow(wanted, live, nodes, told, still) is roll
+
+
+def _holders(nodes: PersistentMap[Registered]) -> dict[Age, dict[str, tuple[int, ...]]]:
+    held: dict[Age, dict[str, tuple[int, ...]]] = {}
+    for name, known in nodes.items():
+        if known.node.age is not None:
+            held.setdefault(known.node.age, {})[name] = known.node.holders
+    return held
 
 
 def _standing(round: Round, nodes: PersistentMap[Registered]) -> dict[Standing, int]:

@@ -33,9 +33,9 @@ def test_forming_worlds_of_newcomers_first_is_noticed(monkeypatch: pytest.Monkey
     nothing over."""
     form = seating.form
 
-    def newcomers_first(nodes, last, limits, quarantines, now):  # type: ignore[no-untyped-def]
+    def newcomers_first(nodes, last, limits, *others):  # type: ignore[no-untyped-def]
         new = [n for n in nodes if last is None or last.member(n.name, n.incarnation) is None]
-        return form(new or nodes, None, limits, quarantines, now)
+        return form(new or nodes, None, limits, *others)
 
     monkeypatch.setattr(seating, "form", newcomers_first)
     monkeypatch.setattr(handover, "members", lambda *asked: ())

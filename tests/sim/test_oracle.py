@@ -89,8 +89,8 @@ def _never_enough(patch: pytest.MonkeyPatch) -> None:
 def _one_too_many(patch: pytest.MonkeyPatch) -> None:
     form = seating.form
 
-    def greedy(nodes: Any, last: Any, limits: Any, quarantines: Any, now: float) -> Any:
-        return form(nodes, last, replace(limits, max=limits.max + limits.unit), quarantines, now)
+    def greedy(nodes: Any, last: Any, limits: Any, *others: Any) -> Any:
+        return form(nodes, last, replace(limits, max=limits.max + limits.unit), *others)
 
     patch.setattr(seating, "form", greedy)
 

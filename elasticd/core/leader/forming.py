@@ -32,7 +32,7 @@ def form_or_wait(
         if now < until:
             return Plan(wake_at=until, reasons=(*reasons, Settling(have, spec.limits.max, until)))
     nodes, limits = view.roll.candidates(), spec.limits
-    members = seating.form(nodes, round, limits, budget.quarantines, now)
+    members = seating.form(nodes, round, limits, budget.quarantines, now, view.roll.newest_holders)
     if members.workers < limits.min:
         most = seating.form_in_any_memory(nodes, round, limits, budget.quarantines, now)
         if (lacking := shortage.find(nodes, most, limits)) is not None:
@@ -105,7 +105,7 @@ def _formed(view: View, spec: Spec, round: Round, members: Members, now: float) 
     giving: tuple[RankRange, ...] = ()
     if spec.inplace:
         nodes = {name: registered.node for name, registered in view.nodes.to_dict().items()}
-        passing = handover.members(round, nodes, members, spec.limits.unit)
+        passing = handover.members(round, nodes, members, view.roll.newest_age, spec.limits.unit)
     if passing:
         giving, members = seating.ranks_without(passing, members), passing
     host = view.nodes[members[0].node].node

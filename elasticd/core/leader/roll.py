@@ -17,6 +17,7 @@ from typing import Final
 
 from elasticd.core import budget as budgets
 from elasticd.core import seating
+from elasticd.core.age import Age
 from elasticd.core.facts import Failure, Member, Node, Phase, Quarantine, Report, Round, Spec, Stall
 from elasticd.core.hang.judging import Doing, Group
 from elasticd.core.persistent_map import PersistentMap
@@ -78,12 +79,14 @@ class Standing(StrEnum):
 
 SHOWN_MAX = 8  # nodes that a reason names; it gives the number of the others
 NOBODY: Final[PersistentMap[Member]] = PersistentMap()
+NO_SLOTS: Final[PersistentMap[tuple[int, ...]]] = PersistentMap()
 
 
 @dataclass(frozen=True, slots=True)
 class Roll:
     """The roll of the first five fields. ``marked``: the members with each mark. ``first``: by mark, the
-    earliest failure of that kind. ``standing``: how many registered nodes are members, wait or drain.
+    earliest failure of that kind. ``holders``: by the age of a state, the slots of registered nodes that hold
+    such a state. ``standing``: how many registered nodes are members, wait or drain.
     ``free``: how many workers there are for the next world, whatever its limits and quarantines; ``held``:
     how many more once the members have released the round. ``came_at``: when the last node came that may be
     in the next world, if there was one since the round began."""
@@ -95,6 +98,7 @@ class Roll:
     stalls: PersistentMap[ReceivedStall] = field(default_factory=PersistentMap)
     marked: Mapping[Mark, PersistentMap[Member]] = field(default_factory=dict)
     first: Mapping[Mark, Failure | None] = field(default_factory=dict)
+    holders: Mapping[Age, PersistentMap[tuple[int, ...]]] = field(default_factory=dict)
     standing: Mapping[Standing, int] = field(default_factory=dict)
     free: int = 0
     held: int = 0
@@ -142,6 +146,20 @@ class Roll:
         reports = self.reports.to_dict()
         return [reports[name] for name in self[mark]]
 
+    @property
+    def newest_age(self) -> Age | None:
+        """The age of the newest state that workers hold."""
+        return max(self.holders, default=None)
+
+    def newest_holders(self, nodes: Sequence[Node]) -> Mapping[str, tuple[int, ...]]:
+        """Return the slots of these nodes, and perhaps of others, that hold the newest state on these
+        nodes."""
+        if not self.holders:
+            return {}
+        names = {node.name for node in nodes}
+        held = (self.holders[age] for age in sorted(self.holders, reverse=True))
+        return next((slots.to_dict() for slots in held if any(name in names for name in slots)), {})
+
     def candidates(self, *, live: bool = False) -> list[Node]:
         """Return ``seating.candidates`` of all nodes: members in the order of ranks, then the other nodes in
         order of arrival."""
@@ -178,12 +196,27 @@ class Roll:
         same = spec is self.spec and round is self.round
         if same and nodes is self.nodes and reports is self.reports and stalls is self.stalls:
             return self
-        after = replace(self, spec=spec, round=round, nodes=nodes, reports=reports, stalls=stalls)
+        holders = self._holders_of(nodes)
+        after = replace(
+            self, spec=spec, round=round, nodes=nodes, reports=reports, stalls=stalls, holders=holders
+        )
         if same or self._goes_on(spec, round):
             return after._with_changes(self, _differences(self, after))
-        after = Roll(spec, round, nodes, reports, stalls)
+        after = Roll(spec, round, nodes, reports, stalls, holders=holders)
         ordinary = after._ordinary()
         return after._with(ordinary)._with_changes(Roll(), _others(after, ordinary))
+
+    def _holders_of(self, nodes: PersistentMap[Registered]) -> Mapping[Age, PersistentMap[tuple[int, ...]]]:
+        """Return ``holders`` of these nodes. They do not depend on the round."""
+        changes: dict[Age, dict[str, tuple[int, ...] | None]] = {}
+        for name in nodes.differing(self.nodes):
+            was, now = self.nodes.get(name), nodes.get(name)
+            if was is not None and was.node.age is not None:
+                changes.setdefault(was.node.age, {})[name] = None
+            if now is not None and now.node.age is not None:
+                changes.setdefault(now.node.age, {})[name] = now.node.holders
+        after = {age: self.holders.get(age, NO_SLOTS).updated(changed) for age, changed in changes.items()}
+        return {age: slots for age, slots in {**self.holders, **after}.items() if slots}
 
     def _goes_on(self, spec: Spec, round: Round) -> bool:
         """Whether all that the roll has found out still holds, but for nodes that are asked to leave."""

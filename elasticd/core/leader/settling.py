@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 
 from elasticd.core import budget as budgets
-from elasticd.core import seating
 from elasticd.core.facts import Budget, Cause, Failure, Outcome, Round, Spec
 from elasticd.core.leader.forming import form_or_wait
 from elasticd.core.leader.plan import Plan, await_reports, end, write
@@ -39,7 +38,8 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if _is_disturbed(roll):  # not all workers have passed on what they were to pass on
         round = replace(round, planned=False)
     lost = any(roll.needed(Mark.MISSING)) or bool(roll[Mark.FENCED])
-    budget = view.budget
+    budget, newest = view.budget, roll.newest_age
+    goes_on_from = newest.step if newest is not None else None
     reasons: tuple[Reason, ...] = ()
     reports = view.reports.to_dict().values()
     failure = roll.first.get(Mark.FAILED)
@@ -67,7 +67,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
             budget = replace(budget, stepped=True)
         else:
             progressed = progressed or not budgets.may_repeat(failure, round.failure)
-        budget = budgets.charge(budget, failure, progressed, spec.policy, now, _newest_step(view))
+        budget = budgets.charge(budget, failure, progressed, spec.policy, now, goes_on_from)
         round = replace(round, restarts=round.restarts + 1, failure=failure)
         budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
         if step is not None:
@@ -79,8 +79,8 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
             return end(view, round, now, Outcome.FAILED, why, reasons)
     elif budgets.progressed(round, reports, commits=spec.inplace):
         budget = budgets.note_progress(budget)
-    if round.closing is Cause.WORLD_BROKEN and (newest := _newest_step(view)) is not None:
-        budget = budgets.note_broken_world(budget, newest, now)
+    if round.closing is Cause.WORLD_BROKEN and goes_on_from is not None:
+        budget = budgets.note_broken_world(budget, goes_on_from, now)
         if (why := budgets.why_broken_too_often(budget, spec.policy, now)) is not None:
             return end(view, replace(round, failure=None), now, Outcome.FAILED, why)
     if spec.stop:
@@ -114,13 +114,6 @@ def _await_members(view: View, spec: Spec, round: Round, now: float) -> Plan | N
         absent = AwaitingReturn(names[:SHOWN_MAX], until, len(names[SHOWN_MAX:]))
         return Plan(wake_at=until, reasons=(absent,))
     return None
-
-
-def _newest_step(view: View) -> int | None:
-    """Return the step that the job continues from, if workers hold a state."""
-    assert view.nodes is not None
-    newest = seating.newest_age(registered.node for registered in view.nodes.to_dict().values())
-    return newest.step if newest is not None else None
 
 
 def _is_disturbed(roll: Roll) -> bool:
