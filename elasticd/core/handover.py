@@ -37,8 +37,7 @@ def members(
 
     The leaving nodes come last, since the first member hosts the store. A leaving node may not know yet that
     it must leave. ``round``: the last round, which is over. ``newest``: the age of the newest state that
-    workers hold. ``unit``: the workers that hold one model
-    together, if there are such units.
+    workers hold. ``unit``: the workers that hold one model together, if there are such units.
     """
     if newest is None:
         return Members()

@@ -86,10 +86,10 @@ NO_SLOTS: Final[PersistentMap[tuple[int, ...]]] = PersistentMap()
 class Roll:
     """The roll of the first five fields. ``marked``: the members with each mark. ``first``: by mark, the
     earliest failure of that kind. ``holders``: by the age of a state, the slots of registered nodes that hold
-    such a state. ``standing``: how many registered nodes are members, wait or drain.
-    ``free``: how many workers there are for the next world, whatever its limits and quarantines; ``held``:
-    how many more once the members have released the round. ``came_at``: when the last node came that may be
-    in the next world, if there was one since the round began."""
+    such a state. ``standing``: how many registered nodes are members, wait or drain. ``free``: how many
+    workers there are for the next world, whatever its limits and quarantines; ``held``: how many more once
+    the members have released the round. ``came_at``: when the last node came that may be in the next world,
+    if there was one since the round began."""
 
     spec: Spec | None = None
     round: Round | None = None
