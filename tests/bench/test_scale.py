@@ -48,10 +48,10 @@ LINES_A_NODE = {  # of a node with 8 workers
     PERIOD: 22,
     JUDGED: 28,
     FORMING: 42,
-    REFORMING: 56,
-    UNITS: 72,
-    RESIZE: 68,
-    HANDOVER: 122,
+    REFORMING: 42,
+    UNITS: 56,
+    RESIZE: 56,
+    HANDOVER: 88,
 }
 
 

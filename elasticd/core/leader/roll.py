@@ -208,6 +208,8 @@ class Roll:
 
     def _holders_of(self, nodes: PersistentMap[Registered]) -> Mapping[Age, PersistentMap[tuple[int, ...]]]:
         """Return ``holders`` of these nodes. They do not depend on the round."""
+        if nodes is self.nodes:
+            return self.holders
         changes: dict[Age, dict[str, tuple[int, ...] | None]] = {}
         for name in nodes.differing(self.nodes):
             was, now = self.nodes.get(name), nodes.get(name)
