@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 THRESHOLDS: Final = (10_000, 5, 20)  # by default (700, 10, 10) in Python 3.11
-LONG_S: Final = 0.02  # an agent of a job of a hundred nodes looks at all of its objects in less time
+LONG_S: Final = 0.05  # a look at the facts of a thousand nodes takes about as long
 _ALL: Final = 2  # the generation of a look at all objects
 
 
@@ -20,9 +20,10 @@ def look_rarely() -> None:
     of them several times, which takes longer than the decision. Connections and errors do make cycles, so
     Python must look at times.
 
-    After a look that took long, later looks leave out the objects that are there. Their memory is freed all
-    the same once nothing refers to them, unless they are in a cycle.
+    Looks leave out what the agent has imported, and after a look that took long also the objects that were
+    there then. Their memory is freed all the same once nothing refers to them, unless they are in a cycle.
     """
+    gc.freeze()
     gc.set_threshold(*THRESHOLDS)
     if not any(isinstance(one, _LongLooks) for one in gc.callbacks):
         gc.callbacks.append(_LongLooks())
