@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elasticd.channel.codec import ChannelClosed
-from elasticd.checkpoint.client.collectives import RankGroup
+from elasticd.checkpoint.client.collectives import RankGroup, rank_group
 from elasticd.checkpoint.client.gpu_copy import GpuCopier
 from elasticd.checkpoint.client.objects import pickled
 from elasticd.checkpoint.client.resuming import Kept, NoCheckpoint, Resuming
@@ -280,7 +280,7 @@ class Checkpoints:
         if self._ranks is None or self._ranks.over:
             self.close()
             self._pending.clear()
-            self._ranks = RankGroup(in_step=self._in_step)
+            self._ranks = rank_group(in_step=self._in_step)
             self._schedule.begin()
         return self._ranks
 

@@ -1,45 +1,112 @@
-"""Collectives that the ranks of a world use for checkpoints. Nothing is pickled."""
+"""Collectives that the ranks of a world use for checkpoints. Nothing is pickled.
+
+In a group of gloo each rank is connected to each other rank. So a large world has two levels of groups: one of
+each node's ranks, and one of the nodes' first ranks. See ``rank_group``.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import Final
 
+import msgspec
 import torch
 import torch.distributed as dist
 
+from elasticd.checkpoint.client import levels
 
-class RankGroup:
-    """The ranks of the present world, or this process alone.
+# Made before any thread starts: see ``format.manifest``.
+_PACKS: Final = msgspec.msgpack.Decoder(tuple[list[bytes], list[int]])
 
-    ``in_step``: no rank uses other collectives at the same time, so this class uses the world's own group,
-    which is aborted when the world ends.
+
+class RankGroup(ABC):
+    """The ranks of the world that is present when this object is made. All ranks call a method together.
+
+    ``rank``: of this process; ``size``: the number of ranks.
     """
 
-    def __init__(self, *, in_step: bool = False) -> None:
-        self.world = dist.group.WORLD if dist.is_initialized() else None
-        self.rank = dist.get_rank() if self.world is not None else 0
-        self.size = dist.get_world_size() if self.world is not None else 1
-        # A separate group on the CPU: its messages must not mix with the training's.
-        own = None if self.size == 1 or in_step else dist.new_group(backend="gloo")
-        self.group = self.world if self.size > 1 and in_step else own
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._world = _world()
 
     @property
     def over(self) -> bool:
         """Whether the world has changed since this object was made."""
-        return self.world is not (dist.group.WORLD if dist.is_initialized() else None)
+        return self._world is not _world()
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         """Return the minimum of each value over all ranks."""
         return self.begin_minimum(values)()
 
+    @abstractmethod
     def begin_minimum(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Begin ``minimum``. Return a function that waits for the result: the caller can do other work
-        meanwhile."""
-        if self.group is None:
-            return lambda: list(values)
+        meanwhile, and must then call the function, since other ranks may wait for that."""
+
+    @abstractmethod
+    def from_first(self, mine: bytes) -> bytes:
+        """Return the bytes of rank 0."""
+
+    @abstractmethod
+    def to_first(self, mine: bytes) -> list[bytes]:
+        """Return the bytes of each rank, by rank, to rank 0, and an empty list to other ranks."""
+
+    @abstractmethod
+    def hand_out(self, each: Sequence[bytes]) -> bytes:
+        """Return this rank's item of ``each``, which rank 0 has, by rank. Other ranks give nothing."""
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Return the bytes of each rank, by rank."""
+        return _unpacked(self.from_first(_packed(self.collect(mine))))
+
+    def collect(self, mine: bytes) -> list[bytes]:
+        """Return the same as ``to_first``. Equal bytes are one object, and travel once; if all ranks have the
+        same, none travel."""
+        digest = blake2b(mine, digest_size=14).digest()
+        own = [int.from_bytes(digest[:7]), int.from_bytes(digest[7:])]
+        least = self.minimum([*own, *(-n for n in own)])
+        if least[:2] == [-n for n in least[2:]]:
+            return [mine] * self.size if self.rank == 0 else []
+        kinds = self.to_first(digest)
+        first = {kind: rank for rank, kind in reversed([*enumerate(kinds)])}
+        # Rank 0 asks the first other rank of each kind for its bytes.
+        asked = self.hand_out([b"asked" if rank and first[kind] == rank else b"" for rank, kind in enumerate(kinds)])
+        sent = self.to_first(mine if asked else b"")
+        content = {kind: sent[rank] if rank else mine for kind, rank in first.items()}
+        return [content[kind] for kind in kinds]
+
+
+class OneRank(RankGroup):
+    """This process alone."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def begin_minimum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        return lambda: [*values]
+
+    def from_first(self, mine: bytes) -> bytes:
+        return mine
+
+    def to_first(self, mine: bytes) -> list[bytes]:
+        return [mine]
+
+    def hand_out(self, each: Sequence[bytes]) -> bytes:
+        return each[0]
+
+
+class FlatGroup(RankGroup):
+    """The ranks of one process group. ``rank`` and ``size`` are those in the group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = group
+
+    def begin_minimum(self, values: Sequence[int]) -> Callable[[], list[int]]:
         tensor = torch.tensor(values, dtype=torch.int64)
-        work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.group, async_op=True)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True)
 
         def result() -> list[int]:
             if work is not None:  # torch returns None if this rank is not in the group
@@ -49,76 +116,138 @@ class RankGroup:
         return result
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """Return the bytes of each rank, by rank."""
-        if self.group is None:
-            return [mine]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self.group)
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
         most = max(int(s) for s in sizes)
         padded = torch.frombuffer(bytearray(mine.ljust(max(most, 1), b"\0")), dtype=torch.uint8)
         gathered = [torch.empty(max(most, 1), dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(gathered, padded, group=self.group)
+        dist.all_gather(gathered, padded, group=self._group)
         return [s.numpy().tobytes()[: int(n)] for s, n in zip(gathered, sizes, strict=True)]
 
     def from_first(self, mine: bytes) -> bytes:
-        """Return the bytes of rank 0."""
-        if self.group is None:
-            return mine
         size = torch.tensor([len(mine)])
-        dist.broadcast(size, 0, group=self.group)
+        dist.broadcast(size, group=self._group, group_src=0)
         if not size:
             return b""
         content = _tensor_of(mine) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, 0, group=self.group)
+        dist.broadcast(content, group=self._group, group_src=0)
         return content.numpy().tobytes()
 
-    def collect(self, mine: bytes) -> list[bytes]:
-        """Return the bytes of each rank, by rank, to rank 0, and an empty list to other ranks. Equal bytes
-        are one object, and travel once; if all ranks have the same, none travel."""
-        digest = blake2b(mine, digest_size=14).digest()
-        own = [int.from_bytes(digest[:7]), int.from_bytes(digest[7:])]
-        least = self.minimum([*own, *(-n for n in own)])
-        if self.group is None or least[:2] == [-n for n in least[2:]]:
-            return [mine] * self.size if self.rank == 0 else []
-        each = [torch.empty(3, dtype=torch.int64) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(torch.tensor([*own, len(mine)]), each, dst=0, group=self.group)
-        kinds = [(int(a), int(b), int(n)) for a, b, n in each or ()]
-        first = {kind: rank for rank, kind in reversed([*enumerate(kinds)])}
-        # Rank 0 asks the first rank of each kind for its bytes.
-        asked = self._scatter([kind[2] if first[kind] == rank else 0 for rank, kind in enumerate(kinds)])
-        if self.rank:
-            if asked:
-                dist.send(_tensor_of(mine), 0, group=self.group)
+    def to_first(self, mine: bytes) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(torch.tensor([len(mine)]), sizes, group=self._group, group_dst=0)
+        if sizes is None:
+            self._send(mine, 0)
             return []
-        content = {kinds[0]: mine}
-        content |= {kind: self._receive(kind[2], rank) for kind, rank in first.items() if rank}
-        return [content[kind] for kind in kinds]
+        return [mine, *(self._receive(int(size), rank) for rank, size in enumerate(sizes) if rank)]
 
     def hand_out(self, each: Sequence[bytes]) -> bytes:
-        """Return this rank's item of ``each``, which rank 0 has, by rank. Other ranks give nothing."""
-        if self.group is None:
-            return each[0]
-        size = self._scatter([*map(len, each)])
-        if self.rank:
-            return self._receive(size, 0)
-        for rank, item in enumerate(each):
-            if item and rank:
-                dist.send(_tensor_of(item), rank, group=self.group)
+        size = torch.zeros(1, dtype=torch.int64)
+        sizes = [torch.tensor([len(item)]) for item in each] if self.rank == 0 else None
+        dist.scatter(size, sizes, group=self._group, group_src=0)
+        if sizes is None:
+            return self._receive(int(size), 0)
+        for rank, item in enumerate(each[1:], start=1):
+            self._send(item, rank)
         return each[0]
 
-    def _scatter(self, each: Sequence[int]) -> int:
-        """Return this rank's number of ``each``, which rank 0 has, by rank."""
-        mine = torch.zeros(1, dtype=torch.int64)
-        numbers = [torch.tensor([number]) for number in each] if self.rank == 0 else None
-        dist.scatter(mine, numbers, src=0, group=self.group)
-        return int(mine)
+    def _send(self, content: bytes, rank: int) -> None:
+        """Send the bytes to the rank of the group, if there are any."""
+        if content:
+            dist.send(_tensor_of(content), group=self._group, group_dst=rank)
 
     def _receive(self, size: int, rank: int) -> bytes:
-        """Return ``size`` bytes that the rank sends, if any."""
+        """Return ``size`` bytes that the rank of the group sends, if any."""
         content = torch.empty(size, dtype=torch.uint8)
         if size:
-            dist.recv(content, rank, group=self.group)
+            dist.recv(content, group=self._group, group_src=rank)
         return content.numpy().tobytes()
+
+
+class TwoLevelGroup(RankGroup):
+    """The ranks of the world, by node. The first rank of a node speaks for the node.
+
+    ``node``: the ranks of this rank's node. ``firsts``: the first rank of each node; None if this rank is not
+    first. ``nodes``: the ranks of each node, in the order of ``firsts``; only rank 0 needs them.
+    """
+
+    def __init__(self, node: RankGroup, firsts: RankGroup | None, nodes: Sequence[Sequence[int]]) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size())
+        self._node, self._firsts, self._nodes = node, firsts, nodes
+
+    def begin_minimum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """The nodes' first ranks go on when their callers wait for the result."""
+        of_node = self._node.begin_minimum(values)
+
+        def result() -> list[int]:
+            least = of_node()
+            if self._firsts is not None:
+                least = self._firsts.minimum(least)
+            return self._node.minimum(least)  # the first rank's values are the least now
+
+        return result
+
+    def from_first(self, mine: bytes) -> bytes:
+        if self._firsts is not None:
+            mine = self._firsts.from_first(mine)
+        return self._node.from_first(mine)
+
+    def to_first(self, mine: bytes) -> list[bytes]:
+        of_node = self._node.to_first(mine)
+        if self._firsts is None:
+            return []
+        of_nodes = map(_unpacked, self._firsts.to_first(_packed(of_node)))
+        by_rank = {
+            rank: its
+            for ranks, of_node in zip(self._nodes, of_nodes, strict=True)
+            for rank, its in zip(ranks, of_node, strict=True)
+        }
+        return [by_rank[rank] for rank in range(len(by_rank))]
+
+    def hand_out(self, each: Sequence[bytes]) -> bytes:
+        of_node: Sequence[bytes] = ()
+        if self._firsts is not None:
+            of_nodes = [_packed([each[rank] for rank in ranks]) for ranks in self._nodes]
+            of_node = _unpacked(self._firsts.hand_out(of_nodes))
+        return self._node.hand_out(of_node)
+
+
+def rank_group(*, in_step: bool = False) -> RankGroup:
+    """Return the ranks of the present world, or this process alone. All ranks call this together.
+
+    ``in_step``: no rank uses other collectives at the same time, so the world's own group is used, which is
+    aborted when the world ends. Otherwise the ranks get groups of their own on the CPU, since their messages
+    must not mix with the training's. The groups are destroyed with the world's own.
+    """
+    world = _world()
+    if world is None or world.size() == 1:
+        return OneRank()
+    if in_step:
+        return FlatGroup(world)
+    found = levels.agree(world.rank(), world.size()) if world.size() > levels.FLAT_MAX else None
+    if found is None:
+        group = dist.new_group(backend="gloo")
+        assert group is not None
+        return FlatGroup(group)
+    node = FlatGroup(levels.group_of(found.node, f"{found.name}-node")) if len(found.node) > 1 else OneRank()
+    firsts = FlatGroup(levels.group_of(found.firsts, f"{found.name}-firsts")) if found.firsts else None
+    return TwoLevelGroup(node, firsts, found.nodes)
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _packed(items: Sequence[bytes]) -> bytes:
+    """Return the items as one. Equal items are in it once."""
+    numbers = {item: number for number, item in enumerate(dict.fromkeys(items))}
+    return msgspec.msgpack.encode((list(numbers), [numbers[item] for item in items]))
+
+
+def _unpacked(pack: bytes) -> list[bytes]:
+    """Return the items of a pack. Equal items are one object."""
+    kinds, numbers = _PACKS.decode(pack)
+    return [kinds[number] for number in numbers]
 
 
 def _tensor_of(content: bytes) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from elasticd.channel.worker_messages import Holds, Source
-from elasticd.checkpoint.client.collectives import RankGroup
+from elasticd.checkpoint.client.collectives import rank_group
 from elasticd.core.age import Age
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.comparison import Digests
@@ -209,7 +209,7 @@ def _brought(
     held = [shard for shard, _ in held_shards(shards.generations)]
     mine = Bringing(node(), shards.model.sizes, held, state.comparison.digests().began, gives)
     with world.or_over():
-        said = RankGroup(in_step=True).gather(msgspec.json.encode(mine))
+        said = rank_group(in_step=True).gather(msgspec.json.encode(mine))
     brought = [msgspec.json.decode(raw, type=Bringing) for raw in said]
     if any(its.sizes != brought[0].sizes for its in brought):
         raise RuntimeError("the workers have models with other parameters: build the same model in each")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.checkpoint.client import schedule as schedules
-from elasticd.checkpoint.client.collectives import RankGroup
+from elasticd.checkpoint.client.collectives import rank_group
 from elasticd.checkpoint.client.saver_connection import started
 from elasticd.checkpoint.client.schedule import Schedule
 from elasticd.checkpoint.newest.pointer import FilePointer
@@ -146,7 +146,7 @@ def all_save_at_the_same_steps() -> None:
     schedules.LEAST_S = 0.03
     if RANK == 0:
         os.environ |= {"ELASTICD_BEGAN": str(time.time() - 60), "ELASTICD_FAILURES": "1000000"}
-    ranks = RankGroup()
+    ranks = rank_group()
     for cadence in (schedules.EverySeconds(0.03), schedules.Auto()):
         schedule, step, saved = Schedule(cadence), 0, []
         while len(saved) < 4:

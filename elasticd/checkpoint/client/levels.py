@@ -1,0 +1,100 @@
+"""The two levels of groups of a large world: the ranks of each node, and the first rank of each node.
+
+The ranks agree on the levels through the store of the world's process group. Each rank names its node, and
+rank 0 decides for all. So the ranks of a node need not follow each other, and nodes may differ in size.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+# In a world of at most as many ranks each rank can be connected to each other rank.
+FLAT_MAX: Final = 64
+_RANKS: Final = msgspec.json.Decoder(tuple[int, ...])  # made before any thread starts: see ``format.manifest``
+
+
+class Levels(NamedTuple):
+    """The groups of one rank. ``name``: begins the groups' names. ``node``: the ranks of the rank's node.
+    ``firsts``: the first rank of each node; empty unless the rank is one of them. ``nodes``: the ranks of each
+    node, in the order of ``firsts``; empty except on rank 0."""
+
+    name: str
+    node: tuple[int, ...]
+    firsts: tuple[int, ...] = ()
+    nodes: tuple[tuple[int, ...], ...] = ()
+
+
+def nodes_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node, in order; the nodes in the order of their first ranks.
+
+    ``names``: the name of each rank's node, by rank.
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        nodes.setdefault(name, []).append(rank)
+    return tuple(map(tuple, nodes.values()))
+
+
+def two_pay(nodes: Sequence[Sequence[int]]) -> bool:
+    """Whether a rank has fewer connections with two levels than with one."""
+    return max(map(len, nodes)) - 1 + len(nodes) - 1 < sum(map(len, nodes)) - 1
+
+
+def agree(rank: int, size: int) -> Levels | None:
+    """Return this rank's levels, or None if the world is to have one level. All ranks call this together, and
+    either all get levels or none does."""
+    name = f"elasticd-{c10d._world.group_count}"  # all ranks make as many groups with this counter
+    c10d._world.group_count += 1
+    store = dist.PrefixStore(name, c10d._get_default_store())
+    node = os.environ.get("GROUP_RANK") or socket.gethostname()
+    store.set(f"node of {rank}", node)
+    nodes = _decide(store, size) if rank == 0 else ()
+    mine = _ranks(store, f"ranks of {node}")
+    if not mine:
+        return None
+    return Levels(name, mine, _ranks(store, "firsts") if rank == mine[0] else (), nodes)
+
+
+def _decide(store: dist.Store, size: int) -> tuple[tuple[int, ...], ...]:
+    """Read the node of each rank, and write the levels for all ranks. Return the ranks of each node."""
+    keys = [f"node of {rank}" for rank in range(size)]
+    store.wait(keys, c10d.default_pg_timeout)
+    names = [raw.decode() for raw in store.multi_get(keys)]
+    nodes = nodes_of(names)
+    pay = two_pay(nodes)
+    told = {f"ranks of {names[ranks[0]]}": ranks if pay else () for ranks in nodes}
+    told["firsts"] = tuple(ranks[0] for ranks in nodes)
+    store.multi_set([*told], [msgspec.json.encode(ranks).decode() for ranks in told.values()])
+    return nodes
+
+
+def _ranks(store: dist.Store, key: str) -> tuple[int, ...]:
+    store.wait([key], c10d.default_pg_timeout)
+    return _RANKS.decode(store.get(key))
+
+
+def group_of(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    """Return a gloo group of these ranks, which call this together. ``name``: no other group of a rank has it.
+
+    ``dist.new_group`` would need all ranks of the world, or ranks that are in equally many groups. It also
+    calls this function of torch, so that a world knows the group's connections (``worker.world.group``), and
+    the group is destroyed with the world's own.
+    """
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        [*ranks],
+        dist.Backend.GLOO,
+        c10d._get_default_store(),
+        f"{name}-{ranks[0]}",
+        timeout=c10d.default_pg_timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
