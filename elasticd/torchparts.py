@@ -37,12 +37,14 @@ REPLACED: Final = (
     Private(
         f"{_C10D}._new_process_group_helper",
         "worker/world/group.py: records the sockets that gloo opens while it makes a group, to shut them if "
-        "a peer is lost. Relies on gloo's opening all connections of a group at that time.",
+        "a peer is lost. Relies on gloo's opening all connections of a group at that time. "
+        "checkpoint/client/levels.py: makes a group of some ranks without the others.",
         ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
     ),
     Private(
         f"{_C10D}._world.group_count",
-        "worker/world/group.py: set to 0 between worlds, since torch names groups by this counter.",
+        "worker/world/group.py: set to 0 between worlds, since torch names groups by this counter. "
+        "checkpoint/client/levels.py: names groups by the counter, too.",
     ),
     Private(
         "torch.distributed.ProcessGroup.send",
@@ -125,6 +127,10 @@ USED: Final = (
         ("group",),
     ),
     Private(f"{_C10D}._world.pg_names", "worker/world/group.py: lists the groups."),
+    Private(
+        f"{_C10D}._get_default_store",
+        "checkpoint/client/levels.py: the store through which all ranks tell their nodes.",
+    ),
     Private(
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
         "worker/gradients/wrapping.py: counts the collectives that were called.",

@@ -172,8 +172,10 @@ class Checkpoints:
         free = (plan is None or not same or plan.free) and len(self._pending) < _UNDER_WAY_MAX
         answer = ranks.begin_minimum([self._line.is_open, same, free, step, -step])
         # Copy before the other ranks have answered: the copy is most likely needed.
-        why = self._fill(state, flat, blobs) if self._line.is_open and same and free else None
-        agreed = answer()
+        try:
+            why = self._fill(state, flat, blobs) if self._line.is_open and same and free else None
+        finally:
+            agreed = answer()  # other ranks may wait for this call
         if agreed[3] != -agreed[4]:
             raise ValueError(
                 f"rank {ranks.rank} saves step {step}, and other ranks save steps {agreed[3]} to "

@@ -25,6 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elasticd import worker
 from elasticd.channel.worker_messages import ADDRESS
+from elasticd.checkpoint.client import levels
+from elasticd.checkpoint.client.collectives import TwoLevelGroup, rank_group
 from elasticd.worker.world import exchange, group
 
 run_loop = importlib.import_module("elasticd.worker.run")  # the module has a function of its own name
@@ -465,6 +467,22 @@ def train_with_a_group_of_its_own(state, journal, accident, steps):
         sum.wait()
 
     train(state, journal, NOTHING, steps, begins=meet)
+
+
+def train_and_agree_by_node(state, journal, accident, steps):
+    """Begin each step with an agreement of two levels: each node has two ranks, but the last may have one."""
+    os.environ["GROUP_RANK"] = str(worker.rank() // 2)
+    levels.FLAT_MAX = 1
+    accident("grouping", 0)
+    ranks = rank_group()
+    assert isinstance(ranks, TwoLevelGroup)
+
+    def agree(step: int) -> None:
+        answer = ranks.begin_minimum([step])
+        accident("agreeing", step)
+        assert answer() == [step]
+
+    train(state, journal, NOTHING, steps, begins=agree)
 
 
 def train_with_own_randomness(state, journal, accident, steps):

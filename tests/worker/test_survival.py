@@ -15,6 +15,7 @@ from tests.worker.jobs import (
     fail,
     lose_the_others,
     reads,
+    train_and_agree_by_node,
     train_and_commit_now_and_then,
     train_and_count_graphs,
     train_and_exit_on_anything,
@@ -73,6 +74,18 @@ def test_one_worker_goes_on_alone(crew, tmp_path, undisturbed):
     crew.begin(tmp_path, fails, fails, NOTHING, fails)
     crew.all_ended()
     assert_exact(crew, tmp_path, {0, 1, 3}, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "victim", [0, 1, 2], ids=["the first rank", "not first on its node", "first on its node"]
+)
+@pytest.mark.parametrize("accident", [("grouping", 0), ("agreeing", 4)], ids=lambda accident: accident[0])
+def test_a_death_during_an_agreement_by_node_is_survived(crew, tmp_path, undisturbed, accident, victim):
+    accidents = [Accident(*accident) if rank == victim else NOTHING for rank in range(5)]
+    crew.begin(tmp_path, *accidents, body=train_and_agree_by_node)
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {victim}, undisturbed)
+    assert crew.settled == [(1, 5), (2, 4)]
 
 
 def test_one_death_after_the_other_is_survived(crew, tmp_path, undisturbed):

@@ -1,7 +1,7 @@
 """Collectives that the ranks of a world use for checkpoints. Nothing is pickled.
 
-In a group of gloo each rank is connected to each other rank. So a large world has two levels of groups: one of
-each node's ranks, and one of the nodes' first ranks. See ``rank_group``.
+In a group of gloo each rank is connected to each other rank. So a large world has groups of two levels: one
+of each node's ranks, and one of the nodes' first ranks. See ``rank_group``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class RankGroup(ABC):
         kinds = self.to_first(digest)
         first = {kind: rank for rank, kind in reversed([*enumerate(kinds)])}
         # Rank 0 asks the first other rank of each kind for its bytes.
-        asked = self.hand_out([b"asked" if rank and first[kind] == rank else b"" for rank, kind in enumerate(kinds)])
+        asked = self.hand_out(
+            [b"asked" if rank and first[kind] == rank else b"" for rank, kind in enumerate(kinds)]
+        )
         sent = self.to_first(mine if asked else b"")
         content = {kind: sent[rank] if rank else mine for kind, rank in first.items()}
         return [content[kind] for kind in kinds]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -17,13 +17,15 @@ from torch.distributed import distributed_c10d as c10d
 
 # In a world of at most as many ranks each rank can be connected to each other rank.
 FLAT_MAX: Final = 64
-_RANKS: Final = msgspec.json.Decoder(tuple[int, ...])  # made before any thread starts: see ``format.manifest``
+_RANKS: Final = msgspec.json.Decoder(
+    tuple[int, ...]
+)  # made before any thread starts: see ``format.manifest``
 
 
 class Levels(NamedTuple):
     """The groups of one rank. ``name``: begins the groups' names. ``node``: the ranks of the rank's node.
-    ``firsts``: the first rank of each node; empty unless the rank is one of them. ``nodes``: the ranks of each
-    node, in the order of ``firsts``; empty except on rank 0."""
+    ``firsts``: the first rank of each node; empty unless the rank is one of them. ``nodes``: the ranks of
+    each node, in the order of ``firsts``; empty except on rank 0."""
 
     name: str
     node: tuple[int, ...]
@@ -71,7 +73,8 @@ def _decide(store: dist.Store, size: int) -> tuple[tuple[int, ...], ...]:
     pay = two_pay(nodes)
     told = {f"ranks of {names[ranks[0]]}": ranks if pay else () for ranks in nodes}
     told["firsts"] = tuple(ranks[0] for ranks in nodes)
-    store.multi_set([*told], [msgspec.json.encode(ranks).decode() for ranks in told.values()])
+    for key, ranks in told.items():
+        store.set(key, msgspec.json.encode(ranks).decode())
     return nodes
 
 
@@ -81,13 +84,15 @@ def _ranks(store: dist.Store, key: str) -> tuple[int, ...]:
 
 
 def group_of(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    """Return a gloo group of these ranks, which call this together. ``name``: no other group of a rank has it.
+    """Return a gloo group of these ranks, which call this together. ``name``: the name of no other group that
+    has the first of these ranks.
 
-    ``dist.new_group`` would need all ranks of the world, or ranks that are in equally many groups. It also
-    calls this function of torch, so that a world knows the group's connections (``worker.world.group``), and
-    the group is destroyed with the world's own.
+    ``dist.new_group`` needs all ranks of the world, or ranks that are in equally many groups so far. Like
+    ``new_group`` this calls the function that ``worker.world.group`` replaces, so that a world knows the
+    group's connections. The group is destroyed with the world's own.
     """
-    group, _ = c10d._new_process_group_helper(
+    make: Any = c10d._new_process_group_helper
+    made = make(
         len(ranks),
         ranks.index(dist.get_rank()),
         [*ranks],
@@ -96,5 +101,6 @@ def group_of(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
         f"{name}-{ranks[0]}",
         timeout=c10d.default_pg_timeout,
     )
+    group: dist.ProcessGroup = made[0]
     c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group
