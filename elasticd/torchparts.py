@@ -127,6 +127,7 @@ USED: Final = (
         ("group",),
     ),
     Private(f"{_C10D}._world.pg_names", "worker/world/group.py: lists the groups."),
+    Private(f"{_C10D}._world.pg_group_ranks", "checkpoint/client/levels.py: notes the ranks of a group."),
     Private(
         f"{_C10D}._get_default_store",
         "checkpoint/client/levels.py: the store through which all ranks tell their nodes.",

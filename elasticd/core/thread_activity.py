@@ -57,8 +57,10 @@ _AROUND_WAIT = ("elasticd_waits.py", "measured")
 _ENDING = re.compile(
     r"elasticd[/\\]worker[/\\]world[/\\]waits\.py$|[/\\]torch[/\\](_ops|futures[/\\]__init__)\.py$"
 )
-# In World.wait_for_value, a worker without a part of the batch waits for another rank to call a model.
-_WORLD = re.compile(r"elasticd[/\\]worker[/\\]world[/\\]group\.py$")
+# In World.wait_for_value, a worker without a part of the batch waits for another rank to call a model. In
+# wait_for_ranks, ranks wait for each other before they make groups.
+_WAITS_FOR_RANKS = ("wait_for_value", "wait_for_ranks")
+_BY_STORE = re.compile(r"elasticd[/\\](worker[/\\]world[/\\]group|checkpoint[/\\]client[/\\]levels)\.py$")
 # A worker whose world broke waits for its agent to close the round, and says so after a few seconds.
 _AWAITS_AGENT = ("link.py", "wait_for_leave")
 _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
@@ -84,7 +86,7 @@ def activity_of(stack: Stack) -> ThreadActivity | None:
         return ThreadActivity(ActivityKind.COLLECTIVE, place, "backward")
     if module.startswith(("cuda/", "cuda\\")) and "synchronize" in inner.function:
         return ThreadActivity(ActivityKind.COLLECTIVE, place, "synchronize")
-    if waits or any(f.function == "wait_for_value" and _WORLD.search(f.file) for f in stack[:3]):
+    if waits or any(f.function in _WAITS_FOR_RANKS and _BY_STORE.search(f.file) for f in stack[:3]):
         return ThreadActivity(ActivityKind.COLLECTIVE, place, "wait")
     if call := _FETCHED.search(inner.text) or (inner is own and _AWAITED.search(inner.text)):
         return ThreadActivity(ActivityKind.COLLECTIVE, place, call[1])

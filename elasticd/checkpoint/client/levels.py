@@ -67,7 +67,7 @@ def agree(rank: int, size: int) -> Levels | None:
 def _decide(store: dist.Store, size: int) -> tuple[tuple[int, ...], ...]:
     """Read the node of each rank, and write the levels for all ranks. Return the ranks of each node."""
     keys = [f"node of {rank}" for rank in range(size)]
-    store.wait(keys, c10d.default_pg_timeout)
+    wait_for_ranks(store, keys)
     names = [raw.decode() for raw in store.multi_get(keys)]
     nodes = nodes_of(names)
     pay = two_pay(nodes)
@@ -79,8 +79,16 @@ def _decide(store: dist.Store, size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _ranks(store: dist.Store, key: str) -> tuple[int, ...]:
-    store.wait([key], c10d.default_pg_timeout)
+    wait_for_ranks(store, [key])
     return _RANKS.decode(store.get(key))
+
+
+def wait_for_ranks(store: dist.Store, keys: list[str]) -> None:
+    """Wait for values that other ranks set.
+
+    core.thread_activity finds this function in stacks by its name.
+    """
+    store.wait(keys, c10d.default_pg_timeout)
 
 
 def group_of(ranks: Sequence[int], name: str) -> dist.ProcessGroup:

@@ -1,0 +1,76 @@
+"""In a large world each rank is connected to the ranks of its node, and a node's first rank to other first
+ranks. All answers are those of a flat group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from elasticd.checkpoint.client import levels
+from elasticd.checkpoint.client.collectives import OneRank
+from elasticd.core.thread_activity import ActivityKind, Frame, activity_of
+
+PROGRAM = Path(__file__).parent / "programs" / "groups.py"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_uneven_nodes_agree_on_the_same_by_few_connections(tmp_path: Path) -> None:
+    world = subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = world.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(world.pid, signal.SIGKILL)
+        world.wait()
+    assert world.returncode == 0, said
+    assert said.endswith("done\n"), said
+
+
+@pytest.mark.parametrize(
+    ("names", "nodes", "pay"),
+    [
+        ("AABB", ((0, 1), (2, 3)), True),
+        ("BAABBC", ((0, 3, 4), (1, 2), (5,)), True),
+        ("AAAA", ((0, 1, 2, 3),), False),
+        ("ABCD", ((0,), (1,), (2,), (3,)), False),
+        ("AAAB", ((0, 1, 2), (3,)), False),
+    ],
+)
+def test_two_levels_pay_if_a_rank_is_connected_to_fewer_ranks(
+    names: str, nodes: tuple[tuple[int, ...], ...], pay: bool
+) -> None:
+    assert levels.nodes_of(names) == nodes
+    assert levels.two_pay(nodes) is pay
+
+
+def test_one_rank_is_answered_what_it_gives() -> None:
+    alone = OneRank()
+    assert alone.minimum([3, -1]) == [3, -1]
+    assert alone.gather(b"x") == alone.collect(b"x") == alone.to_first(b"x") == [b"x"]
+    assert alone.from_first(b"x") == alone.hand_out([b"x"]) == b"x"
+
+
+def test_ranks_that_wait_for_each_other_before_they_make_groups_are_not_asleep() -> None:
+    waits = levels.wait_for_ranks.__code__
+    stack = [
+        Frame(waits.co_filename, waits.co_firstlineno, waits.co_name),
+        Frame(waits.co_filename, levels.agree.__code__.co_firstlineno, "agree"),
+        Frame("/home/me/job.py", 40, "<module>"),
+    ]
+    activity = activity_of(stack)
+    assert activity is not None
+    assert (activity.kind, activity.place) == (ActivityKind.COLLECTIVE, "job.py:40")
