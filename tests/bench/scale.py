@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from elasticd.checkpoint.client.packs import packed
 from elasticd.checkpoint.client.save_plan import (
     RankContent,
     RankShare,
@@ -732,8 +733,11 @@ class Planning:
 def plan_of_a_checkpoint(ranks: int, shards: int) -> Planning:
     """Plan a checkpoint. ``shards``: the ranks that hold one copy of the model together."""
     encoded = [msgspec.json.encode(_content_of_a_gpt(shard, shards)) for shard in range(shards)]
-    # RankGroup.collect: four numbers; unless all ranks are alike, also three of each rank, and the kinds
-    received = 4 * 8 + (0 if shards == 1 else ranks * 3 * 8 + sum(map(len, encoded)))
+    # RankGroup.collect: four numbers; unless all ranks are alike, also two packs with their sizes from each
+    # node, of the ranks' digests and of what they are asked for, and the kinds
+    digests = packed([bytes([rank % shards] * 14) for rank in range(WORKERS)])
+    told = len(digests) + len(packed([b""] * WORKERS)) + 2 * 8
+    received = 4 * 8 + (0 if shards == 1 else ranks // WORKERS * told + sum(map(len, encoded)))
     began = time.thread_time()
     kinds = [msgspec.json.decode(raw, type=RankContent) for raw in encoded]
     held = [kinds[rank % shards] for rank in range(ranks)]

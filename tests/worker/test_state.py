@@ -492,7 +492,15 @@ def test_a_script_without_an_agent_imports_nothing_of_it_and_begins_where_restor
     assert returned == "('x', 0, 1, [5, 6, 7], 'DistributedDataParallel')" and result.stderr == ""
     parts = {
         "channel": ("", ".codec", ".framing", ".worker_messages"),
-        "checkpoint": ("", ".client", ".client.collectives", ".client.objects", ".client.tensors"),
+        "checkpoint": (
+            "",
+            ".client",
+            ".client.collectives",
+            ".client.levels",
+            ".client.objects",
+            ".client.packs",
+            ".client.tensors",
+        ),
         "core": ("", ".age", ".page_layout", ".state_memory"),
         "data": ("", ".auditnotes", ".dealing", ".order", ".summing"),
     }

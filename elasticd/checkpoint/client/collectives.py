@@ -9,16 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Final
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from elasticd.checkpoint.client import levels
-
-# Made before any thread starts: see ``format.manifest``.
-_PACKS: Final = msgspec.msgpack.Decoder(tuple[list[bytes], list[int]])
+from elasticd.checkpoint.client.packs import packed, unpacked
 
 
 class RankGroup(ABC):
@@ -59,7 +55,7 @@ class RankGroup(ABC):
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Return the bytes of each rank, by rank."""
-        return _unpacked(self.from_first(_packed(self.collect(mine))))
+        return unpacked(self.from_first(packed(self.collect(mine))))
 
     def collect(self, mine: bytes) -> list[bytes]:
         """Return the same as ``to_first``. Equal bytes are one object, and travel once; if all ranks have the
@@ -198,7 +194,7 @@ class TwoLevelGroup(RankGroup):
         of_node = self._node.to_first(mine)
         if self._firsts is None:
             return []
-        of_nodes = map(_unpacked, self._firsts.to_first(_packed(of_node)))
+        of_nodes = map(unpacked, self._firsts.to_first(packed(of_node)))
         by_rank = {
             rank: its
             for ranks, of_node in zip(self._nodes, of_nodes, strict=True)
@@ -209,8 +205,8 @@ class TwoLevelGroup(RankGroup):
     def hand_out(self, each: Sequence[bytes]) -> bytes:
         of_node: Sequence[bytes] = ()
         if self._firsts is not None:
-            of_nodes = [_packed([each[rank] for rank in ranks]) for ranks in self._nodes]
-            of_node = _unpacked(self._firsts.hand_out(of_nodes))
+            of_nodes = [packed([each[rank] for rank in ranks]) for ranks in self._nodes]
+            of_node = unpacked(self._firsts.hand_out(of_nodes))
         return self._node.hand_out(of_node)
 
 
@@ -238,18 +234,6 @@ def rank_group(*, in_step: bool = False) -> RankGroup:
 
 def _world() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
-
-
-def _packed(items: Sequence[bytes]) -> bytes:
-    """Return the items as one. Equal items are in it once."""
-    numbers = {item: number for number, item in enumerate(dict.fromkeys(items))}
-    return msgspec.msgpack.encode((list(numbers), [numbers[item] for item in items]))
-
-
-def _unpacked(pack: bytes) -> list[bytes]:
-    """Return the items of a pack. Equal items are one object."""
-    kinds, numbers = _PACKS.decode(pack)
-    return [kinds[number] for number in numbers]
 
 
 def _tensor_of(content: bytes) -> torch.Tensor:
