@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elasticd.checkpoint.client import levels
@@ -41,20 +42,35 @@ def test_uneven_nodes_agree_on_the_same_by_few_connections(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("names", "nodes", "pay"),
+    ("nodes", "expected"),
     [
-        ("AABB", ((0, 1), (2, 3)), True),
-        ("BAABBC", ((0, 3, 4), (1, 2), (5,)), True),
-        ("AAAA", ((0, 1, 2, 3),), False),
-        ("ABCD", ((0,), (1,), (2,), (3,)), False),
-        ("AAAB", ((0, 1, 2), (3,)), False),
+        ("AABB", [((0, 1), (2, 3)), ((0, 2),)]),
+        ("BAABBC", [((0, 3, 4), (1, 2), (5,)), ((0, 1, 5),)]),
+        ("AABCCDE", [((0, 1), (2,), (3, 4), (5,), (6,)), ((0, 2, 3), (5, 6)), ((0, 5),)]),
+        ("AAAA", [((0, 1, 2, 3),)]),
     ],
 )
-def test_two_levels_pay_if_a_rank_is_connected_to_fewer_ranks(
-    names: str, nodes: tuple[tuple[int, ...], ...], pay: bool
+def test_each_level_has_the_first_ranks_of_the_groups_below(
+    nodes: str, expected: list[levels.Groups]
 ) -> None:
-    assert levels.nodes_of(names) == nodes
-    assert levels.two_pay(nodes) is pay
+    assert [*levels.levels_of(nodes, flat_max=4)] == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "pay"), [("AABB", True), ("AAAB", False), ("AAAA", False), ("ABCD", False), ("ABCDE", True)]
+)
+def test_levels_pay_if_each_rank_has_fewer_connections(nodes: str, pay: bool) -> None:
+    assert levels.pay(levels.levels_of(nodes, flat_max=4)) is pay
+
+
+def test_a_rank_of_ten_thousand_nodes_has_few_connections_and_reads_little() -> None:
+    large = levels.levels_of([str(rank // 8) for rank in range(80_000)], levels.FLAT_MAX)
+    places = levels.places_of(large)
+    counts = [sum(len(place.group) - 1 for place in its) for its in places.values()]
+    assert len(counts) == 80_000
+    assert max(counts) < 300 and sorted(counts)[60_000] == 7
+    assert len(msgspec.json.encode(places)) < 200 * 80_000
+    assert [[place.number, place.size] for place in places[16]] == [[16, 80_000], [2, 10_000]]
 
 
 def test_one_rank_is_answered_what_it_gives() -> None:

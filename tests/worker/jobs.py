@@ -470,7 +470,7 @@ def train_with_a_group_of_its_own(state, journal, accident, steps):
 
 
 def train_and_agree_by_node(state, journal, accident, steps):
-    """Begin each step with an agreement of two levels: each node has two ranks, but the last may have one."""
+    """Begin each step with an agreement by node: each node has two ranks, but the last may have one."""
     os.environ["GROUP_RANK"] = str(worker.rank() // 2)
     levels.FLAT_MAX = 1
     accident("grouping", 0)

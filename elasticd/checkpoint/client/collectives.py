@@ -1,7 +1,7 @@
 """Collectives that the ranks of a world use for checkpoints. Nothing is pickled.
 
-In a group of gloo each rank is connected to each other rank. So a large world has groups of two levels: one
-of each node's ranks, and one of the nodes' first ranks. See ``rank_group``.
+In a group of gloo each rank is connected to each other rank. So in a large world the ranks of each node are a
+group, and the nodes' first ranks are one or, if they are many, are grouped again. See ``levels``.
 """
 
 from __future__ import annotations
@@ -163,51 +163,50 @@ class FlatGroup(RankGroup):
 
 
 class TwoLevelGroup(RankGroup):
-    """The ranks of the world, by node. The first rank of a node speaks for the node.
+    """Ranks in groups, each of which has its first rank speak for it.
 
-    ``node``: the ranks of this rank's node. ``firsts``: the first rank of each node; None if this rank is not
-    first. ``nodes``: the ranks of each node, in the order of ``firsts``; only rank 0 needs them.
+    ``lower``: the group of this rank. ``upper``: the first rank of each group; None if this rank is not one
+    of them. ``parts``: the ranks of each group, in the order of ``upper``; only rank 0 needs them.
     """
 
-    def __init__(self, node: RankGroup, firsts: RankGroup | None, nodes: Sequence[Sequence[int]]) -> None:
-        super().__init__(dist.get_rank(), dist.get_world_size())
-        self._node, self._firsts, self._nodes = node, firsts, nodes
+    def __init__(
+        self, rank: int, size: int, lower: RankGroup, upper: RankGroup | None, parts: levels.Groups
+    ) -> None:
+        super().__init__(rank, size)
+        self._lower, self._upper, self._parts = lower, upper, parts
 
     def begin_minimum(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """The nodes' first ranks go on when their callers wait for the result."""
-        of_node = self._node.begin_minimum(values)
+        of_lower = self._lower.begin_minimum(values)
 
         def result() -> list[int]:
-            least = of_node()
-            if self._firsts is not None:
-                least = self._firsts.minimum(least)
-            return self._node.minimum(least)  # the first rank's values are the least now
+            least = of_lower()
+            if self._upper is not None:
+                least = self._upper.minimum(least)
+            return self._lower.minimum(least)  # the first rank's values are the least of all now
 
         return result
 
     def from_first(self, mine: bytes) -> bytes:
-        if self._firsts is not None:
-            mine = self._firsts.from_first(mine)
-        return self._node.from_first(mine)
+        if self._upper is not None:
+            mine = self._upper.from_first(mine)
+        return self._lower.from_first(mine)
 
     def to_first(self, mine: bytes) -> list[bytes]:
-        of_node = self._node.to_first(mine)
-        if self._firsts is None:
+        of_lower = self._lower.to_first(mine)
+        if self._upper is None:
             return []
-        of_nodes = map(unpacked, self._firsts.to_first(packed(of_node)))
-        by_rank = {
-            rank: its
-            for ranks, of_node in zip(self._nodes, of_nodes, strict=True)
-            for rank, its in zip(ranks, of_node, strict=True)
-        }
-        return [by_rank[rank] for rank in range(len(by_rank))]
+        of_parts = map(unpacked, self._upper.to_first(packed(of_lower)))
+        by_rank: dict[int, bytes] = {}
+        for ranks, of_part in zip(self._parts, of_parts, strict=True):  # none, but on rank 0
+            by_rank |= zip(ranks, of_part, strict=True)
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def hand_out(self, each: Sequence[bytes]) -> bytes:
-        of_node: Sequence[bytes] = ()
-        if self._firsts is not None:
-            of_nodes = [packed([each[rank] for rank in ranks]) for ranks in self._nodes]
-            of_node = unpacked(self._firsts.hand_out(of_nodes))
-        return self._node.hand_out(of_node)
+        of_lower: Sequence[bytes] = ()
+        if self._upper is not None:
+            of_parts = [packed([each[rank] for rank in ranks]) for ranks in self._parts]
+            of_lower = unpacked(self._upper.hand_out(of_parts))
+        return self._lower.hand_out(of_lower)
 
 
 def rank_group(*, in_step: bool = False) -> RankGroup:
@@ -227,9 +226,17 @@ def rank_group(*, in_step: bool = False) -> RankGroup:
         group = dist.new_group(backend="gloo")
         assert group is not None
         return FlatGroup(group)
-    node = FlatGroup(levels.group_of(found.node, f"{found.name}-node")) if len(found.node) > 1 else OneRank()
-    firsts = FlatGroup(levels.group_of(found.firsts, f"{found.name}-firsts")) if found.firsts else None
-    return TwoLevelGroup(node, firsts, found.nodes)
+    return _leveled(found)
+
+
+def _leveled(found: levels.Levels, level: int = 0) -> RankGroup:
+    """Return the ranks of the level, which has this rank."""
+    number, size, ranks = found.places[level]
+    lower = FlatGroup(levels.group_of(ranks, f"{found.name}-{level}")) if len(ranks) > 1 else OneRank()
+    if len(ranks) == size:
+        return lower
+    upper = _leveled(found, level + 1) if level + 1 < len(found.places) else None
+    return TwoLevelGroup(number, size, lower, upper, found.parts[level] if found.parts else ())
 
 
 def _world() -> dist.ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""The two levels of groups of a large world: the ranks of each node, and the first rank of each node.
+"""The levels of groups in a large world: the ranks of each node, and above them the groups' first ranks.
 
 The ranks agree on the levels through the store of the world's process group. Each rank names its node, and
 rank 0 decides for all. So the ranks of a node need not follow each other, and nodes may differ in size.
@@ -9,78 +9,115 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from itertools import chain
+from math import ceil, sqrt
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-# In a world of at most as many ranks each rank can be connected to each other rank.
+# At most as many ranks of a world, or first ranks, are each connected to each other.
 FLAT_MAX: Final = 64
-_RANKS: Final = msgspec.json.Decoder(
-    tuple[int, ...]
-)  # made before any thread starts: see ``format.manifest``
+
+Groups = tuple[tuple[int, ...], ...]  # of one level: the ranks of each group
+
+
+class Place(NamedTuple):
+    """The place of a rank in a level. ``number``: of the rank among the ``size`` ranks of the level.
+    ``group``: the ranks of its group."""
+
+    number: int
+    size: int
+    group: tuple[int, ...]
 
 
 class Levels(NamedTuple):
-    """The groups of one rank. ``name``: begins the groups' names. ``node``: the ranks of the rank's node.
-    ``firsts``: the first rank of each node; empty unless the rank is one of them. ``nodes``: the ranks of
-    each node, in the order of ``firsts``; empty except on rank 0."""
+    """The levels as one rank sees them. ``name``: begins the names of all groups. ``places``: of the rank, in
+    each level from the lowest up to the last that has the rank. ``parts``: for each of these levels, the
+    numbers of the ranks in each group; empty except on rank 0."""
 
     name: str
-    node: tuple[int, ...]
-    firsts: tuple[int, ...] = ()
-    nodes: tuple[tuple[int, ...], ...] = ()
+    places: tuple[Place, ...]
+    parts: tuple[Groups, ...] = ()
 
 
-def nodes_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each node, in order; the nodes in the order of their first ranks.
+# Made before any thread starts: see ``format.manifest``.
+_PLACES: Final = msgspec.json.Decoder(tuple[Place, ...])
 
-    ``names``: the name of each rank's node, by rank.
+
+def levels_of(nodes: Sequence[str], flat_max: int) -> tuple[Groups, ...]:
+    """Return the groups of each level, from the lowest up.
+
+    The lowest level has a group for each node, and each further level has the first ranks of the groups
+    below. There, at most ``flat_max`` ranks form one group; more ranks form about as many groups as a group
+    has ranks.
+
+    ``nodes``: the name of each rank's node, by rank.
     """
-    nodes: dict[str, list[int]] = {}
-    for rank, name in enumerate(names):
-        nodes.setdefault(name, []).append(rank)
-    return tuple(map(tuple, nodes.values()))
+    by_node: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    levels = [tuple(map(tuple, by_node.values()))]
+    while len(levels[-1]) > 1:
+        firsts = tuple(group[0] for group in levels[-1])
+        each = len(firsts) if len(firsts) <= flat_max else ceil(sqrt(len(firsts)))
+        levels.append(tuple(firsts[at : at + each] for at in range(0, len(firsts), each)))
+    return tuple(levels)
 
 
-def two_pay(nodes: Sequence[Sequence[int]]) -> bool:
-    """Whether a rank has fewer connections with two levels than with one."""
-    return max(map(len, nodes)) - 1 + len(nodes) - 1 < sum(map(len, nodes)) - 1
+def pay(levels: Sequence[Groups]) -> bool:
+    """Whether each rank has fewer connections than in a world of one group."""
+    return sum(max(map(len, groups)) - 1 for groups in levels) < sum(map(len, levels[0])) - 1
+
+
+def places_of(levels: Sequence[Groups]) -> dict[int, list[Place]]:
+    """Return the places of each rank, from the lowest level up."""
+    places: dict[int, list[Place]] = {}
+    for groups in levels:
+        numbers = _numbers(groups)
+        for group in groups:
+            for rank in group:
+                places.setdefault(rank, []).append(Place(numbers[rank], len(numbers), group))
+    return places
+
+
+def _parts(groups: Groups) -> Groups:
+    numbers = _numbers(groups)
+    return tuple(tuple(numbers[rank] for rank in group) for group in groups)
+
+
+def _numbers(groups: Groups) -> dict[int, int]:
+    """Return the number of each rank of a level: its place in the order of ranks."""
+    return {rank: number for number, rank in enumerate(sorted(chain.from_iterable(groups)))}
 
 
 def agree(rank: int, size: int) -> Levels | None:
-    """Return this rank's levels, or None if the world is to have one level. All ranks call this together, and
+    """Return this rank's levels, or None if the world is to have one group. All ranks call this together, and
     either all get levels or none does."""
     name = f"elasticd-{c10d._world.group_count}"  # all ranks make as many groups with this counter
     c10d._world.group_count += 1
     store = dist.PrefixStore(name, c10d._get_default_store())
-    node = os.environ.get("GROUP_RANK") or socket.gethostname()
-    store.set(f"node of {rank}", node)
-    nodes = _decide(store, size) if rank == 0 else ()
-    mine = _ranks(store, f"ranks of {node}")
-    if not mine:
+    store.set(f"node of {rank}", os.environ.get("GROUP_RANK") or socket.gethostname())
+    levels = _decide(store, size) if rank == 0 else ()
+    key = f"places of {rank}"
+    wait_for_ranks(store, [key])
+    places = _PLACES.decode(store.get(key))
+    if not places:
         return None
-    return Levels(name, mine, _ranks(store, "firsts") if rank == mine[0] else (), nodes)
+    return Levels(name, places, tuple(map(_parts, levels)))
 
 
-def _decide(store: dist.Store, size: int) -> tuple[tuple[int, ...], ...]:
-    """Read the node of each rank, and write the levels for all ranks. Return the ranks of each node."""
+def _decide(store: dist.Store, size: int) -> tuple[Groups, ...]:
+    """Read the node of each rank, and write the places of each rank: none if levels do not pay. Return the
+    levels."""
     keys = [f"node of {rank}" for rank in range(size)]
     wait_for_ranks(store, keys)
-    names = [raw.decode() for raw in store.multi_get(keys)]
-    nodes = nodes_of(names)
-    pay = two_pay(nodes)
-    told = {f"ranks of {names[ranks[0]]}": ranks if pay else () for ranks in nodes}
-    told["firsts"] = tuple(ranks[0] for ranks in nodes)
-    for key, ranks in told.items():
-        store.set(key, msgspec.json.encode(ranks).decode())
-    return nodes
-
-
-def _ranks(store: dist.Store, key: str) -> tuple[int, ...]:
-    wait_for_ranks(store, [key])
-    return _RANKS.decode(store.get(key))
+    levels = levels_of([raw.decode() for raw in store.multi_get(keys)], FLAT_MAX)
+    places = places_of(levels) if pay(levels) else {}
+    for rank in range(size):
+        store.set(f"places of {rank}", msgspec.json.encode(places.get(rank, ())).decode())
+    return levels
 
 
 def wait_for_ranks(store: dist.Store, keys: list[str]) -> None:

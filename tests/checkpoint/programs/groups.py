@@ -1,4 +1,4 @@
-"""Eight processes on nodes of several sizes agree in flat groups and in groups of two levels.
+"""Eight processes on nodes of several sizes agree in flat groups and in groups of several levels.
 
 Usage: groups.py FOLDER.
 """
@@ -97,12 +97,23 @@ def uneven_nodes() -> None:
         assert connected(before) == [its - {rank} for rank, its in enumerate(expected)]
 
 
+def many_nodes() -> None:
+    """Check that the nodes' first ranks are grouped again."""
+    os.environ["GROUP_RANK"] = "AABCDEFG"[RANK]
+    before = connections()
+    ranks = rank_group()
+    assert isinstance(ranks, TwoLevelGroup)
+    same_answers(ranks)
+    a, b, c, d, heads = {0, 1}, {0, 2, 3}, {4, 5, 6}, {7}, {0, 4, 7}
+    expected = [a | b | heads, a, b, b, c | heads, c, c, d | heads]
+    assert connected(before) == [its - {rank} for rank, its in enumerate(expected)]
+
+
 def levels_that_do_not_pay() -> None:
-    for nodes in ("A" * SIZE, "ABCDEFGH"):
-        os.environ["GROUP_RANK"] = nodes[RANK]
-        ranks = rank_group()
-        assert isinstance(ranks, FlatGroup)
-        same_answers(ranks)
+    os.environ["GROUP_RANK"] = "A"
+    ranks = rank_group()
+    assert isinstance(ranks, FlatGroup)
+    same_answers(ranks)
     os.environ["GROUP_RANK"] = UNEVEN[RANK]
     levels.FLAT_MAX = SIZE
     assert isinstance(rank_group(), FlatGroup)
@@ -112,7 +123,8 @@ def levels_that_do_not_pay() -> None:
 def worlds(number: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store{number}", rank=RANK, world_size=SIZE)
     before = rank_group() if number else None
-    (uneven_nodes if number == 0 else levels_that_do_not_pay)()
+    for check in (uneven_nodes, many_nodes) if number == 0 else (levels_that_do_not_pay, many_nodes):
+        check()
     dist.barrier()
     dist.destroy_process_group()
     assert before is None or before.over
