@@ -23,7 +23,7 @@ FLAT_MAX: Final = 64
 Groups = tuple[tuple[int, ...], ...]  # of one level: the ranks of each group
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """The place of a rank in a level. ``number``: of the rank among the ``size`` ranks of the level.
     ``group``: the ranks of its group."""
 
@@ -38,12 +38,12 @@ class Levels(NamedTuple):
     numbers of the ranks in each group; empty except on rank 0."""
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[RankPlace, ...]
     parts: tuple[Groups, ...] = ()
 
 
 # Made before any thread starts: see ``format.manifest``.
-_PLACES: Final = msgspec.json.Decoder(tuple[Place, ...])
+_PLACES: Final = msgspec.json.Decoder(tuple[RankPlace, ...])
 
 
 def levels_of(nodes: Sequence[str], flat_max: int) -> tuple[Groups, ...]:
@@ -71,14 +71,14 @@ def pay(levels: Sequence[Groups]) -> bool:
     return sum(max(map(len, groups)) - 1 for groups in levels) < sum(map(len, levels[0])) - 1
 
 
-def places_of(levels: Sequence[Groups]) -> dict[int, list[Place]]:
+def places_of(levels: Sequence[Groups]) -> dict[int, list[RankPlace]]:
     """Return the places of each rank, from the lowest level up."""
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[RankPlace]] = {}
     for groups in levels:
         numbers = _numbers(groups)
         for group in groups:
             for rank in group:
-                places.setdefault(rank, []).append(Place(numbers[rank], len(numbers), group))
+                places.setdefault(rank, []).append(RankPlace(numbers[rank], len(numbers), group))
     return places
 
 
