@@ -174,8 +174,10 @@ class Checkpoints:
         # Copy before the other ranks have answered: the copy is most likely needed.
         try:
             why = self._fill(state, flat, blobs) if self._line.is_open and same and free else None
-        finally:
-            agreed = answer()  # other ranks may wait for this call
+        except Exception:
+            answer()  # the script may go on, and other ranks may wait for this call
+            raise
+        agreed = answer()
         if agreed[3] != -agreed[4]:
             raise ValueError(
                 f"rank {ranks.rank} saves step {step}, and other ranks save steps {agreed[3]} to "

@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from elasticd.checkpoint.client import levels
 from elasticd.checkpoint.client.collectives import OneRank
 from elasticd.core.thread_activity import ActivityKind, Frame, activity_of
+from elasticd.worker.checkpoints import Checkpoints
 
 PROGRAM = Path(__file__).parent / "programs" / "groups.py"
 ROOT = Path(__file__).parents[2]
@@ -90,3 +93,28 @@ def test_ranks_that_wait_for_each_other_before_they_make_groups_are_not_asleep()
     activity = activity_of(stack)
     assert activity is not None
     assert (activity.kind, activity.place) == (ActivityKind.COLLECTIVE, "job.py:40")
+
+
+def test_a_rank_whose_copy_fails_answers_the_others_first(
+    opened: Callable[..., Checkpoints], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered: list[Sequence[int]] = []
+
+    class Noting(OneRank):
+        def begin_minimum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+            def answer() -> list[int]:
+                answered.append(values)
+                return [*values]
+
+            return answer
+
+    def fail(*_: object) -> str:
+        raise ValueError("no copy")
+
+    checkpoints = opened()
+    checkpoints._ranks = Noting()
+    assert checkpoints.save({"w": torch.zeros(5)}, 1)
+    monkeypatch.setattr(checkpoints, "_fill", fail)
+    with pytest.raises(ValueError, match="no copy"):
+        checkpoints.save({"w": torch.zeros(5)}, 2)
+    assert [values[3] for values in answered][-1] == 2
