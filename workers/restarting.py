@@ -1,5 +1,5 @@
-"""What a script needs that starts again when a worker dies, for the scripts in this folder: the process
-group, snapshots that are whole or absent, and an end without tracebacks.
+"""For the scripts in this folder that start again when a worker dies: the process group, snapshots that are
+whole or absent, and an end without tracebacks.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def add_snapshot_dir(parser: Parser, program: str) -> None:
     after restarts; None if no launcher names a job or run."""
     run = os.environ.get("ELASTICD_JOB_NAME") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    # A default that is text is made a folder as the option is.
+    # argparse passes a default that is a string through ``type``, too.
     default = str(state / "elasticd" / program / run) if run != "none" else None
     what = "default: a folder of the run, in $XDG_STATE_HOME/elasticd"
     parser.add_argument("--snapshot-dir", type=writable_folder, default=default, help=what)

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 class Imports:
     """What a program imports.
 
-    * ``first``: what it imports before anything else, in its order: "torch" for ``import torch``, and
+    * ``first``: what the program imports before anything else, in order: "torch" for ``import torch``, and
       "torch:nn" for ``from torch import nn``, whether ``nn`` is a module or not. The list ends before the
       first statement that may change what an import finds or does, such as a change of the environment or of
-      ``sys.path``, and before the first module that is not installed, which may do the same.
-    * ``changes_environment``: whether the program or a module of its own may change an environment variable.
-    * ``needs_packages``: whether either imports more than the standard library.
+      ``sys.path``. The list also ends before the first module that is not installed.
+    * ``changes_environment``: whether the program, or a module in its folder, may change an environment
+      variable.
+    * ``needs_packages``: whether the program, or a module in its folder, imports more than the standard
+      library.
     """
 
     first: tuple[str, ...]

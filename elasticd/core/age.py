@@ -20,8 +20,8 @@ class Age:
     def may_share_state_with(self, newest: Age) -> bool:
         """Whether workers of these two ages may have parts of one sharded state.
 
-        Within a round, workers are at most a commit apart. In a round that ended while its workers were given
-        their parts, some have agreed on the state and others have not; none has committed a step, and all
+        Within a round, workers are at most one commit apart. A round may also end while its workers receive
+        their parts. Then only some workers have agreed on the state, but none has committed a step, and all
         have the parts of the round before.
         """
         return self.agreed == newest.agreed or self.step == newest.step

@@ -65,7 +65,8 @@ class Limits:
         return min((size for size in self.sizes if size >= self.min), default=self.min)
 
     def largest(self, workers: int) -> int:
-        """Return the size of the largest world of so many workers. It may be smaller than ``min``."""
+        """Return the size of the largest world that ``workers`` workers can form. The size may be below
+        ``min``."""
         most = min(workers, self.max)
         if self.sizes:
             return max((size for size in self.sizes if size <= most), default=0)
@@ -352,9 +353,10 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of a large round, whose record in etcd names no members. ``workers`` and ``nodes``: of the
-    whole round. ``leaving``: how many of the workers are on nodes in ``Round.leaving``. ``parts``: how many
-    records have the members; 0 once the job has ended. ``digest``: of the members (``core.round_parts``)."""
+    """The size of a large round, whose record in etcd names no members. ``workers`` and ``nodes``: their
+    numbers in the whole round. ``leaving``: how many of the workers are on nodes in ``Round.leaving``.
+    ``parts``: the number of records with the members; 0 once the job has ended. ``digest``: the digest of the
+    members (``core.round_parts``)."""
 
     workers: int
     nodes: int
@@ -378,11 +380,11 @@ class Round:
 
     Where workers keep their process: ``leaving`` are nodes that were asked to leave and alone hold the state.
     They stay until ``leave_by`` to hand the state over. ``handover``: the workers of this round pass the
-    state on, make no step, and leave by themselves. ``outlived``: a closing round has members that do not
-    leave, while workers that left it, on any node, hold all the state that the round agreed on. ``anew``: a
+    state on, make no step, and leave by themselves. ``outlived``: some members do not leave a closing round,
+    while the workers that have left it together hold the whole state that the round agreed on. ``anew``: a
     value was not finite, so the job goes back to a checkpoint. No worker keeps its process or its state.
-    ``left_out``: the workers of a round that closes as planned whom the next round will probably leave out,
-    and the workers of a handover round that give the state. They give the others what they alone hold.
+    ``left_out``: the workers that give the others what they alone hold of the state. In a round that closes
+    as planned, the next round will probably leave them out; in a handover round, they are the givers.
 
     ``resizes_by``: the round is to be resized at its script's next checkpoint, or at this time at the latest;
     0 otherwise. ``began``: the time of this run's first round. ``failures``: the number of rounds since then
@@ -623,7 +625,8 @@ class Progress:
 
     ``own_bytes`` and ``replica_bytes``: the memory on this node that holds checkpoints of its own workers,
     and of other nodes. ``held_back``: the slots whose worker starts once a process is gone, and the pid of
-    that process. The progress is told every second or two for people; no decision depends on it.
+    that process. Agents tell the leader their progress every second or two, to show it to people. No decision
+    depends on the progress.
     """
 
     node: str

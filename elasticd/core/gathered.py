@@ -1,8 +1,8 @@
-"""What the nodes have told the leader: the last of each node, and the sums that ``elasticd status`` and the
-end of the job need.
+"""What the nodes have told the leader: the last telemetry of each node, and the sums that ``elasticd status``
+and the end of the job need.
 
-An agent tells cumulative values, and tells them again to another leader. So a new leader knows all nodes that
-live after one period. The summary in etcd has what nobody tells any more.
+An agent tells cumulative values, and tells the values again to another leader. So after one period a new
+leader knows all nodes that live. The summary in etcd has what no node will tell again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ KEPT_MAX: Final = 64  # nodes in a summary
 FORGOTTEN_MAX: Final = 3000  # nodes whose return a leader still notices: a value in etcd has 1.5 MB at most
 TELL_S: Final = 1.0  # the least time between two messages of an agent
 HEARD_PER_S: Final = 500  # nodes that the leader hears of in a second: a quarter of a processor
-ENDED_PER_S: Final = 1000  # nodes that tell their last in a second, at the end of a job
-SUMMARY_BYTES_S: Final = 1024  # that summaries add to etcd in a second; etcd keeps them in its raft log, too
+ENDED_PER_S: Final = 1000  # nodes that send their last telemetry in a second, at the end of a job
+SUMMARY_BYTES_S: Final = 1024  # bytes a second that summaries add to etcd, which its raft log also keeps
 SUMMARY_S: Final = 1.0  # the least time between two writes of the summary
-PROBE_S: Final = 5.0  # between two writes by which the leader notices a full etcd
-SLOT_BYTES: Final = 280  # of a slot in a summary, about
-FORGOTTEN_BYTES: Final = 200  # of a node that is forgotten, about
+PROBE_S: Final = 5.0  # the time between two writes by which the leader notices a full etcd
+SLOT_BYTES: Final = 280  # the approximate size of a slot in a summary
+FORGOTTEN_BYTES: Final = 200  # the approximate size of a node in ``ForgottenNodes``
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Gathered:
 
 
 def hear(known: Gathered, told: NodeTelemetry) -> Gathered:
-    """Return what is known after a node has told something."""
+    """Return ``known`` with the telemetry that a node has told."""
     known = _recalled(known, told.node)
     before = known.nodes.get(told.node)
     ledger = told.ledger if told.ledger is not None and told.ledger.run == known.run else None
@@ -135,18 +135,19 @@ def is_whole(known: Gathered, ended: Round | None) -> bool:
 
 
 def tell_every_s(nodes: int) -> float:
-    """Return how often each of so many nodes tells the leader."""
+    """Return the seconds between two messages of one node to the leader, in a job of ``nodes`` nodes."""
     return max(TELL_S, nodes / HEARD_PER_S)
 
 
 def end_within_s(nodes: int) -> float:
-    """Return the time over which so many nodes tell their last at the end of a job; 0 for at once. A leader
-    cannot answer 10,000 nodes in two seconds."""
+    """Return the seconds over which ``nodes`` nodes send their last telemetry at the end of a job; 0: all
+    send at once. A leader cannot answer 10,000 nodes in two seconds."""
     return nodes / ENDED_PER_S if nodes > ENDED_PER_S else 0.0
 
 
 def summarize_every_s(summary: Summary, forgotten: int = 0) -> float:
-    """Return how long the next summary waits. ``forgotten``: how many nodes were written with this one."""
+    """Return the seconds between ``summary`` and the next one. ``forgotten``: the number of nodes whose names
+    were written with ``summary``."""
     slots = sum(len(told.ledger.slots) for told in summary.nodes if told.ledger is not None)
     return max(SUMMARY_S, (SLOT_BYTES * slots + FORGOTTEN_BYTES * forgotten) / SUMMARY_BYTES_S)
 

@@ -20,8 +20,8 @@ class Life(StrEnum):
     STOPPING = "stopping"  # told to end
     FINISHED = "finished"  # ended with status 0
     FAILED = "failed"  # ended by a fault
-    STOPPED = "stopped"  # ended as it was told to
-    FENCED = "fenced"  # killed, as its agent did not move the fence in time
+    STOPPED = "stopped"  # ended because its agent ended it
+    FENCED = "fenced"  # killed, since its agent did not move the fence in time
 
     @property
     def ended(self) -> bool:

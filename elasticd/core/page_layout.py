@@ -1,10 +1,10 @@
 """The layout of the page of memory that a worker shares with its agent: words of 8 bytes. Only the worker
 writes, each word with one instruction.
 
-The heartbeat (elasticd/worker/boot, which imports nothing of elasticd) writes the first eight words, of which
-the first two are a magic number and a version, and the times of the last steps into the second half of the
-page. The words between them hold the reports of ``elasticd.worker`` and the measured waits. All counts begin
-at 0 with the process. A word that is described as 1 + n is 0 while n is unknown.
+The first two words are a magic number and a version. The heartbeat (elasticd/worker/boot, which imports
+nothing of elasticd) writes the first eight words, and the times of the last steps into the second half of the
+page. The words in between hold the reports of ``elasticd.worker`` and the measured waits. All counts begin at
+0 with the process. A word that is described as 1 + n is 0 while n is unknown.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class WorkerLinked:
 @dataclass(frozen=True, slots=True)
 class WorkerWaiting:
     """A worker has left ``round`` (0: it was in none), after ``steps`` commits, and waits for ``start`` to
-    give it the next one. ``age``: the age of its state; None if nobody can go on with the state. ``sharded``:
+    give it the next one. ``age``: the age of its state; None if no worker can use the state. ``sharded``:
     the worker has only a part of the state. ``memory``: what the script's sharded state takes."""
 
     slot: int
@@ -237,7 +237,7 @@ class WorkerCheckpointed:
 @dataclass(frozen=True, slots=True)
 class WorkerLingers:
     """A worker has ended, but the kernel is still taking its process down: the memory, the device and the
-    ports are not free yet. ``WorkerGone`` follows. The exit is told as well, after this."""
+    ports are not free yet. The event of the exit follows, and once the process is gone, ``WorkerGone``."""
 
     slot: int
     pid: int

@@ -24,7 +24,7 @@ class BelowMinimum:
 
 @dataclass(frozen=True, slots=True)
 class BelowMemory:
-    """The workers at hand have no memory for the job's sharded state. ``need``, ``state``, ``each``: see
+    """The workers that there are lack memory for the job's sharded state. ``need``, ``state``, ``each``: see
     ``Shortage``. ``most``: the most workers that the job may have. The job ends if this lasts until
     ``until``."""
 
@@ -143,7 +143,7 @@ class WorkerStraggling:
 
 @dataclass(frozen=True, slots=True)
 class WorkerKeepsUp:
-    """The worker is no straggler any more."""
+    """The worker is no longer a straggler."""
 
     node: str
     slot: int

@@ -85,7 +85,8 @@ def room(node: Node, limits: Limits, quarantines: Iterable[Quarantine], now: flo
 
 
 def rooms(nodes: Iterable[Node], limits: Limits) -> int:
-    """Return the sum of ``room`` of many candidates, without quarantines."""
+    """Return how many workers these candidates can run together: the sum of ``room`` without quarantines.
+    Candidates with equally many slots are counted together, which is fast for thousands of nodes."""
     sizes = Counter([(len(node.slots), node.most) for node in nodes])
     return sum(
         count * _in_one_world(min(size, most or size), limits) for (size, most), count in sizes.items()
@@ -93,7 +94,7 @@ def rooms(nodes: Iterable[Node], limits: Limits) -> int:
 
 
 def _in_one_world(places: int, limits: Limits) -> int:
-    """Return how many of so many places of a node can be in one world."""
+    """Return how many of a node's ``places`` can be in one world."""
     return places - places % limits.unit if limits.within is UnitWithin.NODE else places
 
 

@@ -18,8 +18,8 @@ from elasticd.core.state_memory import StateMemory
 
 class Shortage(NamedTuple):
     """A world of ``have`` workers has no room for its state. ``state``: the bytes that the workers would hold
-    together. ``each``: the bytes for each worker, on the node that has the least. ``need``: the workers that
-    would hold the state, with so much each; 0 if no number of workers would."""
+    together. ``each``: the bytes for each worker, on the node that has the least. ``need``: how many workers
+    with ``each`` bytes would hold the state; 0 if no number of workers would."""
 
     have: int
     need: int
@@ -75,8 +75,8 @@ def _state_of(nodes: Iterable[Node]) -> StateMemory | None:
 
 
 def _need(state: StateMemory, each: int, have: int, limits: Limits) -> int:
-    """Return the size of the smallest world that is larger than ``have`` and holds the state in so many bytes
-    of each worker; 0 if there is none. ``limits.max`` may be smaller."""
+    """Return the size of the smallest world that is larger than ``have`` and holds the state in ``each``
+    bytes of each worker; 0 if there is none. ``limits.max`` may be smaller."""
     if state.unit > 1 or not each:
         return 0  # each unit holds the whole state, however many units there are
     least = max(have + 1, -(-(state.own + state.redundancy * state.copy) // each))

@@ -29,8 +29,8 @@ class Timekeeping:
 
     ``began_at``: the agent's start. ``kept``: the record that an earlier agent of this node left; None until
     the leader has been asked (``listed``), or if there is none. ``resumed``: whether the ledger continues
-    ``kept``. ``run``: see ``NodeLedger``. ``write_due``: when the record is told again, if ``round`` does
-    not change before. ``held``: the time lost to checkpoints, by slot.
+    ``kept``. ``run``: see ``NodeLedger``. ``write_due``: when the leader is told the record again, if
+    ``round`` does not change before. ``held``: the time lost to checkpoints, by slot.
     """
 
     began_at: float

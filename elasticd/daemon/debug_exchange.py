@@ -77,6 +77,6 @@ class DebugExchange:
 
 
 def every_s(tails: Tails, nodes: int) -> float:
-    """Return how long a node waits after it has written these tails, if so many nodes are in the round."""
+    """Return the seconds that a node waits after it has written ``tails``, in a round of ``nodes`` nodes."""
     size = sum(len(text) for rank in tails for text in rank)
     return max(EVERY_S, size * (nodes - 1) / BYTES_S)

@@ -24,8 +24,8 @@ SHOWN_AT_END: Final = 5
 
 
 class Debugging:
-    """Compares the records of the present round now and then, and once more when the round is over: those of
-    this node's workers, and on the node of rank 0 also what other nodes' workers recorded last.
+    """Compares the workers' records of the present round now and then, and once more when the round is over.
+    On the node of rank 0, the last records of other nodes' workers are compared, too.
 
     Call ``routine`` at the time that it last returned. ``close`` returns the lines for the closing screen.
     Reading the records may take a while, so a thread reads them. ``run_folder`` returns the run's folder.

@@ -378,9 +378,9 @@ class Driver:
         return term
 
     def _lead_from(self, term: _Term, entry: Entry, now: float) -> None:
-        """Take a key that every agent watches into the leader's view. Of a round in parts the agent knows one
-        part, so the leader reads all, and from then on follows the round by itself: the agent may hear of a
-        round later than the leader does."""
+        """Take a key that every agent watches into the leader's view. Of a round in parts the agent reads one
+        part only. So the leader then watches the round itself, with all parts: the agent may hear of a round
+        later than the leader does."""
         apart = isinstance(entry.fact, Round) and round_parts.has_parts(entry.fact)
         if entry.key != "round" or not (apart or term.reads_parts):
             term.view = leader.see(term.view, Changes((entry,)), entry.key, now)

@@ -25,10 +25,10 @@ class RoundWatch:
         self._store = store
         self._seen = seen
         self._node = node
-        self._held: Entry | None = None  # waits for its members
-        self._reading = ""  # the key of the part, or the beginning of the keys
-        self._parts: dict[str, MemberPart] = {}  # those that are there
-        self._members: tuple[Member, ...] = ()  # of these parts, once all are there
+        self._held: Entry | None = None  # the round, while its members are not read yet
+        self._reading = ""  # the key of the part, or the prefix of the keys of all parts
+        self._parts: dict[str, MemberPart] = {}  # the parts that were read, by key
+        self._members: tuple[Member, ...] = ()  # of these parts, once all were read
         self._end_reading: Callable[[], None] | None = None
         self._ended = False
         self._end_round = store.watch("round", self._round_seen)

@@ -1,6 +1,7 @@
 """Notifies systemd, or another service manager, of the agent's state (sd_notify).
 
-The protocol is one datagram of text; the packages for it do no more than this module, or need libsystemd.
+The protocol is one datagram of text. Packages for the protocol do no more than this module, or need
+libsystemd.
 
 The agent's own loop feeds the watchdog, so the manager restarts an agent that is stuck.
 """

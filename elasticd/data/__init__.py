@@ -1,6 +1,7 @@
-"""How a training uses its data, as pure functions: the order of the samples, how a batch is dealt to workers,
-the order in which gradients are added up, the audit that proves that each sample was used once, and where the
-ranks of a run disagree.
+"""How a training uses its data, as pure functions.
 
-The package imports the standard library only, and touches no file. ``elasticd.worker`` loads samples.
+The package has the order of the samples, the dealing of a batch to workers, and the order in which gradients
+are added up. It also has the audit, which proves that each sample was used once, and finds where ranks
+disagree. The package imports the standard library only, and touches no file. ``elasticd.worker`` loads
+samples.
 """

@@ -235,9 +235,9 @@ def _lives(
 def _lineage(rounds: Mapping[Round, Sequence[_Life]], findings: list[Finding]) -> tuple[_Made, int]:
     """Return the valid commits with their rounds, by step, and the number of steps that were made again.
 
-    A round continues the newest earlier round that got to the step after which it begins. That need not be
-    the round before: while a saver still wrote a checkpoint of the first round, the second one may have begun
-    without it and ended early, and the third one resumes from it.
+    A round continues the newest earlier round that got to the step after which the round begins. The previous
+    round may not have got there: it may have begun and ended while a saver still wrote a checkpoint of the
+    round before, from which the next round resumes.
     """
     lines: list[tuple[int, _Made]] = []  # after each round: the first step, and the valid commits
     covered = 0

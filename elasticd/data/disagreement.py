@@ -1,7 +1,7 @@
 """Where the ranks of a round first disagree, from their records: a pure function.
 
-A rank may be behind the others at any moment, so what a rank has not done yet counts only if the rank's
-script has ended, or if the round was found to hang.
+A rank may be behind the others at any moment. So a record that a rank lacks counts only if the rank's script
+has ended, or if the round was found to hang.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class ElasticLoader:
             self.load_state_dict(committed)
         elif (newest := self._checkpoints.newest_on_all_ranks(self._gather)) is not None:
             accelerator.load_state(str(newest))
-            accelerator.step = 0  # counts batches, of which a step has another number in another world
+            accelerator.step = 0  # counts batches, and a step has more or fewer batches in another world
             if accelerator.is_main_process:
                 _log.info("continues from %s", newest)
         self._batches, self._loader = cut(

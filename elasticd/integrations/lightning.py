@@ -314,7 +314,7 @@ class _ResumableLoader:
         return self._batches.pieces
 
     def require_whole_steps(self, batches: float) -> None:
-        """Raise ValueError if an epoch of so many batches ends in the middle of a step."""
+        """Raise ValueError if an epoch of ``batches`` batches ends in the middle of a step."""
         if batches % self.pieces:
             raise ValueError(
                 f"an epoch of {batches} batches is no whole number of steps, which have {self.pieces} "

@@ -6,13 +6,15 @@
     +from elasticd.integrations.transformers import Trainer
 
 The trainer continues from the newest whole checkpoint in ``output_dir``. When workers are asked to end, all
-save a checkpoint after the same step. Each sample of an epoch is used once, in any sequence of worlds: a step
-uses the samples of ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` times the largest
-world (``--max``), and in a smaller world each worker accumulates more batches.
+save a checkpoint after the same step.
 
-With an iterable dataset, a sampler that neither shuffles nor keeps the dataset's order, or tensor, context or
-sequence parallelism, samples may be lost or repeated when the world changes: the trainer warns, and uses
-transformers' own data loader.
+Each sample of an epoch is used once, in any sequence of worlds. The samples of a step are
+``per_device_train_batch_size`` times ``gradient_accumulation_steps`` times the largest world (``--max``). In
+a smaller world each worker accumulates more batches.
+
+Three kinds of training may lose or repeat samples when the world changes: with an iterable dataset; with a
+sampler that neither shuffles nor keeps the dataset's order; with tensor, context or sequence parallelism. The
+trainer then warns, and uses transformers' own data loader.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ def py_spy_main_thread(text: str, pid: int) -> tuple[Frame, ...]:
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """Return the stack of the main thread. The innermost frame has the text of its line of source."""
+    """Return the main thread's stack from faulthandler's output ``text``, innermost frame first; empty if
+    there is none. The innermost frame has the text of its line of source."""
     threads = parse(text)
     if not threads or not threads[-1]:
         return ()

@@ -74,7 +74,7 @@ class WardenError(RuntimeError):
 
 @dataclass(slots=True)
 class _Running:
-    """A process that is not gone. ``lingers``: its end was told."""
+    """A process that is not gone. ``lingers``: its exit was reported, and the kernel still takes it down."""
 
     ended: Callable[[Ended], None]
     mark: str
@@ -301,9 +301,9 @@ class Warden:
         self._tell(RemoveAtEnd(_portable(os.path.abspath(path))))
 
     def close(self, grace_s: float = 3.0) -> None:
-        """Kill the workers, end the services (SIGKILL after the grace), remove the registered paths, and wait
-        until this is done: for up to a minute more while the kernel is taking processes down. A second call
-        does nothing."""
+        """Kill the workers, end the services (SIGKILL after ``grace_s`` seconds), and remove the registered
+        paths. Wait until all processes are gone; if the kernel takes longer, up to a minute more. A second
+        call does nothing."""
         with self._lock:
             if self._closing:
                 return

@@ -32,7 +32,7 @@ class Type(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Metric:
     """One metric. ``labels``: the labels besides ``run`` and ``node``. ``values``: the values of the last
-    label, where they are known beforehand. ``buckets``: the upper bounds in the metric's unit, without
+    label, where all values are known in advance. ``buckets``: the upper bounds in the metric's unit, without
     infinity."""
 
     name: str

@@ -364,8 +364,8 @@ def terminal_line(reason: r.Reason, now: float) -> str:
 
 
 def worker_line(event: str, fields: Mapping[str, object]) -> str:
-    """Return what a terminal shows of an event of the node's workers or of their zygote; empty if the event
-    asks nothing of its reader, or if the next lines say as much."""
+    """Return the line that a terminal shows for an event of the node's workers or of their zygote. Empty if
+    the reader need not know, or if the next lines say the same."""
     match event, fields:
         case "worker.entered", {"batch": batch, "rates_times": times, "round": number}:
             return f"round {number}: the global batch is {batch} now, and learning rates are times {times}"

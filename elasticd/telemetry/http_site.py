@@ -34,7 +34,8 @@ async def serve(
     over: socket.socket,
     scarcity: Scarcity,
 ) -> None:
-    """Serve until ``over`` is readable."""
+    """Serve the pages of ``site`` at ``listener`` until ``over`` is readable. ``tls``: None for plain HTTP.
+    ``scarcity`` hears of connections that find no free file."""
     logging.getLogger("tornado").setLevel(logging.ERROR)  # or invalid requests would fill the agent's log
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -56,9 +56,9 @@ class AgentPart:
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """One round. ``lost_s``: the worker time lost from the last time that the previous round was live to the
-    last time that this round was (for the last round: to the end of the run). None if the timeline has no
-    line of this round while live."""
+    """One round. ``lost_s``: the seconds of worker time lost between the end of the previous round's live
+    phase and the end of this one's (for the last round: the end of the run). None if the timeline has no line
+    of this round while live."""
 
     number: int
     began_at: float

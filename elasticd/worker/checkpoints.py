@@ -219,7 +219,8 @@ class Checkpoints:
         self._in_step = True
 
     def keep_parts(self) -> None:
-        """Load into modules that have a part of what is saved, since other ranks have the rest."""
+        """Allow loads into modules that have only a part of the saved parameters: other ranks have the
+        rest."""
         self._in_parts = True
 
     @agentpage.held_up()

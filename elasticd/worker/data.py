@@ -52,8 +52,9 @@ class Data:
       by default the first world's batch. Schedulers see the rates without the factor.
     * shuffle: shuffle each epoch anew by ``seed``; otherwise samples come in the dataset's order.
     * weights: draw with replacement by one weight for each sample, ``draws`` times an epoch.
-    * sampler: an order of your own: the indices of one epoch, from a function of the epoch's number or from
-      an iterable, whose ``set_epoch`` is called if it has one. The order must be the same each time.
+    * sampler: your own order of the samples. Either a function from the number of an epoch to the indices of
+      its samples, or an iterable of indices, whose ``set_epoch`` is called if there is one. The order must be
+      the same each time.
     * epochs: the number of epochs; None: without end.
     * drop_last: leave out the rest of an epoch after its whole batches. Otherwise the rest is a smaller
       batch, whose samples count the same.
@@ -130,9 +131,9 @@ class Data:
         )
 
     def divide(self, *, unit: int, evens: bool) -> None:
-        """Set how batches are divided, before the first world. ``unit``: so many neighbouring workers get the
-        same samples, since they hold one model together. ``evens``: all workers get equally many batches, of
-        which some may not count, since they compute together.
+        """Set how batches are divided, before the first world. ``unit``: the number of neighbouring workers
+        that get the same samples, since they hold one model together. ``evens``: all workers get equally many
+        batches, of which some may not count, since they compute together.
 
         Raises ValueError."""
         self.unit, self._evens = unit, evens

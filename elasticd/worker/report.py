@@ -28,7 +28,8 @@ from elasticd.worker.agent_link.agentpage import AgentPage, fatal, own_page, use
 from elasticd.worker.agent_link.link import own_link
 
 _POLICY = "ELASTICD_ON_NONFINITE"
-_TOLD_AT_ONCE, _TOLD_AGAIN_S = 10, 1.0  # the same path is told so often; then only after so long
+_TOLD_AT_ONCE = 10  # how often the agent is told of the same path at once
+_TOLD_AGAIN_S = 1.0  # after that, the time between two messages about the path
 
 
 class NotFinite(ArithmeticError):
@@ -66,8 +67,8 @@ def checkpointed(path: str | os.PathLike[str] = "") -> None:
     now: no step is lost. The worker is then stopped in this call. The call returns only if the script handles
     SIGTERM itself. Without a change, or without an agent, it returns at once.
 
-    The agent's answer takes a millisecond or two, so a script that replaces the same file many times a second
-    tells the agent ten times, and then once a second.
+    The agent's answer takes one or two milliseconds. So if a script calls this many times a second with the
+    same path, the agent is told of the first ten calls, and then of one call a second.
     """
     address = os.environ.get(ADDRESS)
     if not address or not is_news(os.fspath(path), time.monotonic()):

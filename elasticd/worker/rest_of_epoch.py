@@ -28,10 +28,10 @@ def rest_of_epoch(loader: DataLoader[Any], used: int) -> DataLoader[Any]:
     * loader: a DataLoader with a ``DistributedSampler(dataset)``, to which ``set_epoch`` was applied.
     * used: the samples of this epoch that all workers together have used, in worlds of any size.
 
-    Each sample that is left comes once, to one worker, and no other sample is read. All workers get the same
-    number of samples: DistributedSampler fills up with samples from the beginning of the epoch, fewer than
-    the world has workers, or with ``drop_last=True`` leaves the last samples out. With the same number of
-    workers the batches are those that ``loader`` would have gone on with.
+    One worker gets each sample that is left, once, and no other sample is read. All workers get the same
+    number of samples. To that end DistributedSampler repeats some samples from the beginning of the epoch,
+    fewer than the world has workers; with ``drop_last=True`` it leaves the last samples out instead. With the
+    same number of workers the batches are those with which ``loader`` would have continued.
 
     Raises TypeError for a loader with another sampler, and ValueError for a negative number.
     """

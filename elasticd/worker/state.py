@@ -42,7 +42,7 @@ class State:
       of the last two commits in the host's memory. The given model keeps no memory. See docs/in-place.md for
       what is refused.
     * redundancy: with ``shard``, how many other workers, on other nodes if there are any, also have each
-      shard: replicas, or else copies. So many workers can be lost at once without a checkpoint.
+      shard: replicas, or else copies. Up to ``redundancy`` workers can be lost at once without a checkpoint.
     * overlap: with ``shard`` and ``redundancy``, send a commit's copies while the next steps run, and wait
       for them at the next commit. After a loss the workers may then repeat the steps since the commit before.
     * split: in place of ``wrap``, a function ``split(module, mesh)`` that returns this worker's part of the
@@ -56,29 +56,29 @@ class State:
       workers hold one model.
     * checkpoints: a ``Checkpoints`` or a folder, by default that of ``elasticd run --checkpoints``. Commits
       are saved there when a save is due, at the first commit of a world of survivors, when all workers leave,
-      and at the end. If no worker has the newest state any more, it comes from this node's memory, from
-      another node's, or from the newest checkpoint.
+      and at the end. If no worker has the newest state any more, the state comes from this node's memory,
+      from another node's memory, or from the newest checkpoint.
     * restore: called as ``restore(state)`` on one worker when there is no state anywhere, as at the start. It
       may load something into the objects, and returns the step of what it loaded, or None.
     * data: the data to train with; ``steps`` then yields this worker's share of it. With ``split``, the
       workers of a unit get the same share.
-    * undo: copy parameters and optimizers' state at each commit as well, so that every step can be undone
-      (see below).
-    * compare: compare the workers' parameters, and whatever else must be the same, now and then. A difference
+    * undo: copy parameters and optimizers' state at each commit, too, so that every step can be undone (see
+      below).
+    * compare: compare the workers' parameters now and then, and all else that must be the same. A difference
       ends the job. Parameters that DistributedDataParallel ignores are not compared.
-    * others, by name: modules and optimizers (a module that an optimizer trains is wrapped like the model,
-      and called by its name: ``state.head``); objects with ``state_dict`` and ``load_state_dict``, such as a
-      scheduler; a ``torch.Generator``; and plain data (numbers, strings, tensors, containers of them), which
-      is read and set as an attribute: ``State(..., epoch=0)``, ``state.epoch += 1``.
+    * others, by name: modules and optimizers; objects with ``state_dict`` and ``load_state_dict``, such as a
+      scheduler; a ``torch.Generator``; and plain data (numbers, strings, tensors, containers of them). A
+      module that an optimizer trains is wrapped like the model, and called by its name: ``state.head``. Plain
+      data is read and set as an attribute: ``State(..., epoch=0)``, ``state.epoch += 1``.
 
-    All of this is the same in all workers: a new worker takes over the others' values. A value that is each
-    worker's own is given as ``worker.Local(value)``.
+    All values are the same in all workers: a new worker takes over the others' values. Give a value that each
+    worker keeps for itself as ``worker.Local(value)``.
 
     Parameters and optimizers' state are not copied by default. If a step is abandoned after an optimizer has
     begun to change them, the worker takes the state of another worker that has it whole, if there is one.
     Some scripts change parameters before the last sum of a step over the workers: with two optimizers, with
-    an optimizer that evaluates the model several times, or directly. Once such a change is seen, the
-    changed values are copied at each commit from then on; ``undo=False`` prevents that. Everything else,
+    an optimizer that evaluates the model several times, or directly. Once State sees such a change, it copies
+    the changed values at each commit from then on; ``undo=False`` prevents the copies. Everything else,
     including random numbers and buffers, is copied at each commit and restored when a step is abandoned.
     """
 

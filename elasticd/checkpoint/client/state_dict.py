@@ -147,10 +147,10 @@ def _state_of(value: Any, state: Mapping[str, Any]) -> Any:
 def _in_dcp_form(value: Any) -> Any:
     """Return the value in a form that DCP preserves.
 
-    DCP splits mappings by key. It loses keys that are not strings, empty mappings, and the types of mappings.
-    Such a mapping is stored in one piece, marked, or with its keys beside it if it is large. A list with many
-    small entries is stored in one piece as well. So are the entries without tensors of a mapping with many
-    keys.
+    DCP splits mappings by key. DCP loses keys that are not strings, empty mappings, and the types of
+    mappings. A mapping that DCP would change is therefore stored in one piece, with a mark; if it is large,
+    with its keys beside it. A list with many small entries is stored in one piece, too, and so are the
+    entries without tensors of a mapping with many keys.
     """
     if isinstance(value, list | tuple) and not any(isinstance(v, dict | list) for v in value):
         return value

@@ -11,8 +11,8 @@ from elasticd.telemetry.describe import count, listing
 
 NOTABLE = 0.15  # the share of a step that is worth advice
 ENOUGH = 0.9  # the efficiency of a script that scales well
-# If a batch of more than this many times the size is needed until communication takes no more than 1 - ENOUGH
-# of a step, the communication is at fault, not the batch.
+# A larger batch makes communication a smaller share of a step. If the batch had to grow more than this many
+# times to get the share down to 1 - ENOUGH, the communication is at fault, not the batch.
 BATCH_FACTOR_MAX = 8.0
 FEW_BYTES = 1 << 20  # with fewer bytes of gradients, communication is slow for another reason than the bytes
 _MEGABYTE = 1e6

@@ -98,10 +98,9 @@ def scaling(
 ) -> int:
     """Say how SCRIPT scales with the number of workers, where its time goes, and what to do about it.
 
-    SCRIPT runs on this machine with each number of workers, under `elasticd run` and under torchrun. It is
-    run as it is, so it also writes what it always writes, such as snapshots: give it an empty folder for
-    these. Once enough steps are made, it gets SIGTERM. Exit codes: 0, measured; 1, the script failed; 2, bad
-    usage, or too few steps.
+    SCRIPT runs on this machine with each number of workers, under `elasticd run` and under torchrun. SCRIPT
+    also writes its snapshots and other files: give it an empty folder for these. Once enough steps are made,
+    SCRIPT gets SIGTERM. Exit codes: 0, measured; 1, the script failed; 2, bad usage, or too few steps.
     """
     if gone := working_directory_fault():
         raise CommandError(gone)

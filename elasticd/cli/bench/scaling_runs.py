@@ -59,12 +59,12 @@ class Measurement:
 
 
 def run_measured(launcher: str, world: int, asked: Measurement, folder: Path) -> WorldMeasured:
-    """Run the script with so many workers, and return what was measured. ``folder`` is empty, and for this
-    run alone. Raises CommandError if the script fails, or makes too few steps."""
+    """Run the script with ``world`` workers, and return what was measured. ``folder`` is empty, and only this
+    run uses it. Raises CommandError if the script fails, or makes too few steps."""
     with ExitStack() as held:
         fifo = folder / "steps"
         os.mkfifo(fifo, 0o600)
-        # Opened for writing as well, so that it has no end when there is no worker.
+        # Open the pipe for writing, too: otherwise a read ends while no worker has the pipe open.
         hears = os.open(fifo, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         held.callback(os.close, hears)
         environ = {**asked.environ, "ELASTICD_STEP_TIMES": str(fifo), "XDG_STATE_HOME": str(folder)}

@@ -325,8 +325,8 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
 
 
 def _killed_with_the_first(crew: Crew, exit: Exit) -> bool:
-    """Whether a worker that was to leave was killed like the worker whose end began that, by a signal that
-    the agent has not sent: the agent kills none of those that can leave before their grace is over."""
+    """Whether a leaving worker was killed from outside, as was the worker whose exit made the others leave.
+    The agent itself kills no leaving worker before the grace is over."""
     order, before = crew.order, crew.report.exits
     if not before or not isinstance(order, Leaving) or exit.code >= 0 or exit.code == -SIGTERM:
         return False

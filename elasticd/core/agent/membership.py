@@ -52,10 +52,10 @@ def _outlast_a_full_store(do: Decisions) -> None:
 def move_the_fence(do: Decisions) -> None:
     """Move the fence: the time until which workers may run even if this agent is stopped.
 
-    Workers may run as long as no other node can have replaced them. That is the case while this node's record
-    is on a live lease. It is also the case for one lease time after etcd served nobody: once etcd is back,
-    the leader waits that long for nodes to register again. The fence never moves back. It does not move while
-    this node has no record.
+    Workers may run as long as no other node can have replaced them: while this node's record is on a live
+    lease. After an outage of the whole etcd, workers may run one lease time longer, since the leader waits
+    that long for nodes to register again. The fence never moves back, and stays while this node has no
+    record.
     """
     state = do.state
     if state.config.alone or not (state.registered or state.empty):

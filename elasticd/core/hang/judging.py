@@ -186,12 +186,12 @@ def doing(state: ProcessState, pulse: Pulse, where: ThreadActivity | None) -> Do
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One worker, as it was seen.
+    """What was seen of one worker.
 
-    ``step``: its steps in this round; its process may have made more. ``still_s``: the time since its last
-    step. ``place`` and ``what``: see ``ThreadActivity``. ``there_s``: how long it has been seen to stay
-    there. ``waits_s``: how long it has been seen in collectives, at whatever place. ``new``: its process has
-    made no step yet, and may have something left to import or to compile.
+    ``step``: the worker's steps in this round; its process may have made more. ``still_s``: the seconds since
+    the last step. ``place`` and ``what``: see ``ThreadActivity``. ``there_s``: for how many seconds the
+    worker has been seen at this place. ``waits_s``: for how many seconds it has been seen in collectives, at
+    any place. ``new``: the worker's process has made no step yet, and may still have to import or compile.
     """
 
     node: str
@@ -210,7 +210,7 @@ class Look:
 @dataclass(frozen=True, slots=True)
 class Group:
     """Workers of one node that were seen to do the same, after the same step, at the same place, in the order
-    of their ranks. Of a large job, groups are judged sooner than workers one by one.
+    of their ranks. In a large job, judging groups is faster than judging each worker.
 
     ``still_s``, ``there_s``, ``waits_s``: the least of all looks; ``longest_s``: the greatest ``still_s``.
     ``new``: whether any is new.
@@ -218,7 +218,7 @@ class Group:
 
     looks: tuple[Look, ...]
     node: str
-    rank: int  # the first
+    rank: int  # of the first worker
     doing: Doing
     step: int
     what: str
@@ -336,7 +336,7 @@ def judge(groups: Sequence[Group], allowed: Allowance, since: Mapping[str, float
 def judge_first(
     groups: Sequence[Group], allowed: Allowance, since: Mapping[str, float] = NOW
 ) -> Verdict | None:
-    """Return who hangs before the first step of a round: workers that stay asleep while no worker is busy.
+    """Return which workers hang before the first step of a round: those that stay asleep while none is busy.
 
     ``groups``: with all workers of the world. A worker that is new is not judged. ``since``: as for
     ``judge``.
@@ -351,7 +351,7 @@ def judge_first(
 def judge_round(
     groups: Sequence[Group], allowed: Allowance, since: Mapping[str, float] = NOW
 ) -> Verdict | None:
-    """Return who hangs in a round, before its first step or after.
+    """Return which workers hang in a round, before its first step or after.
 
     ``groups``: with every worker of the world, as for ``judge``, like ``since``.
     """
@@ -362,7 +362,7 @@ def judge_round(
 
 
 def judge_leaving(groups: Sequence[Group]) -> Verdict | None:
-    """Return who blocks the next world, when leaving this one has taken too long.
+    """Return which workers block the next world, when they take too long to leave this one.
 
     ``groups``: of the workers that have not left. A sleeping worker may be waiting for a busy one, so all
     must be asleep.
@@ -376,7 +376,7 @@ def _still_s(seen: Look | Group, since: Mapping[str, float]) -> float:
 
 
 def _are_late(groups: Sequence[Group], limit_s: float, since: Mapping[str, float]) -> bool:
-    """Whether no worker of the groups has made a step for so long."""
+    """Whether no worker of the groups has made a step for ``limit_s`` seconds."""
     return all(_still_s(group, since) >= limit_s for group in groups)
 
 

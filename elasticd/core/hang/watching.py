@@ -142,8 +142,8 @@ class Watching:
 
     @property
     def allowed(self) -> Allowance | None:
-        # Before the first step only stopped workers are judged: by the steps of earlier rounds, or as if one
-        # step had been made.
+        # Before the first step only stopped workers are judged. Their limit follows from the steps of earlier
+        # rounds, or is that after one step.
         steps = self.still.least_made if self.in_step else 1
         return allowance(self.still.gaps, steps, self.patience)
 
@@ -406,8 +406,9 @@ class _Decisions:
         return None if self.is_asked() else verdict
 
     def is_asked(self) -> bool:
-        """Whether the leader's last record needs a look that has not been taken since: the leader asks all
-        nodes of this round, or condemns workers here that the kernel's figures do not show to hang."""
+        """Whether the leader's last record needs a look that this agent has not taken yet. Either the leader
+        asks all nodes of the round, or it condemns workers of this node whose hang the kernel's figures do
+        not show."""
         found = self.w.hang
         if found is None or found.round != self.w.round or self.w.seen > self.w.hang_after_look:
             return False

@@ -24,8 +24,8 @@ LATER_S = 0.01  # added to a limit, so that the limit has surely passed at the w
 
 
 def name_the_hung(view: View, now: float) -> Plan:
-    """Write who hangs. If a worker hangs for certain and some agents have not reported, ask every agent
-    first."""
+    """Write which workers hang. If a worker hangs for certain and some agents have not reported, ask every
+    agent first."""
     round = view.round
     if (
         not view.stalls

@@ -49,7 +49,7 @@ def _said(before: Stragglers | None, found: Stragglers) -> tuple[Reason, ...]:
 
 
 def named(one: Laggard) -> GpuStrained | SlotBad | WorkerStraggling:
-    """Return why the straggler is named."""
+    """Return the reason that names the straggler."""
     if one.strained:
         return GpuStrained(one.node, one.slot, one.rank, one.why)
     if one.why:

@@ -26,7 +26,8 @@ class JobTelemetry:
 
 
 def ask_leader(leader: Leadership) -> JobTelemetry:
-    """Return what the leader knows. Raises PeerGone."""
+    """Ask the leader over TCP for the telemetry of all nodes. Raises PeerGone if the leader does not
+    answer."""
     with _Connection(leader) as connection:
         return connection.ask()
 

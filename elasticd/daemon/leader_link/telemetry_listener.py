@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     import asyncio
 
 CONNECTIONS_MAX: Final = 4096  # or a quarter of the files that this process may open, if that is less
-# The most connections that have not proved to know the secret, or half of all connections if that is less; a
-# further connection closes the oldest.
+# The most connections that have not proved yet that they know the secret, or half of all connections if that
+# is less. A further connection closes the oldest.
 STRANGERS_MAX: Final = 256
 GREET_S: Final = 5.0  # the most time for a greeting
 SENDERS_SAID_MAX: Final = 100  # senders of invalid messages that the log names
@@ -46,7 +46,7 @@ IDLE_S: Final = 300.0  # the most time between two messages
 
 
 class TelemetryListener:
-    """Serves ``gathering`` at ``listener`` to those who know ``secret``, until ``close``."""
+    """Serves ``gathering`` at ``listener`` to agents and commands that know ``secret``, until ``close``."""
 
     def __init__(
         self, listener: socket.socket, secret: str, gathering: Gathering, clock: SteadyClock | None = None

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 # By the method of ProcessGroup: the name in torch.distributed, which argument holds this rank's tensors, and
-# whether the tensors have one shape in all ranks. gloo also requires that of all_gather and gather.
+# whether the tensors have one shape in all ranks. With gloo those of all_gather and gather must have one,
+# too.
 _CALLS = {
     "allreduce": ("all_reduce", 0, True),
     "allreduce_coalesced": ("all_reduce_coalesced", 0, True),

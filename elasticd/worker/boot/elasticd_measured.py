@@ -1,7 +1,8 @@
 """Runs as the script of plain torchrun for ``elasticd bench scaling``, and becomes the measured script.
 
-That script then has the heartbeat of elasticd's own workers, so that both launchers are measured alike. The
-program's arguments are not in this program's, since torchrun takes some of a script's arguments for its own.
+The measured script then has the heartbeat of elasticd's own workers, so that both launchers are measured
+alike. The arguments of the measured script come by the environment: torchrun would take some of them for its
+own.
 
 Standard library only, and self-contained. The caller is elasticd/cli/bench/scaling_runs.py.
 """

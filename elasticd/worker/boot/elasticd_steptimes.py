@@ -71,9 +71,9 @@ class StepTimes:
     def note(self, step: int, at_ns: int) -> None:
         """Send a record of this step, now or with a later one.
 
-        A record has words of 8 bytes: the rank; the step, and its time in ns of CLOCK_MONOTONIC; the ns spent
-        waiting for other ranks, loading data, and without a CPU; the samples so far; the bytes of the
-        parameters.
+        A record has eight words of 8 bytes. They are the rank; the step, and its time in ns of
+        CLOCK_MONOTONIC; the ns spent waiting for other ranks, loading data, and without a CPU; the samples so
+        far; the bytes of the parameters.
         """
         if self._fifo < 0:
             return

@@ -37,7 +37,7 @@ _now = time.monotonic_ns
 _UNDER_WAY_MAX = 256
 # Steps as long as this are all measured; of shorter steps, about 20 a second.
 _ALL_FROM_NS = 50_000_000
-_PACE_STEPS = 64  # the pace is about that of so many last steps
+_PACE_STEPS = 64  # the pace is a mean over about this many last steps
 _GOLDEN = 0.6180339887498949
 
 

@@ -1,9 +1,10 @@
 """The zygote: a worker's Python process that stopped before its script, imported modules, and forks workers.
 
-It has the command line, environment and folder of a worker, and serves from within sitecustomize. In a forked
-worker ``serve`` returns, and the interpreter goes on to the script by itself. ``__main__``, ``sys.argv``,
-``sys.path[0]``, ``-m``, tracebacks, exit codes and finalisation are thus Python's own. elasticd_afterfork.py
-makes the forked worker like a fresh process. elasticd_importing.py imports the modules that can be shared.
+The zygote has the command line, environment and folder of a worker, and serves from within sitecustomize. In
+a forked worker ``serve`` returns, and the interpreter goes on to the script by itself. ``__main__``,
+``sys.argv``, ``sys.path[0]``, ``-m``, tracebacks, exit codes and finalisation are thus Python's own.
+elasticd_afterfork.py makes the forked worker like a fresh process. elasticd_importing.py imports the modules
+that can be shared.
 
 Standard library only; of elasticd only the files in this folder, and elasticd/channel, loaded by path: the
 script may find another elasticd, or none. The warden has the other end of the socket, in
@@ -14,7 +15,7 @@ imports the next few modules. If all can be shared, the child is the zygote from
 exits, and the zygote goes on without the module that cannot be shared. The root, which is the process that
 the warden started, imports nothing, forks the first zygote, and exits after the last.
 
-To fork a process with this much memory takes a while, so one process, the embryo, is forked in advance. The
+The fork of a process with this much memory takes long. So one process, the embryo, is forked in advance. The
 embryo costs only the few pages of memory that it writes.
 """
 

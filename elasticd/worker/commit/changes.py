@@ -55,7 +55,7 @@ class SampledParameters:
 
     @property
     def sample(self) -> ElementSample:
-        """The sample, at the present addresses of the parameters."""
+        """The sample of the elements. If a parameter has moved in memory, the sample is made anew."""
         places = [p.data_ptr() for p in self.parameters]
         if places != self.places:
             self.places, self._sample = places, ElementSample(self.parameters, self._size)

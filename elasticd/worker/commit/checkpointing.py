@@ -40,7 +40,7 @@ class Parts:
 
     @property
     def point(self) -> tuple[int, int]:
-        """The point of the training; it changes with each commit."""
+        """The step, and the number of commits without a step: together they change with each commit."""
         return self.step, self.progress.marks
 
 

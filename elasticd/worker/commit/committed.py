@@ -142,7 +142,7 @@ class CommittedState:
         """Enter a world. All workers of the world have the same state."""
         self.world = world
         if world is None and self.shards is not None:
-            self.shards.generations.clear()  # nobody will go back to them
+            self.shards.generations.clear()  # no world will go back to them
         agentpage.begins_after(self.step)
         for scaler in self.contents.scalers:  # initialises the scaler, also in a worker without a batch
             scaler.scale(torch.zeros((), device=self.last.device))
@@ -199,7 +199,7 @@ class CommittedState:
             self.last.go_back()
 
     def lay_out(self) -> None:
-        """Go on with the modules of a new layout, if the model is sharded."""
+        """Copy the modules of a new layout from now on, if the model is sharded."""
         self.last.follow(self.contents)
 
     def agree(self, round: int) -> None:

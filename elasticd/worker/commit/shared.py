@@ -130,7 +130,7 @@ class Shared:
         if fresh and (differs := difference(heard, range(world.size), exact=exact)):
             raise _unlike(
                 f"{differs}, as they begin. All would get the value of worker {source}: give State the same "
-                "value in each, or worker.Local(...), which each worker keeps for itself"
+                "value in each worker, or worker.Local(...), which each worker keeps for itself"
             )
         return difference(heard, [source, world.rank])
 

@@ -270,7 +270,8 @@ class Arithmetic:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the number of threads. Raises ValueError if this worker would compute other bits."""
+        """Use as many threads as the saved state. Raises ValueError if torch's version, the processor or the
+        GPU differ, so that this worker would compute other bits."""
         mine = self.state_dict()
         for name, (meaning, remedy) in _MEANINGS.items():
             if mine[name] != state[name]:

@@ -6,8 +6,8 @@ number. So this module takes each gradient as soon as the backward pass has comp
 none. The gradients are added up as in elasticd.worker.gradients.owned_sums.
 
 These sums and fully_shard's gathering of parameters are collectives of one process group, and all workers
-must call them in one order. So gradients are sent where fully_shard would reduce them: not when the last of
-them is there, since a virtual rank may use only some of the parameters.
+must call them in one order. So gradients are sent where fully_shard would reduce them. The arrival of the
+last gradient does not mark that place, since a virtual rank may use only some of the parameters.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class ShardedReduction:
         self._buffers.keep()
 
     def _lay_out(self, trained: list[int]) -> None:
-        """Lay out the sums of these parameters, in the order of the backward pass: of a unit, it computes the
-        gradient of the first parameter last."""
+        """Lay out the sums of these parameters, in the order of the backward pass, which computes the
+        gradient of a unit's first parameter last."""
         self._trained = trained
         self._sums: list[OwnedSums] = []
         members: dict[tuple[int, torch.dtype], list[int]] = {}

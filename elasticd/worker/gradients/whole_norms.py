@@ -101,8 +101,8 @@ def _norm(gradients: Sequence[Any], mesh: DeviceMesh, kind: float, foreach: bool
 def _whole_of_one(
     gradients: Sequence[Any], group: dist.ProcessGroup, size: int, rank: int
 ) -> torch.Tensor | None:
-    """Return the gradient of this rank's number, whole; None if there are fewer gradients. Each rank gives
-    its shards of all of them."""
+    """Return the gradient whose index is this rank, whole; None if there are fewer gradients. All ranks call
+    the function together, each with its shards of all gradients."""
     locals_: list[torch.Tensor] = [gradient.to_local().reshape(-1) for gradient in gradients]
     mine = gradients[rank] if rank < len(gradients) else None
     lengths = shard_lengths(tuple(mine.shape), size) if mine is not None else [0] * size

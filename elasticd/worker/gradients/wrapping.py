@@ -163,7 +163,7 @@ class WrappedModels:
 
     @contextlib.contextmanager
     def without_sums(self) -> Iterator[None]:
-        """A ``with`` block in which backward passes add nothing up over the workers."""
+        """A ``with`` block in which backward passes do not sum gradients over the workers."""
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self, "_silence", None)
             self._silence = stack

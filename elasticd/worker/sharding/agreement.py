@@ -46,8 +46,8 @@ class Bringing(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """The commit to go on from, and who has what of it. ``source``: the rank that sends what is not sharded,
-    to the ``takers``."""
+    """The commit to go on from. ``source``: the rank that sends what is not sharded, to the ranks ``takers``.
+    ``held``: by rank, the shards of the commit that the rank has."""
 
     point: CommitPoint
     source: int

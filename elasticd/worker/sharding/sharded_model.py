@@ -33,9 +33,7 @@ class ShardedModel:
     memory, on the meta device. For each world a copy of the template is sharded, and the optimizers are given
     the copy's parameters. Between worlds the optimizers have the template's parameters, and no state.
 
-    Meshes of two worlds of one size would be equal for torch, whose DTensors would then find the mesh of the
-    earlier world, with the worker's earlier rank, in their caches. So the dimension has another name in each
-    round, and the script must use the mesh that it is given.
+    The mesh is made anew for each world (see ``RoundMesh``), so ``shard`` must use the mesh that it is given.
 
     ``unit``: the number of workers that hold one model together; 1: all workers.
     """
@@ -278,9 +276,10 @@ class ShardedModel:
 
 
 def _let_go_of_groups(model: Any) -> None:
-    """Have FSDP's objects let go of their process groups. These objects refer to each other, so they stay
-    until a garbage collection. If they kept the groups of a world that is over, the worker would have to
-    collect garbage before the next world, which takes longer than all else that the worker does then."""
+    """Clear the references of FSDP's objects to their process groups. The objects refer to each other, so
+    they stay until a garbage collection. If they kept the groups of an ended world, the worker would have to
+    collect garbage before the next world. A collection takes longer than all other work between two
+    worlds."""
     left: list[Any] = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
     seen: set[int] = set()
     while left:

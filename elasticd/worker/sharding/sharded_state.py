@@ -144,8 +144,8 @@ class ShardedState:
         self._complete = True
 
     def hand_over(self, world: World) -> None:
-        """Give the shards of the workers that the next world is without to workers that stay. All ranks call
-        it together, after the last commit of a world. Raises WorldChanged."""
+        """Send the shards of workers that leave to workers that stay. All ranks call the method together,
+        after the last commit of a world. Raises WorldChanged."""
         self.complete(world)
         going = [bool(goes) for [goes] in gathered([world.is_going], world)]
         found = heirs(going, self._guards, self._groups)

@@ -114,7 +114,8 @@ class SplitModel:
 
     @torch.no_grad()
     def fill(self, part: dict[str, Any]) -> None:
-        """Give the model and the optimizers these values."""
+        """Copy the values in ``part`` (see ``part``) into the model and the optimizers. Raises RuntimeError
+        if ``part`` is of another place of a unit, with other parameters."""
         parameters = dict(self._contents.modules[_NAME].named_parameters())
         if parameters.keys() != part["parameters"].keys():
             raise RuntimeError(

@@ -20,8 +20,8 @@ from elasticd.worker.world.group import World, gathered
 
 PARCEL_BYTES = 8 << 20  # small tensors are sent together, larger tensors in pieces of this size
 UNDER_WAY_MAX = 8  # the most pieces in flight: enough to keep a link busy, with little memory
-CHAIN_MAX = 512  # places; a state of 4 GB has as many pieces
-RUN = 8  # places of a chain in a tree: nodes mostly have 8 workers, with ranks in a row
+CHAIN_MAX = 512  # the most places of one chain; a state of 4 GB has as many pieces
+RUN = 8  # the places of a chain in a tree: nodes mostly have 8 workers, with consecutive ranks
 _ALIGNED = 16
 _HOLDS = tuple(Holds)
 _NO_DIGESTS = Digests()
@@ -144,11 +144,12 @@ def _standings(state: CommittedState, world: World) -> list[HeldState]:
 
 
 def neighbours(place: int, places: int) -> tuple[int | None, tuple[int, ...]]:
-    """Return from which place one gets the bytes, and to which places one passes them on. Place 0 is the
+    """Return the place that sends to ``place``, and the places that ``place`` sends to. Place 0 is the
     source.
 
-    A chain takes hardly longer with more takers, as long as these are not many more than the pieces. In a
-    longer line, runs of ``RUN`` places are chains, mostly of one node, and their first places are a tree.
+    A chain takes hardly longer with more places, unless there are many more places than pieces. Beyond
+    ``CHAIN_MAX`` places, each ``RUN`` places form a chain, mostly within one node, and the first places of
+    the chains form a binary tree.
     """
     if places <= CHAIN_MAX:
         return (place - 1 if place else None), ((place + 1,) if place + 1 < places else ())

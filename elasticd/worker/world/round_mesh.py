@@ -17,8 +17,9 @@ def dimension(name: str, round: int) -> str:
 class RoundMesh:
     """Makes a mesh for each round, and drops it with the round.
 
-    Meshes of two worlds of one size would be equal for torch, whose DTensors would then find the mesh of the
-    earlier world in their caches. So the dimensions have other names in each round.
+    For torch, meshes of two worlds of the same size would be equal. DTensors would then find the mesh of the
+    earlier world, with the worker's earlier rank, in their caches. So the dimensions have other names in each
+    round.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class RoundMesh:
         return self._mesh
 
     def forget(self) -> None:
-        """Have the mesh let go of its process groups: torch's caches keep the mesh."""
+        """Clear the mesh's references to its process groups, since torch's caches keep the mesh."""
         if self._mesh is not None:
             vars(self._mesh).get("_pg_registry", {}).clear()
             self._mesh = None

@@ -1,15 +1,15 @@
 """Waits for other workers, which end when the world ends.
 
-Gloo does not end a wait if the connection is lost when a part of the message has come, or when the message is
-still to be sent: the wait lasts until its timeout, which is half an hour. Even a small message is still to be
-sent if the connection was shut down and Gloo has not noticed that yet. So the training thread does not wait
-for Gloo: it waits for a future that completes when Gloo's does, and fails when the world ends. Two kinds of
-waits have no future: those for a message between two workers, and those of functional collectives, which
-DTensor uses. For these another thread waits, and is abandoned when the world ends.
+If a connection is lost while a message is partly received, or not sent yet, Gloo waits on until its timeout,
+half an hour. Even a small message may not be sent yet, if the connection was shut down and Gloo has not
+noticed. So the training thread does not wait for Gloo. It waits for a future that completes when Gloo's
+future does, and fails when the world ends. Waits for a message between two workers, and for functional
+collectives (which DTensor uses), have no future. In these cases another thread waits, and is abandoned when
+the world ends.
 
-Gloo also has one timeout for messages and for connections. It must be short, since Gloo waits in vain for
-workers that die while they connect. So this module waits for each message with the timeout of the group's
-collectives.
+Gloo also has one timeout for messages and for connections. The timeout must be short, since Gloo waits in
+vain for workers that die while they connect. So this module waits for each message with the timeout of the
+group's collectives.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def _wait_for_tensor_until_end(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch._disable_dynamo  # Dynamo would compile this function, in more pieces than torch's own
 def _pre_forward_until_end(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-    """Before the first forward pass with gradients, and no sooner, since the script may register a hook of
-    its own, have the model's backward passes end with the world."""
+    """Have the model's backward passes end with the world. This is set up before the first forward pass with
+    gradients, and no sooner, since the script may register its own hook until then."""
     if torch.is_grad_enabled() and model not in _Ends.trained:
         _Ends.trained.add(model)
         _add_up_until_end(model)
