@@ -28,12 +28,12 @@ from elasticd.channel.worker_messages import (
 )
 from elasticd.worker.agent_link.link import Link, own_link
 from elasticd.worker.commit.committed import CommittedState
-from elasticd.worker.sharding.agreement import agree_on_shards, pass_on
-from elasticd.worker.splitting.split_agreement import agree_on_parts
+from elasticd.worker.joining.exchange import agree
+from elasticd.worker.joining.shard_agreement import agree_on_shards, pass_on
+from elasticd.worker.joining.split_agreement import agree_on_parts
 from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.state import State
 from elasticd.worker.steps import StepLoop
-from elasticd.worker.world.exchange import agree
 from elasticd.worker.world.group import World, WorldChanged, is_of_the_group, what_led_to
 
 _log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from elasticd import worker
 from elasticd.channel.worker_messages import ADDRESS
-from elasticd.worker.world import exchange
+from elasticd.worker.joining import exchange
 
 WISHES = "CHAOS_WISHES"  # the abstract address of the socket at which a worker reports planned faults
 SAMPLES = 38

@@ -27,7 +27,8 @@ from elasticd import worker
 from elasticd.channel.worker_messages import ADDRESS
 from elasticd.checkpoint.client import levels
 from elasticd.checkpoint.client.collectives import TwoLevelGroup, rank_group
-from elasticd.worker.world import exchange, group
+from elasticd.worker.joining import exchange
+from elasticd.worker.world import group
 
 run_loop = importlib.import_module("elasticd.worker.run")  # the module has a function of its own name
 

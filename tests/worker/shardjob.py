@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from elasticd import worker
 from elasticd.data.auditnotes import EVERY, FOLDER, VARIABLE
-from elasticd.worker.sharding import agreement, sharded_state
+from elasticd.worker.joining import shard_agreement
+from elasticd.worker.sharding import sharded_state
 from elasticd.worker.steps import Step
 from tests.worker.jobs import NOTHING, Accident, begin, commit, hear_of_leaving
 from tests.worker.step_samples import StepSamples, noise
@@ -218,7 +219,7 @@ def trip(accident: Accident) -> None:
         sharded_state.copy_to_guardians = stumble
     if accident.point == "moving":
         rounds = 0
-        carry = agreement.carry_out
+        carry = shard_agreement.carry_out
 
         def fall(moves: Any, *args: Any) -> None:
             nonlocal rounds
@@ -226,7 +227,7 @@ def trip(accident: Accident) -> None:
             accident("moving", rounds)
             carry(moves, *args)
 
-        agreement.carry_out = fall
+        shard_agreement.carry_out = fall
 
 
 # ---------------------------------------------------------------- without an agent

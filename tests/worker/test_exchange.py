@@ -15,8 +15,8 @@ import torch
 
 from elasticd.channel.worker_messages import Holds
 from elasticd.worker.commit.plaindata import copied, with_tensors
-from elasticd.worker.world import exchange
-from elasticd.worker.world.exchange import (
+from elasticd.worker.joining import exchange
+from elasticd.worker.joining.exchange import (
     PARCEL_BYTES,
     RUN,
     UNDER_WAY_MAX,

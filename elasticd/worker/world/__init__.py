@@ -1,1 +1,1 @@
-"""The workers of one round: their process group, and the exchange of the state."""
+"""The workers of one round: their process group, its mesh, and waits that end with the world."""

@@ -13,6 +13,7 @@ from elasticd.checkpoint.client.collectives import rank_group
 from elasticd.core.age import Age
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.comparison import Digests
+from elasticd.worker.joining.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
 from elasticd.worker.sharding.host_shards import Generation, HostShard, SmallState, TensorKind, held_shards
 from elasticd.worker.sharding.moves import plan_moves, plan_passing
 from elasticd.worker.sharding.sharded_state import ShardedState, node
@@ -28,7 +29,6 @@ from elasticd.worker.sharding.spans import (
     source_of,
 )
 from elasticd.worker.sharding.transport import carry_out, carry_shards
-from elasticd.worker.world.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
 from elasticd.worker.world.group import World, gathered
 
 _log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from typing import Any
 from elasticd.channel.worker_messages import Source
 from elasticd.core.age import Age
 from elasticd.worker.commit.committed import CommittedState
+from elasticd.worker.joining.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
 from elasticd.worker.sharding.spans import INITIAL, CommitPoint
 from elasticd.worker.splitting.split_state import (
     GENERATIONS,
@@ -17,7 +18,6 @@ from elasticd.worker.splitting.split_state import (
     SplitState,
     newest_whole_point,
 )
-from elasticd.worker.world.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
 from elasticd.worker.world.group import World, gathered
 
 _log = logging.getLogger(__name__)
