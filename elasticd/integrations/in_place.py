@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from elasticd import worker
-from elasticd.worker.commit import randomness
+from elasticd.worker.values import randomness
 from elasticd.worker.world.group import WorldChanged
 
 P = ParamSpec("P")

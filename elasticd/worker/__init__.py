@@ -21,7 +21,6 @@ in the world that it finds.
 
 from typing import TYPE_CHECKING, Any
 
-from elasticd.worker.commit.contents import Local
 from elasticd.worker.commit.shared import Unlike
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.joining.exchange import StateLost
@@ -30,6 +29,7 @@ from elasticd.worker.rest_of_epoch import rest_of_epoch
 from elasticd.worker.run import run
 from elasticd.worker.state import State
 from elasticd.worker.steps import Epoch
+from elasticd.worker.values.contents import Local
 from elasticd.worker.world.group import WorldChanged, device, mesh, rank, world_size
 
 if TYPE_CHECKING:

@@ -14,8 +14,6 @@ from elasticd.core.page_layout import Use
 from elasticd.worker.agent_link import agentpage
 from elasticd.worker.commit.checkpointing import CommitCheckpoints
 from elasticd.worker.commit.committed import CommittedState
-from elasticd.worker.commit.contents import Contents
-from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.data import Data
 from elasticd.worker.gradients.consistent import consistent_arithmetic, refuse_layouts
 from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_parallel, to_wrap
@@ -24,6 +22,8 @@ from elasticd.worker.sharding.sharded_state import ShardedState
 from elasticd.worker.splitting.split_model import Split, SplitModel
 from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.steps import Epoch, StepLoop
+from elasticd.worker.values.contents import Contents
+from elasticd.worker.values.randomness import GeneratorState
 from elasticd.worker.world.group import asked_unit, device
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class State:
                 raise TypeError(f"State uses the name {name!r} itself: give the value another name")
         named = {"model": model, "optimizer": optimizer, "data": data}
         given = {name: value for name, value in named.items() if value is not None}
-        self._contents = contents = Contents({**given, **others})
+        self._contents = contents = Contents({**given, **others}, never_own=(nn.Module, Optimizer, Data))
         shards: ShardedState | SplitState | None = None
         consistent = data is not None and data.consistent
         if overlap and (shard is None or redundancy == 0):

@@ -15,7 +15,7 @@ from torch import nn
 from elasticd import worker
 from elasticd.checkpoint.client.objects import loaded
 from elasticd.checkpoint.client.state_dict import Flat, flatten, restore
-from elasticd.worker.commit.plaindata import copied, outlined, with_tensors
+from elasticd.worker.values.plaindata import copied, outlined, with_tensors
 from tests.checkpoint.likeness import with_types
 
 BIG = 1 << 19  # elements; too many to be stored in one piece

@@ -33,8 +33,8 @@ class Training:
 
     def __init__(self, folder: Path, ends: Callable[[str], None]) -> None:
         from elasticd.integrations.in_place import LoopProgress
-        from elasticd.worker.commit.contents import Contents
         from elasticd.worker.commit.copies import LastCommit, Undo
+        from elasticd.worker.values.contents import Contents
 
         torch.manual_seed(0)
         self.log: list[Any] = []

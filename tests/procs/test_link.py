@@ -389,7 +389,9 @@ def test_a_stranger_is_refused(listener: LinkListener) -> None:
         assert _is_refused(link)
 
 
-def test_one_who_calls_before_the_warden_has_told_of_it_is_let_in_then(listener: LinkListener) -> None:
+def test_one_who_calls_before_the_warden_has_told_of_it_is_let_in_then(
+    listener: LinkListener,
+) -> None:
     ear = _Ear(listener)
     with closing(_call(listener)) as link:
         link.send(Hello(1))

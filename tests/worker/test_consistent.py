@@ -17,10 +17,10 @@ from torch import nn
 
 from elasticd import worker
 from elasticd.data.dealing import parts_of
-from elasticd.worker.commit import randomness
 from elasticd.worker.gradients import buckets
 from elasticd.worker.gradients.buckets import Bucket, Exchange
 from elasticd.worker.gradients.consistent import Arithmetic, ConsistentReduction
+from elasticd.worker.values import randomness
 from tests.worker.worlds import in_world
 
 SEED = 11

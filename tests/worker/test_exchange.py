@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from elasticd.channel.worker_messages import Holds
-from elasticd.worker.commit.plaindata import copied, with_tensors
 from elasticd.worker.joining import exchange
 from elasticd.worker.joining.exchange import (
     PARCEL_BYTES,
@@ -31,6 +30,7 @@ from elasticd.worker.joining.exchange import (
     receive_snapshot,
     send_snapshot,
 )
+from elasticd.worker.values.plaindata import copied, with_tensors
 
 
 def whole(agreed: int, step: int, marks: int = 0) -> HeldState:

@@ -14,8 +14,8 @@ from torch import nn
 
 from elasticd import worker
 from elasticd.checkpoint.client.objects import loaded
-from elasticd.worker.commit.plaindata import copied, outlined, with_tensors
 from elasticd.worker.commit.shared import ValueSummary, _summary_of, difference
+from elasticd.worker.values.plaindata import copied, outlined, with_tensors
 from tests.worker.jobs import NOTHING, Accident, Gate, begin, commit, reads
 from tests.worker.worlds import entered, in_world
 

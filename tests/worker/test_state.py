@@ -16,9 +16,9 @@ from torch import nn
 from elasticd import worker
 from elasticd.channel.worker_messages import Enter, Holds
 from elasticd.core.age import Age
-from elasticd.worker.commit import randomness
 from elasticd.worker.commit.checkpointing import Parts
-from elasticd.worker.commit.plaindata import copied
+from elasticd.worker.values import randomness
+from elasticd.worker.values.plaindata import copied
 from elasticd.worker.world.group import World, WorldChanged
 from tests.procs.fakecuda import OnGpu
 from tests.worker.worlds import entered, in_world

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from elasticd.core.age import Age
 from elasticd.worker.agent_link import agentpage
-from elasticd.worker.commit import randomness
-from elasticd.worker.commit.contents import EpochProgress
+from elasticd.worker.values import randomness
+from elasticd.worker.values.contents import EpochProgress
 from elasticd.worker.world.group import World, or_over
 
 if TYPE_CHECKING:

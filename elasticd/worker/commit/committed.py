@@ -18,12 +18,9 @@ from elasticd.core.page_layout import Fatal
 from elasticd.core.state_memory import StateMemory
 from elasticd.data.dealing import Batch
 from elasticd.worker.agent_link import agentpage
-from elasticd.worker.commit import randomness
 from elasticd.worker.commit.checkpointing import CommitCheckpoints, Parts
 from elasticd.worker.commit.comparison import Comparison, Digests
-from elasticd.worker.commit.contents import Contents, EpochProgress, parameters_of
 from elasticd.worker.commit.copies import LastCommit
-from elasticd.worker.commit.plaindata import copied, require_sendable, unchanged, with_tensors
 from elasticd.worker.commit.uncommitted import Uncommitted
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.gradients.consistent import ConsistentReduction
@@ -34,6 +31,9 @@ from elasticd.worker.samples.auditing import Recorder, recorder
 from elasticd.worker.sharding.sharded_state import ShardedState
 from elasticd.worker.sharding.spans import CommitPoint
 from elasticd.worker.splitting.split_state import SplitState
+from elasticd.worker.values import randomness
+from elasticd.worker.values.contents import Contents, EpochProgress, parameters_of
+from elasticd.worker.values.plaindata import copied, require_sendable, unchanged, with_tensors
 from elasticd.worker.world.group import World, WorldChanged, gathered, or_over, rank, world_size
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from elasticd.checkpoint.client.tensors import is_plain
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent_link import agentpage
 from elasticd.worker.commit.changes import SampledParameters
-from elasticd.worker.commit.contents import Contents
-from elasticd.worker.commit.plaindata import number_of
 from elasticd.worker.commit.shared import Shared
+from elasticd.worker.values.contents import Contents
+from elasticd.worker.values.plaindata import number_of
 from elasticd.worker.world.group import World, gathered
 
 _log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elasticd.checkpoint.client.tensors import require_dense
-from elasticd.worker.commit import randomness
-from elasticd.worker.commit.contents import Contents
-from elasticd.worker.commit.plaindata import alike, copied, with_tensors
 from elasticd.worker.gradients.buffers import SMALL
+from elasticd.worker.values import randomness
+from elasticd.worker.values.contents import Contents
+from elasticd.worker.values.plaindata import alike, copied, with_tensors
 
 LOOKS = 8  # the number of first commits at which large buffers are compared with their copies
 LOOK_EVERY = 64  # after that, large buffers are compared at every 64th commit

@@ -15,10 +15,10 @@ import torch
 from elasticd.checkpoint.client.collectives import rank_group
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent_link import agentpage
-from elasticd.worker.commit.contents import Contents
-from elasticd.worker.commit.plaindata import number_of, plain_key
-from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.gradients.buffers import SMALL
+from elasticd.worker.values.contents import Contents
+from elasticd.worker.values.plaindata import number_of, plain_key
+from elasticd.worker.values.randomness import GeneratorState
 from elasticd.worker.world.group import World, or_over
 
 FEW = 4096  # the number of elements of a large tensor that are compared

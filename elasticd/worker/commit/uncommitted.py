@@ -12,10 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from elasticd.worker.commit.changes import ChangeDetector
-from elasticd.worker.commit.contents import Contents, gradients_of, parameters_of
 from elasticd.worker.commit.copies import Undo
 from elasticd.worker.gradients.wrapping import WrappedModels
 from elasticd.worker.report import all_finite, not_finite, policy
+from elasticd.worker.values.contents import Contents, gradients_of, parameters_of
 from elasticd.worker.world.group import World, rank
 
 _log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elasticd.data.dealing import Portion, deal
-from elasticd.worker.commit import randomness
 from elasticd.worker.gradients.buckets import Bucket, Exchange, fill
 from elasticd.worker.gradients.buffers import Buffers
+from elasticd.worker.values import randomness
 from elasticd.worker.world.group import World
 
 UNDER_WAY = 4  # buckets in flight; with fewer, workers wait for each other in the backward pass

@@ -27,7 +27,6 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from elasticd.data.dealing import Portion
 from elasticd.data.summing import plan_sums
-from elasticd.worker.commit import randomness
 from elasticd.worker.gradients import whole_norms
 from elasticd.worker.gradients.buffers import Buffers
 from elasticd.worker.gradients.consistent import BETWEEN, TWICE
@@ -35,6 +34,7 @@ from elasticd.worker.gradients.owned_sums import OwnedSums, owned, turns_of
 from elasticd.worker.sharding.moves import replicas
 from elasticd.worker.sharding.sharded_model import laid_out_like
 from elasticd.worker.sharding.spans import Spans
+from elasticd.worker.values import randomness
 from elasticd.worker.world.group import World, device
 
 UNDER_WAY = 2  # exchanges in flight

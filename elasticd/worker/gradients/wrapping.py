@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from elasticd.checkpoint.client.tensors import is_flattened
+from elasticd.worker.values.contents import SHARD_INSTEAD
 
 if TYPE_CHECKING:
     from elasticd.worker.world.group import World
 
-SHARD_INSTEAD = "give State the bare module, and a function that calls fully_shard as shard="
 
 Wrap = Callable[[nn.Module], Any]
 

@@ -15,7 +15,7 @@ from elasticd.checkpoint.client.objects import loaded
 from elasticd.core.age import Age
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.comparison import Digests
-from elasticd.worker.commit.plaindata import outlined, with_tensors
+from elasticd.worker.values.plaindata import outlined, with_tensors
 from elasticd.worker.world.group import World, gathered
 
 PARCEL_BYTES = 8 << 20  # small tensors are sent together, larger tensors in pieces of this size

@@ -18,8 +18,8 @@ from torch.utils.data._utils import worker
 
 from elasticd.data.dealing import Batch, Portion, counts_of, parts_in_turns, parts_of
 from elasticd.data.order import transform_seed
-from elasticd.worker.commit.plaindata import number_of
-from elasticd.worker.commit.randomness import OwnRandomness
+from elasticd.worker.values.plaindata import number_of
+from elasticd.worker.values.randomness import OwnRandomness
 
 OURS = ("batch_size", "batch_sampler", "drop_last", "generator", "in_order", "sampler", "shuffle")
 _KEPT: Final = (

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elasticd.checkpoint.client.tensors import is_plain, local_of, require_copyable
-from elasticd.worker.commit.contents import Contents, parameters_of
-from elasticd.worker.commit.plaindata import copied, with_tensors
 from elasticd.worker.sharding.expected_state import expected_slots
 from elasticd.worker.sharding.host_shards import HostShard, Kinds, TensorKind
 from elasticd.worker.sharding.spans import Span, Spans, nothing, whole
+from elasticd.worker.values.contents import Contents, parameters_of
+from elasticd.worker.values.plaindata import copied, with_tensors
 from elasticd.worker.world.group import device, world_size
 from elasticd.worker.world.round_mesh import RoundMesh
 

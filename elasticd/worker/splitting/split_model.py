@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elasticd.checkpoint.client.tensors import local_of, require_copyable
-from elasticd.worker.commit.contents import Contents
-from elasticd.worker.commit.plaindata import copied
+from elasticd.worker.values.contents import Contents
+from elasticd.worker.values.plaindata import copied
 from elasticd.worker.world.group import device, unit_size, world_size
 from elasticd.worker.world.round_mesh import RoundMesh, dimension
 

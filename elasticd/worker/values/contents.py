@@ -12,12 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from elasticd.checkpoint.client.tensors import is_flattened
-from elasticd.worker.commit.plaindata import copied
-from elasticd.worker.commit.randomness import GeneratorState
-from elasticd.worker.data import Data
-from elasticd.worker.gradients.wrapping import SHARD_INSTEAD
+from elasticd.worker.values.plaindata import copied
+from elasticd.worker.values.randomness import GeneratorState
 
 T = TypeVar("T")
+SHARD_INSTEAD = "give State the bare module, and a function that calls fully_shard as shard="
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +35,16 @@ class Contents:
     """The values of a State, by kind and by name.
 
     ``plain``: numbers, strings, tensors, and containers of them. ``stateful``: objects with ``state_dict``.
-    ``own``: the names of the values that each worker has for itself.
+    ``own``: the names of the values that each worker has for itself. ``never_own``: types of values that no
+    worker may have for itself.
 
     Raises TypeError for a value that a State cannot keep.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, given: Mapping[str, Any], *, never_own: tuple[type, ...] = (nn.Module, Optimizer)
+    ) -> None:
+        self._never_own = never_own
         self.plain: dict[str, Any] = {}
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
@@ -60,7 +63,7 @@ class Contents:
     def _add(self, name: str, value: Any) -> None:
         if isinstance(value, Local):
             value = value.value
-            if isinstance(value, nn.Module | Optimizer | Data):
+            if isinstance(value, self._never_own):
                 raise TypeError(
                     f"{name} is a {type(value).__name__}, which State keeps the same in all workers: "
                     "worker.Local is for plain data, generators, and other objects with state_dict()"

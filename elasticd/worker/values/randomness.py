@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elasticd.worker.commit.plaindata import number_of
+from elasticd.worker.values.plaindata import number_of
 
 _MT19937_BYTES = 4 * 624 + 4  # the generator's 624 keys and the position in them
 
