@@ -20,7 +20,7 @@ from tests.bench.sharded import (
 )
 
 
-def test_the_bytes_that_must_move_after_a_loss_are_what_nobody_has_where_it_is_wanted() -> None:
+def test_after_a_loss_only_bytes_that_their_new_owner_lacks_must_move() -> None:
     assert moved_bytes(2) == {}, "the survivor has the copy of all that is lost"
     whole = sum(rows * row for rows, row in LAYERS) * STATE_BYTES
     moved = moved_bytes(4)

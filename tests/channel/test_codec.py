@@ -190,6 +190,6 @@ def test_strings_keep_bytes_that_are_no_utf_8() -> None:
     assert AGENT_TO_WARDEN.decode(AGENT_TO_WARDEN.encode(message)) == message
 
 
-def test_what_is_sent_is_a_json_object_with_the_name_of_its_class() -> None:
+def test_a_message_is_sent_as_a_json_object_with_the_name_of_its_class() -> None:
     said = json.loads(WARDEN_TO_AGENT.encode(Gone(1)))
     assert said == {"is": "Gone", "id": 1}

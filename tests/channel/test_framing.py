@@ -69,7 +69,7 @@ def test_messages_arrive_in_order_each_with_its_files(ends: tuple[Agent, WardenE
     close_all(heard[1][1])
 
 
-def test_a_message_that_is_longer_than_a_packet_arrives_as_well(ends: tuple[Agent, WardenEnd]) -> None:
+def test_a_message_longer_than_a_packet_arrives(ends: tuple[Agent, WardenEnd]) -> None:
     agent, warden = ends
     message = ImportModules(tuple(f"package.module{i}" for i in range(20_000)), Personal((), ()), {})
     before = open_files()
@@ -180,7 +180,7 @@ def test_a_packet_that_is_too_long_or_has_too_many_files_is_refused(ends: tuple[
     assert open_files() == before
 
 
-def test_a_file_that_there_is_no_descriptor_for_is_told_of(ends: tuple[Agent, WardenEnd]) -> None:
+def test_a_packet_with_more_files_than_free_descriptors_is_refused(ends: tuple[Agent, WardenEnd]) -> None:
     agent, warden = ends
     with opened(b"") as file:
         agent.post(SpareWorker(1), [file, file])

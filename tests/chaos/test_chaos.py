@@ -34,7 +34,7 @@ def test_a_plan_can_be_seen_before() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give it up")
-def test_without_root_it_says_so_in_a_sentence() -> None:
+def test_without_root_the_error_is_one_sentence() -> None:
     done = subprocess.run(
         ["setpriv", "--reuid=65534", "--clear-groups", *COMMAND, "--seed", "7"],
         cwd=ROOT,

@@ -53,7 +53,7 @@ def at(round: int, step: int, rank: int = 0, what: str = "step") -> Callable[[Li
     return lambda line: (line.round, line.step, line.rank, line.what) == (round, step, rank, what)
 
 
-def test_nothing_is_said_of_a_training_that_went_well() -> None:
+def test_a_training_without_a_fault_yields_no_finding() -> None:
     assert judge(WELL, EXPECTED, same_weights=True) == []
     assert [(s.round, s.step, s.world) for s in whole_steps(WELL)][:5] == [
         (1, 1, 2),
@@ -90,7 +90,7 @@ def test_nothing_is_said_of_a_training_that_went_well() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(lines: list[Line], sentence: str) -> None:
+def test_each_fault_is_named(lines: list[Line], sentence: str) -> None:
     assert sentence in judge(lines, EXPECTED, same_weights=True)
 
 
@@ -176,7 +176,7 @@ def test_a_ledger_whose_writer_was_killed_is_read_to_its_last_whole_line() -> No
     assert parse(text) == [Line("step", 1.5, "a", "a1", samples=(1, 2), step=3)]
 
 
-def test_a_second_without_a_processor_is_none_that_a_job_had() -> None:
+def test_time_that_other_processes_had_the_processor_does_not_count_for_the_job() -> None:
     second = 10**9
     assert had(2.0, {}, {}) == 2.0, "all sleep: the machine could do everything"
     assert had(2.0, {"1": 0, "2": 0}, {"1": second, "2": second // 2}) == 1.0

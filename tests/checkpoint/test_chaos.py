@@ -13,7 +13,7 @@ TRIES = 12
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_nobody_s_death_at_any_instant_of_a_save_tears_or_loses_a_checkpoint(tmp_path):
+def test_no_process_that_dies_during_a_save_tears_or_loses_a_checkpoint(tmp_path):
     seed = random.randrange(1 << 32)
     print("seed", seed)
     with Chaos(tmp_path, seed) as chaos:

@@ -167,7 +167,7 @@ def test_no_flipped_bit_of_a_manifest_or_of_the_metadata_is_loaded(opened, tmp_p
         file.write_bytes(whole)
 
 
-def test_only_what_is_further_than_what_somebody_has_is_loaded_in_its_place(damaged, caplog):
+def test_a_checkpoint_replaces_a_state_in_memory_only_if_it_is_newer(damaged, caplog):
     checkpoints, state = damaged.checkpoints, damaged.state
     assert checkpoints.load(state, beyond=Age(1, 1)) is None and not checkpoints.overwrote, (
         "of the same round"
@@ -459,7 +459,7 @@ def test_an_object_that_could_not_be_loaded_is_refused_when_it_is_saved(opened):
     assert checkpoints.save({"odd": 1.0}, 2) and checkpoints.wait() and not checkpoints.failed
 
 
-def test_only_what_is_to_be_kept_is_kept(saved, tmp_path):
+def test_checkpoints_beyond_the_retention_policy_are_removed(saved, tmp_path):
     saved(*range(1, 6), last=2, every=3)
     names = {int(p.name[5:15]) for p in (tmp_path / "run").iterdir() if p.is_dir()}
     assert names == {1, 3, 4, 5}

@@ -450,7 +450,7 @@ def test_a_rank_that_goes_before_it_hands_over_fails_the_checkpoint_by_name(fork
     assert FilePointer(tmp_path / "run").read().newest is None
 
 
-def test_a_rank_that_cannot_copy_fails_that_checkpoint_and_none_after_it(forker, joins, tmp_path):
+def test_a_rank_that_cannot_copy_fails_this_checkpoint_and_no_later_one(forker, joins, tmp_path):
     name, _ = forker.saver()
     lines = [joins(name, rank, 2) for rank in range(2)]
     first, second = (folder_name(step, 1, "0000000a", step) for step in (5, 6))

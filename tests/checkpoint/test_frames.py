@@ -27,7 +27,7 @@ def test_torch_loads_what_is_framed_as_what_it_was(dtype, shape):
 @pytest.mark.parametrize(
     "value", [1, "x", None, {"a": [1, 2.5]}, torch.arange(4), [torch.ones(3)] * 2], ids=repr
 )
-def test_a_padded_blob_loads_like_the_blob_at_whatever_length(value):
+def test_a_padded_blob_of_any_length_loads_like_the_blob(value):
     out = io.BytesIO()
     torch.save(value, out)
     for room in (room_for(out.getvalue()), room_for(out.getvalue()) + 12_345):

@@ -88,7 +88,7 @@ def begin(gpu: Lazy, state: dict) -> tuple:
     return copied, into, before
 
 
-def test_what_is_copied_late_is_what_was_saved_and_a_step_waits_for_it(trained):
+def test_a_late_copy_has_the_values_of_the_save_and_the_next_step_waits_for_it(trained):
     model, optimizer = trained
     copied, into, before = begin(gpu := Lazy(), {"model": model, "optimizer": optimizer})
     model(torch.randn(8, 4)).sum().backward()  # the forward pass changes the batch norm's buffers
@@ -109,7 +109,7 @@ def test_what_a_script_changes_by_itself_before_it_was_copied_fails_that_save(tr
     assert "changed before they were copied" in copied.result(60.0)
 
 
-def test_a_change_by_the_script_before_the_optimizer_steps_is_noticed_as_well(trained):
+def test_a_change_by_the_script_before_the_optimizer_steps_is_noticed(trained):
     model, optimizer = trained
     copied, _, _ = begin(Lazy(), {"model": model, "optimizer": optimizer})
     with torch.no_grad():

@@ -130,7 +130,7 @@ def test_what_a_worker_may_have_written_over_is_not_taken(saver, tmp_path, spoil
     after.close()
 
 
-def test_what_the_saver_was_not_told_of_is_not_written_over(saver, tmp_path):
+def test_a_buffer_that_the_saver_was_not_asked_about_is_not_overwritten(saver, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     commit(checkpoints, 1, 2)
     plan = checkpoints._plan
@@ -238,7 +238,7 @@ def test_another_folder_s_memory_is_not_taken(saver, tmp_path):
     assert Checkpoints(tmp_path / "other").load(filled(0)) is None
 
 
-def test_it_is_never_more_than_two_shards_whatever_the_world_before(tmp_path, monkeypatch):
+def test_saves_in_world_after_world_take_the_memory_of_two_shards(tmp_path, monkeypatch):
     footprints: list[Footprint] = []
     with served(occupies=footprints.append) as name:
         monkeypatch.setenv("ELASTICD_SAVER", name)
@@ -276,7 +276,7 @@ def alone() -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
     process.wait()
 
 
-def test_a_saver_without_an_agent_serves_those_who_know_its_secret_and_nobody_else(alone, tmp_path):
+def test_a_saver_without_an_agent_serves_only_clients_that_know_its_secret(alone, tmp_path):
     name, secret, process = alone
     for shown in ("cmdline", "environ"):
         assert secret.encode() not in Path(f"/proc/{process.pid}/{shown}").read_bytes()

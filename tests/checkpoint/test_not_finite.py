@@ -32,7 +32,7 @@ def test_where_the_job_goes_back_what_holds_nan_is_not_saved(
     assert_same(found, expected)
 
 
-def test_elsewhere_whatever_there_is_is_saved(opened: Open) -> None:
+def test_without_the_policy_a_state_with_nan_is_saved(opened: Open) -> None:
     checkpoints = opened()
     assert checkpoints.save({"weight": torch.full((3,), float("nan"))}, 1) and checkpoints.wait()
     assert checkpoints.newest is not None and checkpoints.newest.step == 1

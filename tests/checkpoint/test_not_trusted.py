@@ -44,7 +44,7 @@ BAD_NAMES = (
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_what_is_no_name_of_ours_is_none(name):
+def test_other_folder_names_are_not_parsed_as_checkpoints(name):
     assert parse_folder(name) is None
 
 

@@ -100,7 +100,7 @@ def settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tu
     return {names[p]: (g["weight_decay"], g["lr"]) for g in optimizer.param_groups for p in g["params"]}
 
 
-def test_groups_get_their_settings_back_in_whatever_order_they_are(opened):
+def test_groups_in_any_order_get_their_settings_back(opened):
     checkpoints = opened()
     model, optimizer = grouped(swapped=False)
     assert checkpoints.save(stepped({"model": model}, optimizer), 1) and checkpoints.wait()

@@ -17,7 +17,7 @@ def test_several_writers_have_it_together():
     assert sorted(slept) == pytest.approx([0.5 * n for n in range(1, 201)])
 
 
-def test_who_is_in_a_hurry_waits_no_more():
+def test_a_hurried_writer_stops_waiting():
     pace = RateLimit(1e-6)
     with ThreadPoolExecutor(1) as writer:
         waits = writer.submit(pace.wrote, 1)
@@ -53,6 +53,6 @@ def test_a_rate_is_read_in_bytes_per_second(text, bytes_s):
 
 
 @pytest.mark.parametrize("text", ["", "0", "0.1", "-5M", "fast", "10 apples", "1e9", "nan", "M", "9" * 400])
-def test_what_is_no_rate_is_refused(text):
+def test_an_invalid_rate_is_refused(text):
     with pytest.raises(ValueError, match="is no number of bytes a second, such as 200M"):
         parse_rate(text)

@@ -77,7 +77,7 @@ def resumed(where: str) -> int:
     return step
 
 
-def test_what_is_kept_is_there_and_nothing_else(s3, checkpoints, where):
+def test_the_store_holds_the_kept_checkpoints_and_nothing_else(s3, checkpoints, where):
     for step in (1, 2, 3):
         assert save(checkpoints, step)
     assert resumed(where) == 3

@@ -57,7 +57,7 @@ offers = st.lists(
 
 
 @given(offers, st.tuples(st.integers(0, 3), st.integers(0, 4)), st.randoms())
-def test_what_is_chosen_is_whole_and_nothing_newer_is(offered, least, random):
+def test_the_chosen_state_is_the_newest_that_is_whole(offered, least, random):
     def whole(name: str) -> bool:
         some = [o for o in offered if o.name == name]
         return set(range(some[0].world)) <= frozenset().union(*(o.ranks for o in some))

@@ -97,7 +97,7 @@ def nodes(tmp_path: Path, forker: Helper, worlds: Helper) -> Nodes:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("replicated", marks=pytest.mark.slow), "sharded"])
-def test_a_lost_node_costs_no_read_from_disk_whatever_the_world_is_after_it(nodes, kind):
+def test_a_world_of_any_size_after_a_lost_node_reads_nothing_from_disk(nodes, kind):
     nodes.start("a", "b", "c")
     assert nodes.run("a", "a", "b", "c", saves=2, kind=kind) == [(0, "nothing")] * 4
     nodes.burn_the_disk()
@@ -167,7 +167,7 @@ class Alone:
         return []
 
 
-def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
+def test_idle_connections_of_strangers_do_not_block_other_clients(monkeypatch):
     monkeypatch.setattr("elasticd.checkpoint.server.replicating._STRANGERS_MAX", 8)
     here, me = etcd_peers.listen("a", "127.0.0.1")
     with served(replication=Replication(me, here, Alone())), ExitStack() as lines:
@@ -192,7 +192,7 @@ def test_a_caller_without_a_descriptor_for_it_is_served_later_and_costs_little_m
             assert peer.offers("/anywhere") == []
 
 
-def test_who_waits_for_its_turn_is_told_so_for_as_long_as_it_takes(monkeypatch):
+def test_a_caller_that_waits_for_its_turn_is_kept_from_timing_out(monkeypatch):
     monkeypatch.setattr("elasticd.checkpoint.server.replicating._CALLERS_MAX", 1)
     monkeypatch.setattr("elasticd.checkpoint.server.replicating.SILENCE_S", 0.04)
     here, me = etcd_peers.listen("a", "127.0.0.1")

@@ -61,6 +61,6 @@ def test_within_a_round_steps_only_grow(step):
 
 
 @pytest.mark.parametrize(("last", "every"), [(0, 0), (-1, 0), (1, -1)])
-def test_keeping_none_is_no_policy(last, every):
+def test_a_retention_policy_that_keeps_no_checkpoint_is_refused(last, every):
     with pytest.raises(ValueError, match="keep"):
         Keep(last, every)

@@ -58,7 +58,7 @@ def test_one_big_table_is_cut_between_rows():
     assert max(sizes) - min(sizes) <= 2 * 256 * 4
 
 
-def test_shards_are_written_by_who_has_them():
+def test_each_rank_writes_the_shard_that_it_holds():
     held = [[TensorPart("w", "float32", 4, (8, 2), (4 * r, 0), (4, 2))] for r in range(2)]
     assert [its[0].offsets for its in deal(held)] == [(0, 0), (4, 0)]
 

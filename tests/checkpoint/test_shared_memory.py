@@ -54,7 +54,7 @@ def test_without_a_limit_it_is_the_machine_s(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("askers", "share"), [(8, 0.12), (8, 0.25), (64, 0.015), (64, 0.1)])
-def test_those_who_ask_at_one_instant_pass_no_limit_together(monkeypatch, askers, share):
+def test_concurrent_requests_together_stay_below_the_limit(monkeypatch, askers, share):
     """All processes see the same before each part, and take memory at the same instant."""
     limit, taken = 16 << 30, 0
 

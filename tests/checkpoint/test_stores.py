@@ -46,7 +46,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     return store_of(request.param, tmp_path)
 
 
-def test_what_is_written_is_there_with_what_to_check_it_by(store):
+def test_a_written_file_is_read_back_with_its_checksums(store):
     file = store.write("step/a", memoryview(BIG))
     store.sync("step")
     assert (file.name, file.size) == ("a", len(BIG))
@@ -95,7 +95,7 @@ def test_what_is_replaced_reads_as_the_new_one(store):
     assert store.names() == ["pointer"]
 
 
-def test_what_is_not_there_is_said_to_be_missing(store):
+def test_a_missing_file_raises_file_not_found(store):
     store.replace("other", b"")
     with pytest.raises(FileNotFoundError):
         store.read("pointer")
@@ -130,7 +130,7 @@ def saved(step: int, round_: int) -> Saved:
     return Saved(folder_name(step, round_, "0000000a", step), step, round_, 1, 1.0, 1, "")
 
 
-def test_of_those_who_commit_to_s3_at_once_none_undoes_what_another_has_done(s3, tmp_path):
+def test_concurrent_commits_to_s3_do_not_undo_each_other(s3, tmp_path):
     where = f"s3://bucket/{tmp_path.name}/fenced"
     writers = [FilePointer(Remote.at(where)) for _ in range(4)]  # as on four machines
 
@@ -225,7 +225,7 @@ def test_an_upload_that_fails_leaves_no_file_and_nothing_to_be_paid_for(s3, buck
     assert not uploads(bucket)
 
 
-def test_uploads_that_nobody_finished_are_found_and_removed(s3, bucket):
+def test_unfinished_uploads_are_found_and_removed(s3, bucket):
     client = boto3.client("s3")
     folder = bucket.url.removeprefix("s3://bucket/")
     for key in (f"{folder}/step-1/a", f"{folder}/step-10/a", f"{folder}-others/x"):
@@ -274,7 +274,7 @@ def test_a_server_that_hangs_up_on_everything_is_an_error_in_the_end(s3, bucket,
         (f"s3://KEY:{SECRET}@bucket/x", "holds a secret"),
     ],
 )
-def test_what_is_no_address_is_refused_in_a_sentence(address, why):
+def test_an_invalid_address_is_refused_in_one_sentence(address, why):
     with pytest.raises(BadStore, match=why) as refused:
         store_at(address)
     assert not set(SECRET.split("/")) & set(re.split(r"[/:@ ]", str(refused.value)))

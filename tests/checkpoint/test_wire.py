@@ -111,7 +111,7 @@ def with_a_billion(frame: bytes) -> bytes:
     return frame[: HEAD.size] + struct.pack("<f", 1e9) + frame[HEAD.size + 4 :]
 
 
-def test_what_is_passed_on_as_it_is_is_taken() -> None:
+def test_an_unchanged_frame_is_accepted() -> None:
     assert heard_of(lambda frames: frames) == bytes(3 * PIECE)
 
 
@@ -131,7 +131,7 @@ def test_what_is_passed_on_as_it_is_is_taken() -> None:
         pytest.param(lambda f: f[1:], id="one left out"),
     ],
 )
-def test_what_is_changed_on_the_way_is_not_taken(change: Callable[[Frames], Frames]) -> None:
+def test_a_changed_frame_is_refused(change: Callable[[Frames], Frames]) -> None:
     with pytest.raises(PeerGone):
         heard_of(change)
 

@@ -109,7 +109,7 @@ def test_a_global_batch_that_is_small_for_more_workers_is_named(here: Path) -> N
 
 
 @pytest.mark.slow
-def test_workers_without_a_core_of_their_own_are_told_so(here: Path) -> None:
+def test_a_measurement_of_workers_that_share_a_core_advises_no_cpu(here: Path) -> None:
     core = min(os.sched_getaffinity(0))
     found, _ = measured(here, "--world", "2", "--steps", "40", "--no-torchrun", JOB, "no_cpu", core=core)
     assert "no_cpu" in [piece["fault"] for piece in found["advice"]], found

@@ -83,7 +83,7 @@ def test_a_run_that_is_not_at_its_end_is_proved_so_far(folder):
     assert (code, said[1]) == (0, "epoch 0: 8 of 12 samples used, so far")
 
 
-def test_what_is_not_proved_is_named(folder):
+def test_the_audit_names_what_it_could_not_prove(folder):
     notes = [n for n in training() if getattr(n, "step", 0) != 2]
     write(folder, notes)
     code, said = say(str(folder))

@@ -246,9 +246,7 @@ def test_a_switch_may_be_a_number_of_any_length(here: Path, monkeypatch: pytest.
     assert planned("ok.py").config.audit is not None
 
 
-def test_the_environment_of_torch_s_agent_is_checked_as_well(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_of_torch_s_agent_is_checked(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "9" * 400)
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in refused("ok.py")
 

@@ -60,7 +60,7 @@ def test_an_error_of_our_own_is_not_blamed_on_what_is_on_the_path(tmp_path: Path
 
 
 @pytest.mark.parametrize("argv", [("run", "--plain", "JOB"), ("ckpt", "ls", "x"), ("doctor",)])
-def test_a_working_folder_that_is_gone_is_said(argv: tuple[str, ...], job: str, tmp_path: Path) -> None:
+def test_a_removed_working_folder_is_a_clear_error(argv: tuple[str, ...], job: str, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     command = [*BEGIN, *(job if word == "JOB" else word for word in argv)]
@@ -80,7 +80,7 @@ def test_a_working_folder_that_is_gone_is_said(argv: tuple[str, ...], job: str, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_user_who_may_not_read_python_is_told_so(job: str, tmp_path: Path) -> None:
+def test_a_user_who_may_not_read_python_gets_a_sentence(job: str, tmp_path: Path) -> None:
     """As in a program that calls ``setuid`` and then starts elasticd."""
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o700)

@@ -78,7 +78,7 @@ def test_ls_says_what_is_missing(folder):
     assert [line.split()[-2] for line in result.stdout.splitlines()[1:]] == ["yes", "no", "yes"]
 
 
-def test_a_damaged_record_is_said_once_and_those_that_are_whole_are_listed(folder):
+def test_a_damaged_record_is_reported_once_and_whole_checkpoints_are_listed(folder):
     (folder / "committed.json").write_bytes(b"{")
     result = ckpt("ls", folder)
     assert result.stderr.count("committed.json is damaged") == 1
@@ -122,7 +122,7 @@ def test_export_writes_what_was_saved(folder, tmp_path):
     assert load_file(tmp_path / "a.safetensors").keys() == {"model.w", "model.b"}
 
 
-def test_what_is_damaged_is_not_exported(folder, tmp_path):
+def test_a_damaged_checkpoint_is_not_exported(folder, tmp_path):
     damage(folder, 3)
     result = ckpt("export", folder, tmp_path / "a.pt")
     assert complaint(result).code == 5
@@ -142,7 +142,7 @@ def test_rm_removes_one_and_never_what_a_job_would_go_on_from(folder):
     assert ckpt("rm", folder, 2).exception is None, "nothing goes on from what is damaged"
 
 
-def test_a_job_goes_on_and_saves_whatever_is_removed_under_it(folder):
+def test_a_job_trains_and_saves_after_any_of_its_checkpoints_is_removed(folder):
     job = Checkpoints(folder)
     for step in (4, 5):
         assert job.save(state(step), step) and job.wait() and not job.failed

@@ -200,7 +200,7 @@ def program(path: Path) -> str:
     return str(path)
 
 
-def test_every_flag_either_changes_the_configuration_or_is_said_to_mean_nothing(
+def test_every_flag_changes_the_configuration_or_is_reported_as_ignored(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(tmp_path / "numactl")
@@ -225,7 +225,7 @@ def test_every_flag_either_changes_the_configuration_or_is_said_to_mean_nothing(
     "name",
     ["monitor_interval", "start_method", "event_log_handler", "node_rank", "master_addr"],
 )
-def test_a_flag_that_means_nothing_here_says_so_once(name: str, job: str) -> None:
+def test_an_ignored_flag_is_reported_once(name: str, job: str) -> None:
     option = f"--{name.replace('_', '-')}"
     notes = planned(option, SAMPLES[name], job).notes
     assert sum(option in note for note in notes) == 1
@@ -241,7 +241,7 @@ def test_a_flag_that_means_nothing_here_says_so_once(name: str, job: str) -> Non
         ("parser.add_argument('--max-steps')", ("--max", "3"), ["--max"]),
     ],
 )
-def test_options_of_ours_that_went_to_the_script_are_said(
+def test_options_of_elasticd_after_the_script_are_reported(
     source: str, args: tuple[str, ...], names: list[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "job.py"
@@ -251,7 +251,7 @@ def test_options_of_ours_that_went_to_the_script_are_said(
     assert got.config.command.args == args
 
 
-def test_a_name_that_other_nodes_would_need_is_told(job: str) -> None:
+def test_a_job_with_room_for_other_nodes_and_a_made_up_name_notes_the_name(job: str) -> None:
     shared = ("--etcd=http://127.0.0.1:1", "--slots=2", "--min=2")
     got = planned(*shared, "--max=4", job)
     assert any(f"only with --job {got.config.job}" in note for note in got.notes)
@@ -338,7 +338,7 @@ def test_an_etcd_given_as_torchruns_rendezvous_is_used(job: str) -> None:
     assert config.job == "x-y"
 
 
-def test_timeouts_of_rdzv_conf_are_ours_and_the_rest_is_told(job: str) -> None:
+def test_timeouts_of_rdzv_conf_are_used_and_other_keys_are_reported(job: str) -> None:
     got = planned("--rdzv-conf", "join_timeout=7,last_call_timeout=3,is_host=1,store_type=file", job)
     assert (got.config.policy.join_timeout_s, got.config.policy.settle_s) == (7.0, 3.0)
     assert any("is_host, store_type of --rdzv-conf mean nothing here" in note for note in got.notes)
@@ -357,9 +357,7 @@ def test_a_standalone_run_is_on_loopback(job: str) -> None:
     assert planned(job).config.etcd is None
 
 
-def test_a_name_that_is_loopback_on_its_own_machine_is_told(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_name_that_resolves_to_loopback_is_reported(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian's /etc/hosts gives the machine's own name 127.0.1.1."""
     names = {"a": "127.0.1.1", "b": "10.0.0.2"}
     resolve = socket.getaddrinfo
@@ -450,7 +448,7 @@ def test_workers_are_forked_unless_told_otherwise(job: str, monkeypatch: pytest.
         ("off", None),
     ],
 )
-def test_metrics_are_served_on_loopback_unless_somebody_says_otherwise(
+def test_metrics_are_served_on_loopback_by_default(
     job: str, asked: str | None, meant: tuple[str, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert planned(*(["--http", asked] if asked else []), job).config.http == meant
@@ -472,7 +470,7 @@ def test_metrics_are_served_on_loopback_unless_somebody_says_otherwise(
         ("off", False, False, None),
     ],
 )
-def test_who_serves_beyond_loopback_is_told_who_can_read(
+def test_serving_beyond_loopback_warns_who_can_read_the_pages(
     job: str, where: str, tls: bool, token: bool, note: str | None, tmp_path: Path
 ) -> None:
     cert, key = Authority(tmp_path, "us").issue("agent", "127.0.0.1")
@@ -668,7 +666,7 @@ def test_the_command_line_is_parsed_without_importing_torch_or_grpc() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     from elasticd import __version__
 
     assert elasticd("--version").stdout == elasticd("version").stdout == f"elasticd {__version__}\n"

@@ -134,7 +134,7 @@ def test_the_leader_is_asked_for_steps_and_else_the_summary_in_etcd_says_them(
     assert (code, err, json.loads(out)["step"]) == (0, "", 40)
 
 
-def test_who_watches_sees_the_leader_s_steps(etcd: Client, server: Embedded) -> None:
+def test_status_watch_shows_the_leader_s_steps(etcd: Client, server: Embedded) -> None:
     with served(50) as leader:
         put(etcd, "j", spec=SPEC, round=ROUND, nodes__a=a_node("a"), leader=leader)
         with watching("j", "--json", etcd=server) as process:

@@ -147,7 +147,7 @@ def test_the_output_of_a_failed_worker_is_found_where_it_is_though_another_node_
     assert "printed attempt_1/1" in said and "rank 1 (slot 1) ended with exit code 1: boom 1" in said
 
 
-def test_who_leads_says_which_failure_it_was_and_where_its_output_is(tmp_path: Path) -> None:
+def test_the_leader_s_events_name_the_failure_and_the_place_of_its_output(tmp_path: Path) -> None:
     echo = printed(tmp_path / "attempt_0" / "0", "by an echo")
     on_b = Failure("b", Exit(1, 1, 1, 0.5, "boom", log="/only/there"))
     wrote(tmp_path / "x", (failed(0, 1, echo), {}), (FailureCharged(on_b, 1, 10), {}))
@@ -155,7 +155,7 @@ def test_who_leads_says_which_failure_it_was_and_where_its_output_is(tmp_path: P
         say(logs, "--failed")
 
 
-def test_only_the_last_run_of_a_name_is_told_of_unless_all_are_asked_for(tmp_path: Path) -> None:
+def test_only_the_last_run_of_a_job_is_shown_without_all_runs(tmp_path: Path) -> None:
     ended = (JobEnded(Outcome.SUCCEEDED, "done"), {})
     formed = (RoundFormed(1, 2, 2, Cause.START), {})
     log = printed(tmp_path / "1" / "attempt_0" / "0", "in the first run")
@@ -172,13 +172,13 @@ def test_only_the_last_run_of_a_name_is_told_of_unless_all_are_asked_for(tmp_pat
         say(logs)
 
 
-def test_that_a_worker_printed_nothing_is_said(ran: Path) -> None:
+def test_logs_of_a_worker_that_printed_nothing_say_so(ran: Path) -> None:
     for kept in ran.glob("attempt_*/*/*.log"):
         kept.write_text("")
     assert say(logs, "train", "--slot", "1") == "nothing was printed\n"
 
 
-def test_what_is_not_here_is_said_in_a_sentence(
+def test_files_that_this_machine_lacks_are_an_error_of_one_sentence(
     ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CommandError, match="named other are kept on this machine; known: train"):

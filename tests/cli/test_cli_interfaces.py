@@ -103,7 +103,7 @@ def test_the_host_is_asked_for_no_name_where_that_decides_nothing(monkeypatch: p
     assert network_environment("10.0.0.7", {"GLOO_SOCKET_IFNAME": "ib0"}, asked=False) == {}
 
 
-def test_gloo_and_nccl_use_the_interface_of_the_address_that_somebody_named() -> None:
+def test_gloo_and_nccl_use_the_interface_of_the_given_address() -> None:
     told = over_interface("eth0", {}, asked=True, host_is_named=True)
     assert told == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
 

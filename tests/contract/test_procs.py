@@ -322,7 +322,7 @@ def test_a_replacement_may_come_to_wait_while_the_others_train(harness: ProcsHar
     assert len(harness.exits) == 1
 
 
-def test_those_who_have_no_part_in_a_round_wait_on(harness: ProcsHarness) -> None:
+def test_workers_outside_the_round_keep_waiting(harness: ProcsHarness) -> None:
     harness.start(1, {0: InPlace(), 1: InPlace()})
     _training(harness, 2)
     spare = harness.process(1)
@@ -365,7 +365,7 @@ def test_an_exit_tells_the_round_that_the_process_was_given_last_and_its_rank_th
     assert told == {2: (1, 0), 5: (2, 0), 8: (0, 8)}
 
 
-def test_the_fence_kills_those_who_wait_too(harness: ProcsHarness) -> None:
+def test_the_fence_kills_waiting_workers_too(harness: ProcsHarness) -> None:
     harness.standby({0: InPlace()})
     _waiting(harness, 1)
     harness.procs.fence(harness.now())

@@ -75,7 +75,7 @@ def test_parts_are_read_once_for_all_phases_of_a_round(
     assert [key.partition("/")[0] for key in asked] == ["round", "members"]
 
 
-def test_who_finds_no_parts_waits_for_the_next_round_and_is_told_nothing_of_this_one(
+def test_a_round_whose_parts_are_missing_is_not_delivered_and_the_next_one_is(
     harness: Harness,
 ) -> None:
     seen, _ = follow(harness, "a", "n3")

@@ -108,7 +108,7 @@ def test_a_watch_lists_what_is_there_first(harness: Harness) -> None:
     assert seen[0].entries == (Entry("budget", Budget(total=1), applied.revision, applied.revision),)
 
 
-def test_a_watch_of_nothing_lists_nothing_and_then_tells_of_it(harness: Harness) -> None:
+def test_a_watch_of_a_missing_key_lists_nothing_and_then_reports_the_key(harness: Harness) -> None:
     seen = follow(harness, "a", "budget", prefix=False)
     assert seen[0].entries == ()
     applied = apply(harness, "b", budget(1))

@@ -105,7 +105,7 @@ def test_a_restart_from_the_start_is_told_once() -> None:
         (FAR + 5, 0, Use.STATE),  # the worker takes the state over from a survivor
     ],
 )
-def test_a_restart_that_goes_on_is_not_told(far: int, made: int | None, uses: Use) -> None:
+def test_a_restart_that_continues_gets_no_advice(far: int, made: int | None, uses: Use) -> None:
     life = Life()
     assert life.sees(1, 1, PageContents(pid=1, steps=far, made=0)) == []
     assert life.sees(2, 1, PageContents(pid=2, steps=1, made=made, uses=uses)) == []

@@ -139,7 +139,7 @@ def test_a_node_that_its_leader_cannot_reach_leaves_with_a_sentence(
 
 
 @pytest.mark.parametrize("resume", Resume)
-def test_a_job_that_nobody_works_on_can_be_made_another(resume: Resume) -> None:
+def test_an_agent_replaces_the_spec_of_a_job_without_nodes(resume: Resume) -> None:
     other = spec(script="other.py", policy=replace(POLICY, resume=resume))
     one = Agent(other)
     for key in ("round", "nodes/a"):
@@ -404,7 +404,7 @@ def test_a_renewal_that_comes_late_does_not_move_the_fence_back() -> None:
     assert one.did == ()
 
 
-def test_fenced_workers_are_nobodys_failure_and_the_round_is_released() -> None:
+def test_fenced_workers_charge_no_failure_and_the_round_is_released() -> None:
     one = Agent.working(SECOND)
     one.exits(1, exit(0, 2, code=-9, fenced=True))
     one.exits(1, exit(1, 3, code=-9, fenced=True))

@@ -189,7 +189,7 @@ def tell(one: Watched, kind: str, a: int, b: int) -> None:
 
 @settings(max_examples=400)
 @given(lives(), st.booleans())
-def test_whatever_an_agent_is_told_it_keeps_to_its_rules(events: list[Told], well_begun: bool) -> None:
+def test_an_agent_keeps_its_invariants_under_any_events(events: list[Told], well_begun: bool) -> None:
     one = Watched()
     beginning = BEGINNING if well_begun else []
     for kind, a, b in beginning + events:

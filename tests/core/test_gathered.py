@@ -51,7 +51,7 @@ def test_the_time_of_all_nodes_is_the_sum_of_what_each_told_last() -> None:
     ]
 
 
-def test_what_is_not_told_again_stays_and_another_run_s_ledger_is_ignored() -> None:
+def test_a_summary_keeps_what_is_not_told_again_and_ignores_ledgers_of_other_runs() -> None:
     it = hear(known(a=10.0), replace(telemetry("a", None), progress=Progress("a", 3)))
     it = hear(it, telemetry("a", 99.0, run=RUN + 1))
     told = it.nodes["a"]

@@ -53,7 +53,7 @@ def test_an_heir_that_holds_the_newest_state_needs_nobody() -> None:
     assert passing(holding("b", 0, draining=False), holding("a", 0, 1)) == ()
 
 
-def test_nobody_gives_what_is_older_than_what_an_heir_has() -> None:
+def test_no_worker_gives_a_state_older_than_an_heir_s() -> None:
     assert passing(holding("b", 0, draining=False, step=10), holding("a", 0, 1)) == ()
 
 
@@ -61,7 +61,7 @@ def test_whose_workers_were_fenced_has_nothing_to_give() -> None:
     assert passing(node("b"), holding("a", 0, fenced=4)) == ()
 
 
-def test_where_nobody_holds_anything_nothing_is_passed_on() -> None:
+def test_without_a_held_state_there_is_no_handover() -> None:
     assert passing(node("b"), node("a", released=4, draining=True)) == ()
 
 
@@ -118,20 +118,20 @@ def test_a_part_of_an_older_state_is_not_given() -> None:
     assert {name for name, _ in giving({"d": 2}, *ALL[:2], older, node("d"))} == {"a", "b"}
 
 
-def test_who_has_handed_its_part_over_at_the_last_commit_gives_nothing_more() -> None:
+def test_a_worker_that_gave_its_part_at_the_last_commit_gives_nothing_more() -> None:
     assert giving({"a": 2}, *ALL, out=2) == []
 
 
-def test_who_was_to_stay_and_is_left_out_all_the_same_gives_its_part() -> None:
+def test_a_worker_that_should_have_stayed_and_is_left_out_gives_its_part() -> None:
     assert giving({"a": 1}, *ALL, out=2) == [("a", 1)]
 
 
-def test_who_was_to_leave_before_the_world_had_formed_gives_its_part() -> None:
+def test_a_worker_asked_to_leave_before_its_world_formed_gives_its_part() -> None:
     entered, early = parts("a", 0, 1), parts("b", 0, 1, agreed=3)
     assert giving({"a": 2, "b": 2}, entered, early, parts("c", 0, 1, agreed=3), out=4) == [("c", 0), ("c", 1)]
 
 
-def test_what_was_given_to_one_that_has_ended_is_given_again_by_who_has_it() -> None:
+def test_a_part_given_to_a_worker_that_has_ended_is_given_again() -> None:
     assert giving({"a": 1}, parts("a", 0), *ALL[1:], out=2) == [("b", 0), ("b", 1), ("c", 0), ("c", 1)]
 
 

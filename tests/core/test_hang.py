@@ -97,7 +97,7 @@ def test_limits_keep_within_floor_and_ceiling_and_in_order(known: list[float], p
 
 
 @given(st.lists(st.floats(0, 1e5), min_size=5, max_size=50))
-def test_none_but_the_stopped_is_given_less_than_twice_the_longest_step_so_far(known: list[float]) -> None:
+def test_only_a_stopped_worker_gets_less_than_twice_the_longest_step(known: list[float]) -> None:
     allowed = allowance(known, 100, AUTO)
     assert allowed is not None
     assert min(allowed.asleep_s, allowed.waiting_s, allowed.busy_s) >= 2 * max(known)
@@ -184,7 +184,7 @@ def test_one_that_hardly_computes_but_wakes_up_often_is_busy(pulse: Pulse, busy:
         ([], 1e8, None),
     ],
 )
-def test_of_workers_in_lock_step_those_that_keep_the_others_waiting_are_blamed(
+def test_in_lock_step_the_workers_that_the_others_wait_for_are_blamed(
     kinds: list[str], still_s: float, expected: object
 ) -> None:
     assert blamed(judged(world(*kinds, still_s=still_s))) == expected
@@ -201,9 +201,7 @@ def test_of_workers_in_lock_step_those_that_keep_the_others_waiting_are_blamed(
         ([], None),
     ],
 )
-def test_who_is_too_late_to_leave_a_world_is_to_blame_only_if_asleep(
-    kinds: list[str], expected: object
-) -> None:
+def test_a_worker_late_to_leave_a_world_is_blamed_only_if_asleep(kinds: list[str], expected: object) -> None:
     assert blamed(judge_leaving(in_groups(world(*kinds)))) == expected
 
 
@@ -231,7 +229,7 @@ def test_before_the_first_step_only_a_survivor_that_sleeps_on_is_to_blame(
     assert blamed(judge_first(in_groups(looks), allowed)) == expected
 
 
-def test_who_waits_elsewhere_than_most_is_to_blame() -> None:
+def test_a_worker_that_waits_at_another_place_than_most_is_blamed() -> None:
     looks = world("waiting", "waiting", "waiting", "waiting")
     looks[2] = replace(looks[2], what="barrier", place="job.py:9")
     verdict = judged(looks)
@@ -242,7 +240,7 @@ def test_who_waits_elsewhere_than_most_is_to_blame() -> None:
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "barrier"])
-def test_nobody_is_blamed_while_one_of_those_that_wait_may_have_come_a_moment_ago(what: str) -> None:
+def test_no_worker_is_blamed_while_the_last_waiter_may_have_just_come(what: str) -> None:
     looks = world("waiting", "waiting", "waiting")
     looks[1] = replace(looks[1], what=what, there_s=0.9)
     assert judged(looks) is None
@@ -272,7 +270,7 @@ def test_past_the_ceiling_all_are_blamed_that_wait_though_their_places_change() 
         (100, "all_reduce", 3600.0, (Why.DEADLOCK, [0, 1, 2])),  # perhaps the same call, from two lines
     ],
 )
-def test_who_polls_for_another_collective_than_those_that_stay_at_one_place_is_to_blame_alone(
+def test_a_worker_that_polls_another_collective_than_the_others_is_blamed_alone(
     step: int, what: str, still_s: float, expected: object
 ) -> None:
     looks = world("waiting", "waiting", "waiting", still_s=still_s)
@@ -300,13 +298,13 @@ def test_the_cost_of_a_verdict_grows_with_the_number_of_workers_and_not_with_its
     assert compared < 2000
 
 
-def test_who_waits_a_step_ahead_of_the_others_is_to_blame() -> None:
+def test_a_worker_that_waits_one_step_ahead_is_blamed() -> None:
     looks = world("waiting", "waiting", "waiting")
     looks[0] = replace(looks[0], step=101)
     assert blamed(judged(looks)) == (Why.APART, [0])
 
 
-def test_one_who_was_asked_for_a_limit_of_seconds_gets_it_even_if_busy() -> None:
+def test_a_limit_in_seconds_holds_for_busy_workers_too() -> None:
     assert blamed(judged(world("busy", "waiting", still_s=5.0), Patience(fixed_s=5))) == (Why.BUSY, [0])
     assert blamed(judged(world("busy", still_s=5.0), Patience(fixed_s=5))) == (Why.BUSY, [0])
     assert judged(world("busy", "waiting", still_s=4.9), Patience(fixed_s=5)) is None
@@ -322,7 +320,7 @@ worlds = st.lists(looks, max_size=6, unique_by=lambda look: look.rank)
 
 @settings(max_examples=50)
 @given(worlds, gaps, patiences)
-def test_only_who_was_late_and_not_moving_is_blamed(
+def test_only_a_worker_that_was_late_and_not_moving_is_blamed(
     seen: list[Look], known: list[float], patience: Patience
 ) -> None:
     allowed = allowance(known, 1, patience)
@@ -337,7 +335,7 @@ def test_only_who_was_late_and_not_moving_is_blamed(
 
 
 @given(worlds)
-def test_the_busy_are_not_blamed_before_the_ceiling_nor_where_nobody_waits(seen: list[Look]) -> None:
+def test_busy_workers_are_blamed_only_at_the_ceiling_and_if_others_wait(seen: list[Look]) -> None:
     verdict = judged(seen)
     if verdict is not None and verdict.why is Why.BUSY:
         assert all(look.still_s >= AUTO.ceiling_s for look in verdict.guilty)

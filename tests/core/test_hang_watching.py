@@ -186,7 +186,7 @@ def test_a_look_or_a_disk_that_hangs_delays_the_verdict_no_longer_than_its_patie
     assert node.said[0].evidence == ("/evidence" if keeps else "")
 
 
-def test_a_look_that_comes_to_no_end_tells_the_others_nothing_but_who_is_stopped() -> None:
+def test_while_looks_never_return_only_stopped_workers_are_reported() -> None:
     """The leader would take a node that reports no worker for a node without workers."""
     node = Node(Patience(floor_s=0.1), others=1)
     node.train(10.0)
@@ -215,7 +215,7 @@ def test_an_answer_that_comes_after_its_time_is_not_heard() -> None:
     assert node.watching == before and not node.kept
 
 
-def test_only_who_is_stopped_is_judged_before_the_first_step() -> None:
+def test_before_the_first_step_only_stopped_workers_are_judged() -> None:
     node = Node()
     node.stand_still(1000.0)
     assert not node.condemned
@@ -226,7 +226,7 @@ def test_only_who_is_stopped_is_judged_before_the_first_step() -> None:
     assert slot == 1 and 9.0 < at - stopped < 13.0, "not for how long it has taken to begin"
 
 
-def test_who_is_stopped_after_it_stood_still_is_condemned_for_the_time_since() -> None:
+def test_a_worker_stopped_during_a_standstill_is_condemned_by_the_time_since_it_stopped() -> None:
     node = Node()
     node.train(10.0)
     node.stand_still(20.0)  # in an evaluation, for example
@@ -256,7 +256,7 @@ def test_one_that_only_takes_long_to_its_first_step_is_not_judged() -> None:
     assert not node.condemned
 
 
-def test_of_several_nodes_each_tells_who_takes_long_to_the_first_step() -> None:
+def test_each_of_several_nodes_reports_workers_that_are_slow_to_the_first_step() -> None:
     node = Node(others=1)
     node.train(10.0)
     node.next_round()
@@ -354,7 +354,7 @@ def test_one_that_has_left_the_round_while_the_evidence_is_written_is_let_live()
     assert len(node.said) == 1 and not node.condemned, "the same process is in another round"
 
 
-def test_two_asleep_that_nobody_waits_for_get_until_the_ceiling() -> None:
+def test_sleeping_workers_that_show_no_stacks_are_never_condemned() -> None:
     """They are no Python processes, so they show no stacks."""
     node = Node(Patience(floor_s=0.1, ceiling_s=60.0))
     node.train(10.0)
@@ -363,7 +363,7 @@ def test_two_asleep_that_nobody_waits_for_get_until_the_ceiling() -> None:
     assert len(node.looked) < 30, "they are looked at less and less often"
 
 
-def test_who_was_killed_at_a_place_gets_twice_the_time_there_the_next_time() -> None:
+def test_a_place_where_a_worker_was_killed_has_twice_the_limit_next_time() -> None:
     node = Node(others=1)
     node.train(10.0)
     last = node.workers[1].times[-1]
@@ -418,7 +418,7 @@ def test_once_all_have_told_the_stopped_one_is_condemned_with_what_the_others_do
     assert node.said[0].verdict.others_what == "all_reduce"
 
 
-def test_who_is_asked_looks_and_tells_though_nobody_here_hangs() -> None:
+def test_an_agent_that_is_asked_looks_and_reports_though_its_workers_do_not_hang() -> None:
     node = Node(others=1)
     node.train(10.0)
     node.stand_still(2.0)
@@ -450,7 +450,7 @@ def test_a_verdict_that_the_agent_of_the_worker_voids_is_told_by_nobody() -> Non
     assert not node.said and not node.kept
 
 
-def test_an_agent_that_is_late_to_act_on_a_verdict_says_so_and_judges_again() -> None:
+def test_an_agent_too_late_for_a_verdict_logs_it_and_judges_again() -> None:
     node = Node()
     node.train(10.0)
     node.stop()

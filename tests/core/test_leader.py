@@ -184,7 +184,7 @@ def test_a_node_that_leaves_hurries_a_resize_that_waits_for_a_checkpoint() -> No
 
 
 @pytest.mark.parametrize("wish", ["grow", "scale", "drain"])
-def test_a_resize_waits_for_no_checkpoint_where_nobody_wants_to_wait(wish: str) -> None:
+def test_with_no_checkpoint_wait_a_resize_waits_for_no_checkpoint(wish: str) -> None:
     seen = resizing(wish, policy=replace(POLICY, checkpoint_wait_s=0.0))
     assert next_round(decide(seen, NOW)).phase is Phase.CLOSING
 
@@ -255,7 +255,7 @@ def test_a_slot_that_lags_behind_stays(seen: View) -> None:
         (False, 1, "", ()),
     ],
 )
-def test_a_round_that_closes_as_planned_says_whom_the_next_one_leaves_out(
+def test_a_round_that_closes_as_planned_names_the_workers_that_the_next_round_leaves_out(
     inplace: bool, most: int, leaving: str, out: tuple[RankRange, ...]
 ) -> None:
     """These workers hand over what they alone hold, such as their part of a sharded model."""
@@ -692,7 +692,7 @@ NEXT = {
 
 
 @given(views())
-def test_whatever_it_sees_the_leader_keeps_to_the_rules(seen: View) -> None:
+def test_the_leader_keeps_its_invariants_under_any_facts(seen: View) -> None:
     plan = decide(seen, NOW)
     assert plan == decide(seen, NOW), "the same view gives the same plan"
     if not plan.writes:

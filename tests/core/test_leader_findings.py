@@ -78,7 +78,7 @@ def test_while_a_node_has_not_told_the_leader_only_asks_and_only_where_one_is_st
     (Doing.BUSY, False, []),  # the worker that sleeps may wait for it
     (Doing.WAITING, True, []),  # the worker may still import modules, from far away
 ])  # fmt: skip
-def test_a_survivor_asleep_before_the_first_step_is_to_blame_once_all_nodes_have_told(
+def test_a_survivor_asleep_before_the_first_step_is_blamed_once_all_nodes_have_reported(
     others: Doing, new: bool, guilty: list[str]
 ) -> None:
     """The same holds in a world of one node."""
@@ -95,7 +95,7 @@ def test_a_survivor_asleep_before_the_first_step_is_to_blame_once_all_nodes_have
     assert [k.node for k in verdict(plan).verdict.guilty] == guilty if guilty else not plan.writes
 
 
-def test_nobody_waits_for_what_a_lost_node_tells() -> None:
+def test_the_leader_does_not_wait_for_the_report_of_a_lost_node() -> None:
     """The round of a lost node stays closing for as long as a worker sleeps in it."""
     asleep = told(of_two_nodes(Phase.CLOSING), stall("a", Doing.ASLEEP, 3601.0))
     assert asleep.nodes is not None and asleep.round is not None
@@ -142,7 +142,7 @@ def test_a_verdict_is_not_repeated_for_a_while_and_a_new_leader_keeps_to_that() 
     assert not decide(not_listed(waiting, "hang"), NOW).writes, "what is written was not listed yet"
 
 
-def test_who_was_asked_is_not_asked_again_at_once_but_judged_as_soon_as_all_have_told() -> None:
+def test_agents_are_not_asked_twice_in_a_row_and_are_judged_once_all_have_reported() -> None:
     one = told(of_two_nodes(), stall("b", Doing.STOPPED, 10.0))
     asked = seen(one, "hang", verdict(decide(one, NOW)), 60)
     plan = decide(asked, NOW + 1)
@@ -205,7 +205,7 @@ def test_a_slow_worker_is_named_once_and_said_to_keep_up_again() -> None:
     assert plan.reasons == (WorkerKeepsUp("b", 0, 1),) and stragglers(plan).slow == ()
 
 
-def test_a_period_is_whole_once_every_node_has_told_and_none_counts_twice() -> None:
+def test_a_period_is_complete_once_each_node_has_reported_and_counts_each_node_once() -> None:
     seen_a = lived(live_view(), {"a": 0.05}, 3)
     assert seen_a.comparison.found is None
     once = hear_paces(seen_a, [paces("b", 1, 0.05)])
@@ -237,7 +237,7 @@ def test_a_bad_gpu_is_named_at_once() -> None:
     assert not decide(seen(bad, "stragglers", stragglers(plan), 60), NOW).writes
 
 
-def test_who_was_named_by_an_earlier_leader_stays_so_until_this_one_has_seen_a_window() -> None:
+def test_stragglers_of_an_earlier_leader_stay_named_until_this_leader_has_seen_a_window() -> None:
     before = Stragglers(5, 0.05, (Laggard("b", 0, 1, 1.3),))
     known = seen(live_view(), "stragglers", before, 60)
     assert not decide(lived(known, FAST, PERIODS - 1), NOW).writes

@@ -65,7 +65,7 @@ def test_survivors_are_hurried_when_the_leader_says_that_others_have_left_with_t
     assert limit_s(one) == LEAVE_S
 
 
-def test_those_who_go_are_hurried_from_the_beginning() -> None:
+def test_workers_of_a_leaving_node_have_the_short_limit_from_the_beginning() -> None:
     one = working()
     one.told(Signalled(SIGTERM))
     one.sees("round", closing(ROUND, Cause.NODE_DRAINED, planned=True))
@@ -222,7 +222,7 @@ def test_but_not_a_job_that_may_yet_get_on(
     assert isinstance(budget, Budget) and (budget.apart, budget.charges) == (then, ())
 
 
-def test_whoever_lost_the_others_by_a_failure_of_one_is_told_so_and_that_is_charged() -> None:
+def test_if_workers_lose_each_other_by_the_failure_of_one_this_failure_is_charged() -> None:
     failed = exit(1, 1)
     plan = decide(lost_each_other(report("a", 5, failed)), NOW)
     formed = next_round(plan)

@@ -215,7 +215,9 @@ def test_only_failures_of_the_round_s_members_count(one: Report, counts: bool) -
 
 
 @pytest.mark.parametrize(("finished", "needed"), [("node-0", ["node-0", "node-1"]), ("node-1", ["node-0"])])
-def test_of_those_who_finished_only_the_host_of_the_store_is_needed(finished: str, needed: list[str]) -> None:
+def test_of_missing_finished_members_only_the_host_of_the_store_is_needed(
+    finished: str, needed: list[str]
+) -> None:
     roll = members_of(3, "node-0", "node-1")
     assert roll.spec is not None and roll.round is not None
     told = PersistentMap({finished: report(finished, 5, finished=True)})

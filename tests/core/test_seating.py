@@ -195,7 +195,7 @@ limits_ = st.builds(
 
 
 @given(st.lists(st.tuples(nodes_, limits_, quarantines_), min_size=1, max_size=6))
-def test_whatever_the_history_a_world_is_dense_within_max_and_keeps_its_survivors_in_order(
+def test_after_any_history_ranks_are_dense_below_max_and_survivors_keep_their_order(
     history: list[tuple[list[Node], Limits, list[Quarantine]]],
 ) -> None:
     last = None
@@ -285,7 +285,7 @@ def test_a_smaller_world_leaves_out_the_last_ranks_or_units(
 
 
 @pytest.mark.parametrize(("memory", "out"), [(0, ()), (10, ()), (9, (RankRange(0, 2),))])
-def test_who_waits_alone_for_a_unit_keeps_the_state_if_there_is_memory(
+def test_a_worker_too_few_for_a_unit_keeps_the_state_if_there_is_memory(
     memory: int, out: tuple[RankRange, ...]
 ) -> None:
     stays = replace(node("a", 1), state=StateMemory(own=10, unit=2), memory=memory)
@@ -293,7 +293,7 @@ def test_who_waits_alone_for_a_unit_keeps_the_state_if_there_is_memory(
     assert seating.left_out([stays], last, Limits(2, 2, unit=2), (), NOW) == out
 
 
-def test_slots_in_quarantine_and_nodes_that_go_are_left_out_whatever_those_who_wait_hold() -> None:
+def test_slots_in_quarantine_and_leaving_nodes_are_left_out_even_if_a_waiting_node_holds_a_state() -> None:
     last = round(4, {"a": 2, "b": 2, "c": 2})
     waits = replace(node("d", 1), ready=(0,), age=Age(4, 8), holders=(0,))
     quarantine = Quarantine("a", 0, NOW + 9, 1)

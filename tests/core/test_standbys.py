@@ -66,14 +66,14 @@ def test_a_job_that_is_to_stop_at_once_gives_its_workers_no_time_to_save() -> No
     assert (stop.signal, stop.grace_s) == (SIGKILL, 0.0) and not one.all_of(LeaveRound)
 
 
-def test_workers_of_a_round_that_nobody_is_to_go_on_with_end_with_it_and_fresh_spares_stay() -> None:
+def test_a_return_to_a_checkpoint_stops_the_workers_of_the_round_and_keeps_fresh_spares() -> None:
     one = working()
     one.state = replace(one.state, standbys={5: Life.WAITING})
     one.sees("round", replace(closing(ROUND), anew=True))
     assert one.one(StopWorkers).slots == (0, 1) and not one.all_of(LeaveRound)
 
 
-def test_who_has_left_such_a_round_already_is_sent_away() -> None:
+def test_a_return_to_a_checkpoint_also_stops_workers_that_have_left_the_round() -> None:
     one = working()
     one.sees("round", closing(ROUND, Cause.GREW, planned=True))
     one.told(WorkerWaiting(0, 1, age=Age(1, 5)))
@@ -191,7 +191,7 @@ def test_and_so_does_the_leader_for_all_other_nodes() -> None:
     assert written(leader.decide(there, NOW), "round") == replace(closes, planned=False)
 
 
-def test_who_is_left_out_gives_its_part_after_a_round_in_which_another_died_while_all_left() -> None:
+def test_a_worker_left_out_gives_its_part_after_another_died_while_all_left() -> None:
     """All have left before the leader could say that the end is not as planned: no worker has passed on its
     part at the last commit."""
     closes = replace(closing(ROUND, Cause.SCALED, planned=True), left_out=(RankRange(2, 4),))

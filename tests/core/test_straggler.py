@@ -52,12 +52,12 @@ def test_a_workers_peers_are_all_the_others(times: list[float]) -> None:
     assert period.behind == {n for n in range(len(times)) if period.ratio(n) >= 1.05}
 
 
-def test_nobody_is_named_before_the_window_is_full_or_without_peers() -> None:
+def test_no_straggler_is_named_before_the_window_is_full_or_without_peers() -> None:
     assert named(watch(4, lambda rank, _: 2.0 if rank == 1 else 1.0, PERIODS - 1)) == []
     assert named(watch(1, lambda rank, _: 2.0, 3 * PERIODS)) == []
 
 
-def test_who_is_slow_now_and_then_is_not_named() -> None:
+def test_a_worker_that_is_slow_now_and_then_is_not_named() -> None:
     seen = watch(4, lambda rank, period: 3.0 if rank == 0 and period % 3 == 0 else 1.0, 10 * PERIODS)
     assert named(seen) == []
 
@@ -66,7 +66,7 @@ def test_a_little_slower_is_within_reason() -> None:
     assert named(watch(4, lambda rank, _: 1.08 if rank == 2 else 1.0)) == []
 
 
-def test_work_that_changes_for_all_alike_names_nobody_and_hides_nobody() -> None:
+def test_a_change_of_work_for_all_workers_names_no_straggler_and_hides_none() -> None:
     def growing(rank: int, period: int) -> float:
         return (1.0 + period) * (1.25 if rank == 3 else 1.0)
 
@@ -78,7 +78,7 @@ def test_machines_of_two_kinds_are_no_stragglers() -> None:
     assert named(watch(8, lambda rank, _: 1.5 if rank >= 6 else 1.0)) == [6, 7]
 
 
-def test_who_catches_up_is_named_no_longer() -> None:
+def test_a_straggler_that_catches_up_is_no_longer_named() -> None:
     seen = watch(4, lambda rank, _: 1.3 if rank == 1 else 1.0)
     assert named(seen) == [1]
     for _ in range(PERIODS):
@@ -86,14 +86,14 @@ def test_who_catches_up_is_named_no_longer() -> None:
     assert named(seen) == []
 
 
-def test_who_is_named_stays_so_until_it_is_clearly_better() -> None:
+def test_a_straggler_stays_named_until_it_is_clearly_faster() -> None:
     seen = watch(4, lambda rank, _: 1.2 if rank == 1 else 1.0)
     for _ in range(PERIODS):
         seen = seen.see([1.07 if rank == 1 else 1.0 for rank in range(4)])
     assert named(seen) == [1]
 
 
-def test_noise_that_would_drown_the_difference_names_nobody() -> None:
+def test_noise_larger_than_the_difference_names_no_straggler() -> None:
     dice = random.Random(3)
     seen = watch(4, lambda rank, _: (1.12 if rank == 1 else 1.0) * dice.lognormvariate(0.0, 0.5))
     assert named(seen) == []
@@ -122,7 +122,7 @@ def periods_of(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nobody_is_named_in_half_an_hour_of_a_real_even_run(seed: int) -> None:
+def test_half_an_hour_of_a_real_even_run_names_no_straggler(seed: int) -> None:
     times = periods_of(random.Random(seed), RECORDED, {})
     seen = Watch()
     for period in range(HALF_AN_HOUR):

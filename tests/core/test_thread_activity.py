@@ -131,7 +131,7 @@ def test_what_we_put_around_a_call_of_torchs_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize("where", [SITE, "/home/me/elasticd"])
-def test_who_waits_for_what_a_work_brings_waits_for_others_in_the_script_and_in_our_library(
+def test_a_measured_wait_counts_as_a_collective_in_the_script_and_in_elasticd(
     where: str,
 ) -> None:
     """The script's line has no text, since it is not the innermost."""

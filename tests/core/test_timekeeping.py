@@ -45,7 +45,7 @@ def test_a_slot_without_a_worker_at_work_does_one_thing(
     assert not_at_work(known, 0, known.alive) is kind
 
 
-def test_who_has_not_joined_yet_is_on_its_way() -> None:
+def test_a_node_that_has_not_joined_yet_spends_its_time_on_the_rendezvous() -> None:
     assert not_at_work(NEW, 0, frozenset()) is Kind.RENDEZVOUS
 
 

@@ -152,7 +152,7 @@ def test_paces_are_passed_on_once() -> None:
     assert [news for news in posted if isinstance(news, PacesTold)] == [PacesTold((paces,))]
 
 
-def test_who_asks_is_told_the_ledger_that_an_earlier_agent_of_the_node_left() -> None:
+def test_agents_are_given_the_ledgers_that_earlier_agents_of_their_nodes_left() -> None:
     kept = Summary(RUN, 900.0, nodes=(telemetry("a", 7.0), telemetry("b", 8.0)))
     made, posted, _ = leading(Etcd(kept))
     assert LedgerFound(ledger("a", 7.0)) in posted, "the leader's own node continues, too"

@@ -93,7 +93,9 @@ def test_evidence_that_a_full_disk_does_not_hold_is_nowhere_to_be_seen(setup: Se
 
 
 @pytest.mark.parametrize("evidence", ["", "/run/hang-of-round-1"])
-def test_who_is_condemned_is_told_why_and_where_the_evidence_is(setup: Setup, evidence: str) -> None:
+def test_the_exit_of_a_condemned_worker_names_the_reason_and_the_evidence(
+    setup: Setup, evidence: str
+) -> None:
     setup.inspector.condemn(0, 41, VERDICT, evidence)
     ((slot, pid, why),) = setup.condemned
     assert (slot, pid) == (0, 41) and why.startswith("hung: rank 0 on node a is stopped (SIGSTOP)")

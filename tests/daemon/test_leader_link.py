@@ -182,7 +182,7 @@ def test_flush_waits_until_the_leader_has_the_last_and_not_for_a_leader_that_is_
     assert not link.flush(0.5)
 
 
-def test_an_agent_that_cannot_reach_the_leader_says_so_once(
+def test_an_agent_that_cannot_reach_the_leader_logs_it_once(
     cleanup: ExitStack, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telemetry_sender, "FIRST_S", 0.001)
@@ -199,7 +199,7 @@ def test_an_agent_that_cannot_reach_the_leader_says_so_once(
     assert said.empty()
 
 
-def test_who_does_not_know_the_secret_tells_and_learns_nothing(cleanup: ExitStack) -> None:
+def test_a_caller_without_the_secret_tells_and_learns_nothing(cleanup: ExitStack) -> None:
     leader = Leader()
     there = serve(cleanup, leader, secret="another secret")
     with pytest.raises(PeerGone):
@@ -239,7 +239,7 @@ def test_a_message_that_is_not_valid_is_refused_and_its_sender_is_named_once(
     assert said.empty()
 
 
-def test_an_agent_that_is_refused_says_so_once(
+def test_an_agent_that_is_refused_logs_it_once(
     cleanup: ExitStack, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telemetry_sender, "FIRST_S", 0.001)
@@ -313,7 +313,7 @@ def _is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_who_asks_a_leader_that_is_stopped_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_to_a_stopped_leader_times_out_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry_follower, "SILENCE_S", 0.05)
     with accepting.listen("127.0.0.1") as stopped:  # the kernel accepts the connection
         there = Leadership("a", "a#1", "127.0.0.1", stopped.getsockname()[1], SECRET)
@@ -376,7 +376,7 @@ def test_all_nodes_of_a_large_job_come_in_batches_and_then_only_what_changes(cle
     assert sizes == [(BATCH_NODES, True)] * 3 + [(1, False), (0, False), (1, False)]
 
 
-def test_an_agent_that_does_not_lead_says_so(cleanup: ExitStack) -> None:
+def test_an_agent_that_does_not_lead_answers_that_it_does_not(cleanup: ExitStack) -> None:
     leader = Leader()
     leader.known = None
     there = serve(cleanup, leader)

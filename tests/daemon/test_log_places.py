@@ -93,7 +93,7 @@ def test_a_run_that_has_started_nothing_yet_has_its_folder_all_the_same(destinat
     assert first.parent.is_dir()
 
 
-def test_a_process_is_told_of_its_own_error_file(destinations: Destinations) -> None:
+def test_a_process_gets_its_own_error_file(destinations: Destinations) -> None:
     envs = {1: {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "5"}}
     dest = destinations.reify(2, envs)
     assert envs[1]["TORCHELASTIC_ERROR_FILE"] == dest.error_files[1]

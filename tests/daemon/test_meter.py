@@ -89,7 +89,7 @@ def value(metrics: Metrics, name: str, *labels: object) -> Any:
     return metrics.get(f"elasticd_{name}", *labels)
 
 
-def test_whatever_is_counted_is_there_before_it_is_for_the_first_to_be_an_increase() -> None:
+def test_counters_and_histograms_exist_before_their_first_increase() -> None:
     made, _ = meter()
     counted = {metric.name for metric in METRICS if metric.type in (Type.COUNTER, Type.HISTOGRAM)}
     told_later = {name for name in counted if name.startswith("elasticd_gpu_")}  # not every slot has one
@@ -213,7 +213,7 @@ def test_what_a_process_that_waits_between_two_rounds_had_told_is_counted_once_a
     assert value(made.metrics, "samples_total", 0) == 808, "another process begins at nothing"
 
 
-def test_a_spares_slot_is_told_of_like_others_once_it_has_a_worker() -> None:
+def test_a_spare_slot_has_the_metrics_of_other_slots_once_it_has_a_worker() -> None:
     made, _ = meter()
     member = Member("a", "a#1", (0, 5), 0)
     its = crew(Round(2, Phase.LIVE, (member,), "a:1", Cause.GREW, 0.0))
@@ -257,7 +257,7 @@ def test_a_step_made_on_the_way_out_of_a_round_is_counted_as_the_next_begins() -
     assert value(made.metrics, "worker_steps_total", 1) == 5, "another process's are not"
 
 
-def test_nobody_is_hung_in_a_slot_without_a_worker() -> None:
+def test_a_slot_without_a_worker_is_not_hung() -> None:
     made, _ = meter()
     look = Look("a", 1, 1, 7, 60.0, Doing.ASLEEP)
     made.note(WorkersHung(1, Verdict(Why.ASLEEP, (look,))), tuple, 100.0)
@@ -281,7 +281,7 @@ def test_the_time_of_an_earlier_agent_is_no_increase_of_this_ones_counters() -> 
     assert exported == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_who_does_not_know_what_is_left_of_the_budget_does_not_tell() -> None:
+def test_an_agent_that_does_not_know_the_budget_exports_no_value() -> None:
     made, _ = meter()
     made.update(told(budget_left=3), (), Ledger(), 1.0)
     assert value(made.metrics, "restart_budget_left") == 3

@@ -46,7 +46,7 @@ def test_a_port_that_does_not_answer_is_told_apart_from_one_that_is_closed() -> 
 
 
 @pytest.mark.parametrize("code", [129, 130, 131, 143])
-def test_a_node_that_leaves_is_named_whatever_signal_it_was(code: int) -> None:
+def test_a_node_that_leaves_by_any_signal_is_named(code: int) -> None:
     config = RunConfig(
         "j", "n", "127.0.0.1", Limits(1, 1), 1, Command(CommandKind.SCRIPT, "job.py"), fingerprint="f"
     )
@@ -129,7 +129,7 @@ def test_a_script_that_cannot_be_imported_is_tried_once(tmp_path: Path) -> None:
     assert ended.stderr.count("workers.started") == 1
 
 
-def test_a_console_that_somebody_made_non_blocking_loses_nothing() -> None:
+def test_a_non_blocking_console_loses_no_output() -> None:
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)
     data = os.urandom(1 << 18)

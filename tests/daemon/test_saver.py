@@ -189,7 +189,7 @@ def test_where_etcd_s_record_is_damaged_the_folder_s_counts_but_for_who_may_only
     pointer.close()
 
 
-def test_what_is_removed_under_a_job_holds_up_no_commit_of_it(server, client, tmp_path):
+def test_removed_checkpoints_block_no_later_commit(server, client, tmp_path):
     round_is(client, 1)
     pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
     for step in (1, 2, 3):

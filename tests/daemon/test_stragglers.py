@@ -190,7 +190,7 @@ def test_a_verdict_that_stays_the_same_is_not_written_again() -> None:
     assert len(store.told) > 2 * PERIODS
 
 
-def test_nobody_is_named_while_one_of_them_makes_no_steps() -> None:
+def test_no_straggler_is_named_while_a_worker_makes_no_steps() -> None:
     (a, b), store = two_nodes()
     live([a, b], 3)
     for period in range(4, 3 * PERIODS):

@@ -157,7 +157,7 @@ def verdict_of(files: Files) -> AuditVerdict:
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_whatever_happens_a_sound_training_is_proved_with_the_losses_of_an_undisturbed_one(block):
+def test_after_any_faults_a_sound_training_is_proved_with_the_losses_of_an_undisturbed_one(block):
     for seed in range(block * 60, block * 60 + 60):
         chance = random.Random(seed)
         shape = {
@@ -349,7 +349,7 @@ def test_files_of_a_node_that_are_not_there_are_missed():
     assert MissingNotes(1, (world - 1,), world) in verdict_of(files).findings
 
 
-def test_a_round_that_goes_on_from_a_step_that_nobody_noted_is_named():
+def test_a_round_that_continues_from_a_step_without_a_note_is_named():
     files = undisturbed()
     later = dataclasses.replace(next(iter(files.values()))[0], round=9, step=7, rank=0, world=1)
     assert MissingCommits(9, 7, 4) in verdict_of({**files, "later": [later]}).findings
@@ -462,7 +462,7 @@ def test_a_line_that_was_cut_off_is_passed_over_and_one_that_is_damaged_is_not()
         b"[" * 100_000,
     ],
 )
-def test_what_is_no_note_is_said_to_be_none(line):
+def test_a_line_that_is_no_note_raises_bad_note(line):
     with pytest.raises(BadNote):
         decode(line)
 

@@ -18,7 +18,9 @@ def test_a_shuffled_epoch_has_each_sample_once(length, seed, epoch):
 
 
 @given(st.integers(1, 10**15), seeds, st.integers(0, 100), st.data())
-def test_a_position_is_the_same_whoever_asks_for_it_and_whatever_was_asked_before(length, seed, epoch, data):
+def test_the_sample_at_a_position_does_not_depend_on_the_worker_or_on_earlier_calls(
+    length, seed, epoch, data
+):
     first = data.draw(st.integers(0, length - 1))
     positions = range(first, min(length, first + 20))
     together = Shuffled(length, seed).at(epoch, positions)

@@ -40,7 +40,7 @@ def test_it_is_as_compose_specifies_and_a_wrong_word_would_be_seen(tmp_path: Pat
     assert done.returncode == 1 and "stop_grace" in done.stdout
 
 
-def test_what_is_named_is_there() -> None:
+def test_every_file_that_compose_names_exists() -> None:
     volumes = set(COMPOSE["volumes"])
     used = set()
     for service in SERVICES.values():
@@ -59,7 +59,7 @@ def test_what_is_named_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_images_cannot_change_and_nobody_is_root_without_a_reason(name: str) -> None:
+def test_images_are_pinned_and_root_needs_a_reason(name: str) -> None:
     image = SERVICES[name]["image"]
     assert re.fullmatch(r"\S+:v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?", image)
     assert SERVICES[name]["cap_drop"] == ["ALL"]
@@ -80,7 +80,7 @@ def test_nothing_can_be_reached_from_other_machines() -> None:
             assert port.startswith("127.0.0.1:")
 
 
-def test_nobody_has_a_password_and_nobody_can_log_in() -> None:
+def test_no_user_of_the_image_has_a_password_or_can_log_in() -> None:
     env = SERVICES["grafana"]["environment"]
     assert env["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
     assert env["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"

@@ -119,7 +119,7 @@ def wrong(findings: list[Finding]) -> list[str]:
 # ---------------------------------------------------------------- a machine without faults
 
 
-def test_a_machine_that_can_run_a_job_is_said_to_be_fit(etcd: EtcdAccess, tmp_path: Path) -> None:
+def test_a_machine_that_can_run_a_job_passes(etcd: EtcdAccess, tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(
         "import torch, json\nfrom torch.utils.data import DataLoader\nraise SystemExit('was run')\n"
@@ -143,7 +143,7 @@ def test_nothing_is_left_in_the_etcd(etcd: EtcdAccess) -> None:
 # ---------------------------------------------------------------- etcd
 
 
-def test_an_etcd_that_is_away_is_told() -> None:
+def test_an_unreachable_etcd_is_a_finding() -> None:
     said = doctor("--etcd", "http://127.0.0.1:1", env={"PYTHON_EXEC": "/no/python"})
     assert said.about("etcd") == [
         ("wrong", "nothing listens at 127.0.0.1:1; start etcd there or correct the address")
@@ -275,7 +275,7 @@ def test_a_key_that_others_may_read_is_advised_against(tls: Keys) -> None:
     assert f"anybody on this machine can read the key {key}" in [f.says for f in found]
 
 
-def test_a_server_certificate_that_has_expired_is_told(tmp_path: Path) -> None:
+def test_an_expired_server_certificate_is_a_finding(tmp_path: Path) -> None:
     for keys in serving_tls(tmp_path, expires_h=-30):
         (said,) = wrong(until_serving(keys.access))
         assert "certificate has expired" in said
@@ -309,7 +309,7 @@ def test_a_jobs_other_nodes_are_tried(etcd: EtcdAccess) -> None:
     assert found == "node far of the job cannot be reached at 127.0.0.1:1: Connection refused"
 
 
-def test_few_open_files_are_told() -> None:
+def test_a_low_limit_of_open_files_is_a_finding() -> None:
     def few() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
 
@@ -318,7 +318,7 @@ def test_few_open_files_are_told() -> None:
 
 
 @pytest.mark.skipif(not may(*OWN_MOUNTS), reason="nothing may be mounted here")
-def test_a_small_shared_memory_is_told() -> None:
+def test_a_small_shared_memory_is_a_finding() -> None:
     inside = (*OWN_MOUNTS, "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh")
     ((grade, says),) = doctor(inside=inside).about("shared memory")
     assert (grade, says) == (
@@ -327,14 +327,14 @@ def test_a_small_shared_memory_is_told() -> None:
     )
 
 
-def test_a_shared_memory_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_shared_memory_is_a_finding(tmp_path: Path) -> None:
     found = worst(checks.shared_memory(candidate(), str(tmp_path / "shm")))
     assert found.says == f"{tmp_path / 'shm'} cannot be used: No such file or directory"
 
 
 @pytest.mark.parametrize(("limit", "found"), [("300", 1), ("10000", 0), ("max", 0)])
 @pytest.mark.parametrize("version", ["", "pids"])
-def test_few_tasks_are_told(limit: str, found: int, version: str, tmp_path: Path) -> None:
+def test_a_low_limit_of_tasks_is_a_finding(limit: str, found: int, version: str, tmp_path: Path) -> None:
     folder = tmp_path / version
     folder.mkdir(exist_ok=True)
     (folder / "pids.max").write_text(f"{limit}\n")
@@ -343,7 +343,7 @@ def test_few_tasks_are_told(limit: str, found: int, version: str, tmp_path: Path
 
 
 @pytest.mark.skipif(not may(*OWN_NET), reason="no network namespace may be made here")
-def test_a_machine_without_a_network_is_told() -> None:
+def test_a_machine_without_a_network_is_a_finding() -> None:
     setup = 'ip link set lo up; exec "$@"'
     said = doctor("--etcd", "http://192.0.2.1:2379", inside=(*OWN_NET, "sh", "-c", setup, "sh"))
     assert ("wrong", "no interface but loopback is up") in said.about("network")
@@ -410,7 +410,7 @@ def test_loopback_is_no_address_for_other_nodes() -> None:
 # ---------------------------------------------------------------- the Python of the workers
 
 
-def test_a_python_without_torch_is_told() -> None:
+def test_a_python_without_torch_is_a_finding() -> None:
     ((grade, says),) = doctor().about("torch")
     assert grade == "wrong"
     assert says == f"{NO_TORCH} cannot import torch: ModuleNotFoundError: No module named 'torch'"
@@ -461,7 +461,7 @@ def test_a_module_is_found_as_python_m_would(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("source", "error"), [("import json\nif\n", "SyntaxError"), (None, "FileNotFoundError")]
 )
-def test_a_script_that_cannot_be_read_is_told(tmp_path: Path, source: str | None, error: str) -> None:
+def test_an_unreadable_script_is_a_finding(tmp_path: Path, source: str | None, error: str) -> None:
     if source is not None:
         (tmp_path / "job.py").write_text(source)
     assert imports(tmp_path / "job.py")["error"].startswith(error)

@@ -43,7 +43,7 @@ def panels(kind: str) -> list[Any]:
     return [pytest.param(p, id=f"{name}: {p['title']}") for name, p in PANELS if p["type"] == kind]
 
 
-def test_what_is_committed_is_what_the_code_makes(tmp_path: Path) -> None:
+def test_committed_dashboards_are_what_the_code_makes(tmp_path: Path) -> None:
     pytest.importorskip("grafana_foundation_sdk")
     (tmp_path / "dashboards").mkdir()
     for program in ("boards.py", "generate.py"):
@@ -135,7 +135,7 @@ def test_panels_have_numbers_of_their_own_and_none_covers_another(name: str) -> 
     assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
 
 
-def test_grafana_is_told_where_they_are_and_whom_to_ask() -> None:
+def test_grafana_finds_the_dashboards_and_the_prometheus_of_compose() -> None:
     grafana = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["grafana"]
     mounted = dict(v.split(":")[:2] for v in grafana["volumes"])
     (provider,) = yaml.safe_load((HERE / "provisioning" / "dashboards" / "elasticd.yml").read_text())[

@@ -14,7 +14,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 TEXT = (DEPLOY / "README.md").read_text()
 
 
-def test_every_file_it_names_is_there() -> None:
+def test_every_file_that_the_guide_names_exists() -> None:
     named = set(re.findall(r"\]\(([\w./-]+)\)", TEXT))
     assert named
     assert not [n for n in named if not (DEPLOY / n).exists()]

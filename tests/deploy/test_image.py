@@ -54,7 +54,7 @@ def test_the_base_has_the_python_that_we_require_and_the_paths_name() -> None:
     assert f"/python{version.group(1)}/" in TEXT
 
 
-def test_what_is_built_with_is_pinned_by_the_constraints() -> None:
+def test_the_constraints_pin_the_build_tools() -> None:
     constraints = (ROOT / "deploy" / "constraints.txt").read_text()
     pinned = {line.partition("==")[0].lower() for line in constraints.splitlines() if "==" in line}
     assert {"hatchling", "trove-classifiers", "torch", "grpcio", "protobuf"} <= pinned
@@ -115,7 +115,7 @@ def test_what_the_image_installs_is_what_the_project_and_the_extras_ask_for(
     assert not names & {"pytest", "py-spy"}
 
 
-def test_an_extra_that_there_is_none_of_is_refused() -> None:
+def test_an_unknown_extra_is_refused() -> None:
     command = [sys.executable, ROOT / "deploy" / "requirements.py", ROOT / "pyproject.toml", "s4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "no extra named s4" in done.stderr
@@ -191,7 +191,7 @@ def test_nothing_to_install_or_build_with_is_in_the_image(image: Image) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_whatever_is_installed_in_the_image_is_pinned(image: Image) -> None:
+def test_every_package_in_the_image_is_pinned(image: Image) -> None:
     names = "import importlib.metadata as m; print(*{d.name for d in m.distributions()})"
     told = image.run(["python", "-c", names]).stdout
     installed = set(told.lower().replace("_", "-").split()) - {"elasticd"}

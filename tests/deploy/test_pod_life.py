@@ -253,7 +253,7 @@ def test_the_watchdog_is_fed_twice_in_its_time_and_only_by_the_routine(heard: He
     assert "READY=1" not in heard.words
 
 
-def test_ready_is_said_once_when_registered_and_stopping_when_leaving(heard: Heard) -> None:
+def test_systemd_hears_ready_once_at_registration_and_stopping_when_the_agent_leaves(heard: Heard) -> None:
     leaving = step(REGISTERED, Signalled(signal.SIGTERM), 0.0).state
     states = iter([STATE, REGISTERED, REGISTERED, leaving])
     service = Service(Manager(heard.address), lambda: next(states))

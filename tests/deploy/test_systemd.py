@@ -44,7 +44,7 @@ def test_systemd_has_nothing_to_say_against_it(tmp_path: Path) -> None:
     assert done.returncode == 0 and not said, said
 
 
-def test_what_is_worth_another_try_is_restarted_and_nothing_else() -> None:
+def test_systemd_restarts_exactly_the_exit_codes_documented_as_worth_another_try() -> None:
     told = settings()
     assert told["Restart"] == ["on-failure"], "also when killed, or not heard of by the watchdog"
     documented = {

@@ -28,7 +28,7 @@ def told(cluster: Cluster, *command: str, of: str = "") -> str:
     raise AssertionError(f"not told in {PATIENCE_S:g} s: {of!r}; last: {said}\n{cluster.state()}")
 
 
-def test_who_follows_the_events_is_let_go_when_the_job_ends_and_its_report_tells_what_happened(
+def test_events_follow_ends_with_the_job_and_the_report_tells_what_happened(
     standalone: Cluster,
 ) -> None:
     standalone.limits = (2, 2)

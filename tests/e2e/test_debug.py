@@ -33,7 +33,7 @@ def records(cluster: Cluster) -> Path:
     return folder
 
 
-def test_what_ranks_disagree_in_is_said_when_one_fails_and_at_the_end_and_kept(alone: Cluster) -> None:
+def test_disagreements_of_ranks_are_shown_at_a_failure_and_at_the_end_and_are_kept(alone: Cluster) -> None:
     agent = start(alone, "weights", "fails")
     assert agent.end() == 1, agent.said()
     first, second = [event["text"] for event in agent.find("debug.disagreement", round=1)]
@@ -77,7 +77,7 @@ def test_a_barrier_that_a_rank_never_reaches_is_named_once_the_round_hangs(alone
 
 
 @pytest.mark.slow
-def test_a_script_without_a_mistake_is_said_to_agree(alone: Cluster) -> None:
+def test_debug_says_that_the_ranks_of_a_correct_script_agree(alone: Cluster) -> None:
     agent = start(alone)
     assert agent.end() == 0, agent.said()
     assert not agent.find("debug.disagreement")

@@ -20,7 +20,7 @@ from tests.etcd import cluster as etcds
 MakeCluster = Callable[[str | None], Cluster]
 
 
-def test_nobody_restarts_when_etcd_is_killed_and_started_again_during_training(
+def test_no_worker_restarts_when_etcd_is_killed_and_started_again_during_training(
     clusters: MakeCluster, etcd: Etcd
 ) -> None:
     cluster = clusters(etcd.url)
@@ -42,7 +42,7 @@ def test_nobody_restarts_when_etcd_is_killed_and_started_again_during_training(
 
 
 @pytest.mark.parametrize("how", ["hangs", pytest.param("is dead", marks=pytest.mark.slow)])
-def test_nobody_restarts_when_etcd_is_away_for_longer_than_every_lease(
+def test_no_worker_restarts_when_etcd_is_away_for_longer_than_every_lease(
     clusters: MakeCluster, etcd: Etcd, how: str
 ) -> None:
     cluster = clusters(etcd.url)
@@ -238,7 +238,7 @@ def test_one_of_three_etcds_may_be_killed_and_another_leader_elected(
 
 
 @pytest.mark.slow
-def test_nobody_restarts_when_all_three_etcds_freeze_for_longer_than_every_lease(
+def test_no_worker_restarts_when_all_three_etcds_freeze_for_longer_than_every_lease(
     clusters: MakeCluster, tmp_path: Path
 ) -> None:
     folder = tmp_path / "etcd"

@@ -49,7 +49,7 @@ def _hung(cluster: Cluster) -> list[dict[str, Any]]:
     return [found[round] for round in sorted(found)]
 
 
-def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(cluster: Cluster) -> None:
+def test_hung_workers_are_named_and_replaced_but_slow_ones_are_not(cluster: Cluster) -> None:
     cluster.limits = (3, 3)
     cluster.policy |= HASTY
     faults = ["loading", "stopped", "missing", "mismatched", "deadlock"]
@@ -127,7 +127,7 @@ def test_nodes_find_out_together_whose_worker_hangs(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_whatever_hangs_on_several_nodes_is_named_with_evidence_from_all_ranks(cluster: Cluster) -> None:
+def test_a_hang_on_several_nodes_is_named_with_evidence_from_all_ranks(cluster: Cluster) -> None:
     cluster.limits = (4, 4)
     cluster.policy |= HASTY
     faults = ["stopped", "missing", "mismatched", "deadlock"]

@@ -287,7 +287,7 @@ def test_a_spare_takes_the_place_of_a_killed_worker_at_once(residents: Residents
     residents.finish(a)
 
 
-def test_a_node_that_leaves_comes_or_is_lost_and_scaling_restart_nobody_elsewhere(
+def test_nodes_that_leave_join_or_are_lost_and_scaling_restart_no_worker_elsewhere(
     residents: Residents,
 ) -> None:
     residents.cluster.limits = (1, 4)

@@ -82,7 +82,7 @@ def test_a_copy_of_the_same_script_elsewhere_is_welcome(cluster: Cluster) -> Non
     cluster.finishes(a, b)
 
 
-def test_a_job_nobody_works_on_takes_new_limits(cluster: Cluster) -> None:
+def test_a_job_without_nodes_takes_new_limits(cluster: Cluster) -> None:
     cluster.limits = (1, 1)
     (a,) = cluster.start("a")
     first = cluster.world(1)

@@ -248,7 +248,7 @@ def test_prometheus_scrapes_over_tls_with_the_token(cluster: Cluster, tmp_path: 
     cluster.finishes(a)
 
 
-def test_nothing_is_served_where_nobody_wants_it(cluster: Cluster) -> None:
+def test_with_http_off_nothing_is_served(cluster: Cluster) -> None:
     cluster.limits = (1, 1)
     (a,) = cluster.start("a", options=["--http=off"])
     cluster.world(1)

@@ -48,7 +48,7 @@ def test_status_and_ls_find_it_and_scale_steers_it(alone: Cluster) -> None:
     assert alone.job not in alone.command("ls").out
 
 
-def test_nobody_else_reaches_its_etcd_and_its_ports_are_on_loopback_only(
+def test_other_users_cannot_reach_its_etcd_and_its_ports_are_on_loopback_only(
     alone: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (a,) = alone.start("a", slots=2)

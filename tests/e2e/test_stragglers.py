@@ -92,7 +92,7 @@ def test_the_rank_that_is_a_fifth_slower_is_named_and_its_slot_left_out_without_
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("beside", ["all of them", "one of them"])
-def test_nobody_is_named_as_busy_processes_starve_the_workers_but_who_is_slow_by_itself(
+def test_of_workers_starved_by_other_processes_none_is_named_but_a_slow_one(
     cluster: Cluster, burden: Burden, tmp_path: Path, beside: str
 ) -> None:
     processors = sorted(os.sched_getaffinity(0))

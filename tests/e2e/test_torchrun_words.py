@@ -31,7 +31,7 @@ def test_ranks_meet_at_the_master_port_in_every_round(cluster: Cluster) -> None:
     ]
 
 
-def test_a_master_port_that_is_taken_is_said_and_nobody_waits_for_it(cluster: Cluster) -> None:
+def test_a_taken_master_port_is_reported_and_delays_nothing(cluster: Cluster) -> None:
     cluster.limits = (1, 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -354,7 +354,7 @@ def test_losing_the_member_in_use_or_the_leader_loses_neither_lease_nor_watch(
     assert not any(n.cut_off for n in news if isinstance(n, StoreSilent))
 
 
-def test_a_member_that_knows_no_leader_applies_nothing_and_says_so(cluster: Cluster) -> None:
+def test_a_member_without_a_leader_applies_nothing_and_returns_an_error(cluster: Cluster) -> None:
     await_serving(EtcdAccess(cluster.endpoints[:1]))  # a quorum of other members may have started first
     for member in cluster.members[1:]:
         member.kill()

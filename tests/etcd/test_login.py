@@ -60,7 +60,7 @@ def test_a_wrong_password_is_refused_without_being_shown(locked: Member) -> None
     assert "wr0ng" not in str(error.value)
 
 
-def test_no_password_where_one_is_wanted_says_so(locked: Member) -> None:
+def test_a_missing_password_is_a_clear_error(locked: Member) -> None:
     with (
         Client(as_user(locked, None, None)) as client,
         pytest.raises(StoreRefused, match="asks for a user name and password"),
@@ -68,7 +68,7 @@ def test_no_password_where_one_is_wanted_says_so(locked: Member) -> None:
         client.check()
 
 
-def test_a_password_where_none_is_wanted_says_so(etcd: Embedded) -> None:
+def test_a_password_for_an_etcd_without_authentication_is_a_clear_error(etcd: Embedded) -> None:
     with (
         Client(as_user(etcd, "root", "s3cret")) as client,
         pytest.raises(StoreRefused, match="has no logins enabled"),

@@ -105,7 +105,7 @@ def test_missing_fields_with_a_default_take_it() -> None:
     assert records.decode("budget", b'{"v":1}') == facts.Budget()
 
 
-def test_a_record_of_a_newer_elasticd_says_so_in_one_sentence() -> None:
+def test_a_record_of_a_newer_elasticd_is_refused_in_one_sentence() -> None:
     with pytest.raises(NewerRecord, match=r"spec .*version 2.*newer elasticd, so upgrade this one$") as error:
         records.decode("spec", b'{"v":2,"whatever":[]}')
     assert error.value.key == "spec"

@@ -215,14 +215,14 @@ def test_what_it_prints_does_the_same_with_etcdctl(guarded: Guarded, tmp_path: P
     assert guarded.made("it's a job", "--user=printed", "--remove")[0] == "There is no user printed."
 
 
-def test_who_is_not_root_is_refused_in_a_sentence(guarded: Guarded) -> None:
+def test_another_user_than_root_is_refused_in_one_sentence(guarded: Guarded) -> None:
     guarded.made("plain")
     for user in ("plain", "nobody"):
         said = guarded.refused("evil", by=user)
         assert "permission denied: only a user with the role root may make and remove roles." in said
 
 
-def test_an_etcd_that_asks_nobody_who_they_are_is_not_given_roles(etcd: Embedded) -> None:
+def test_an_etcd_without_authentication_gets_no_roles(etcd: Embedded) -> None:
     done = elasticd("etcd-role", "job", f"--etcd=http://{etcd.endpoint}")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "has authentication off" in done.stderr and "etcdctl auth enable" in done.stderr

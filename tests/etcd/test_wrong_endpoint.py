@@ -141,7 +141,7 @@ def test_files_that_are_no_certificates_are_named(guarded: EtcdAccess, tmp_path:
         check(replace(guarded, cert=junk))
 
 
-def test_nobody_listening_says_so() -> None:
+def test_an_endpoint_where_no_server_listens_is_a_clear_error() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{sock.getsockname()[1]}"
@@ -149,7 +149,7 @@ def test_nobody_listening_says_so() -> None:
             check(EtcdAccess((endpoint,)))
 
 
-def test_an_unknown_host_says_so() -> None:
+def test_an_unknown_host_is_a_clear_error() -> None:
     with pytest.raises(
         StoreUnavailable, match=r"host of etcd endpoint no-such-host.invalid:2379 is not known"
     ):
@@ -169,7 +169,7 @@ def test_an_ssh_server_is_not_an_etcd() -> None:
             check(EtcdAccess((endpoint,), tls=True))
 
 
-def test_one_who_says_nothing_is_unavailable() -> None:
+def test_a_server_that_never_answers_is_unavailable() -> None:
     with (
         listener(None) as endpoint,
         pytest.raises(StoreUnavailable, match="accepts connections but does not answer"),

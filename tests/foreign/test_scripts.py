@@ -126,7 +126,7 @@ OWN_FLAGS = [
 ]  # fmt: skip
 
 
-def test_a_scripts_flags_are_its_own_whatever_they_are_called(elasticd: Launcher) -> None:
+def test_a_script_gets_all_of_its_flags_even_those_named_like_elasticds(elasticd: Launcher) -> None:
     """torchrun takes --logs for its own --logs-specs, even after the script's name."""
     ended = elasticd.run(PROGRAMS / "own_flags.py", *OWN_FLAGS)
     assert ended.status == 0, ended.err

@@ -25,7 +25,7 @@ def outcome_of(job: Callable[[str, str], None], folder: Path) -> Any:
     return reads(folder, "alone", "outcome")
 
 
-def test_who_is_left_alone_in_a_sum_on_the_gpu_goes_on_at_once_and_takes_in_who_comes(
+def test_a_survivor_alone_in_a_sum_on_the_gpu_goes_on_at_once_and_takes_in_a_newcomer(
     crew: Crew, tmp_path: Path
 ) -> None:
     expected = outcome_of(alone, tmp_path / "alone")

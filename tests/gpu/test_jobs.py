@@ -110,7 +110,7 @@ def test_the_rank_that_needs_a_fifth_more_of_its_gpu_is_named(
     assert {e["rank"] for agent in (a, b) for e in agent.find("worker.straggling")} == {1}
 
 
-def test_who_waits_on_the_gpu_is_told_from_who_is_waited_for_and_the_recorder_has_the_sum(
+def test_waiting_workers_are_distinguished_from_the_late_one_on_the_gpu_and_the_recorder_has_the_sum(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     cluster.limits = (2, 2)

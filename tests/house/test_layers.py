@@ -42,13 +42,13 @@ def name(module: Path) -> str:
 
 
 @pytest.mark.parametrize("package", ["core", "data"])
-def test_what_is_pure_imports_only_the_standard_library_and_itself(package):
+def test_pure_packages_import_only_the_standard_library_and_themselves(package):
     for module in within(package):
         foreign = {i for i in imports(module) if i.partition(".")[0] not in sys.stdlib_module_names}
         assert not {i for i in foreign if not i.startswith(f"elasticd.{package}")}, name(module)
 
 
-def test_what_is_pure_is_handed_time_and_chance_and_touches_nothing():
+def test_pure_packages_import_no_clock_no_randomness_and_no_input_or_output():
     effects = {
         "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random",
         "secrets", "select", "shutil", "signal", "socket", "subprocess", "tempfile", "threading", "time",

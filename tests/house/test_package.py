@@ -24,7 +24,7 @@ def modules(requirements: list[str]) -> set[str]:
     return {IMPORTED_AS.get(package, package) for package in packages}
 
 
-def test_what_is_imported_from_outside_is_a_dependency_or_in_an_extra() -> None:
+def test_every_imported_package_is_a_dependency_or_in_an_extra() -> None:
     known = modules([*PROJECT["dependencies"], *(line for extra in FOR_JOBS for line in EXTRAS[extra])])
     known |= sys.stdlib_module_names | {"sitecustomize"}
     # packages for the integrations: a script has installed its own library

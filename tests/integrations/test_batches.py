@@ -30,7 +30,7 @@ def step_samples(world: int, number: int, **cut: int) -> list[int]:
     largest=st.integers(1, 4),
     drop_last=st.booleans(),
 )
-def test_each_sample_of_an_epoch_is_used_once_whatever_the_world(samples, worker_batch, largest, drop_last):
+def test_each_sample_of_an_epoch_is_used_once_in_any_world(samples, worker_batch, largest, drop_last):
     global_batch = worker_batch * largest
     steps = samples // global_batch if drop_last else -(-samples // global_batch)
     if not steps or samples // steps < largest:

@@ -37,7 +37,7 @@ def objects_named() -> set[str]:
     return {f"{o['kind'].lower()}/{o['metadata']['name']}" for o in built}
 
 
-def test_every_overlay_and_component_is_told_of() -> None:
+def test_the_guide_names_every_overlay_and_component() -> None:
     for name in OVERLAYS:
         assert f"(overlays/{name})" in GUIDE
     for name in COMPONENTS:
@@ -54,7 +54,7 @@ def test_links_and_folders_exist() -> None:
     assert (ROOT / "deploy" / "certs.sh").exists()
 
 
-def test_commands_name_things_that_are_there() -> None:
+def test_the_guide_s_commands_name_objects_that_exist() -> None:
     known = objects_named()
     seen = 0
     for words in commands():
@@ -135,7 +135,7 @@ def test_the_kustomization_to_copy_can_be_built(tmp_path: Path) -> None:
     assert certificates["train-etcd-tls"]["commonName"] == "train", "the job, whose role in etcd is its own"
 
 
-def test_nobody_but_etcds_members_has_a_certificate_of_their_authority() -> None:
+def test_only_etcds_members_have_a_certificate_of_their_authority() -> None:
     objects = yaml.safe_load_all((K8S / "components" / "cert-manager" / "certificates.yaml").read_text())
     made = [o["spec"] for o in objects if o["kind"] == "Certificate"]
     issued = {c["secretName"]: c["issuerRef"]["name"] for c in made if not c.get("isCA")}

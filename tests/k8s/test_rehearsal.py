@@ -378,7 +378,7 @@ def test_a_job_that_cannot_come_right_is_given_up_and_its_pods_say_why(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["cpu-dev", "pool", "monitoring"])
-def test_other_overlays_train_and_replace_what_is_lost_as_well(rehearsal: Rehearsal) -> None:
+def test_the_other_overlays_train_and_replace_lost_pods(rehearsal: Rehearsal) -> None:
     cluster = rehearsal.cluster
     rehearsal.trains_with(2)
     cluster.until(lambda: all(one.ready for one in cluster.here()), "all pods are ready")

@@ -24,7 +24,7 @@ def run(bench: Bench, *argv: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("number", ["SIGABRT", "SIGSEGV", "SIGBUS"])
-def test_a_script_that_ran_to_its_end_has_finished_whatever_python_comes_to(
+def test_a_script_that_ran_to_its_end_has_finished_even_if_python_then_crashes(
     bench: Bench, number: str
 ) -> None:
     code, said = run(bench, CRASH, "end", number)

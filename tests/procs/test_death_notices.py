@@ -87,7 +87,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     ],
 )
 @pytest.mark.parametrize("threads", [0, 3])
-def test_an_exit_is_noticed_with_its_status_before_anybody_reaps_it(
+def test_an_exit_is_noticed_with_its_status_before_it_is_reaped(
     watched: Watched, end: str, code: int, threads: int
 ) -> None:
     others = "for _ in range(%d): threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
@@ -313,7 +313,7 @@ def test_more_workers_than_one_system_call_takes_are_watched(tmp_path: Path) -> 
     assert notices.take_trouble() == ""
 
 
-def test_a_kernel_without_the_system_call_is_told_of_once_and_deaths_are_noticed_later(
+def test_a_kernel_without_the_system_call_is_reported_once_and_deaths_are_noticed_later(
     tmp_path: Path,
 ) -> None:
     told = subprocess.run(
@@ -328,7 +328,7 @@ def test_a_kernel_without_the_system_call_is_told_of_once_and_deaths_are_noticed
     assert told.stdout == f"{late}exit codes -9 -9\n", told.stderr
 
 
-def test_another_c_library_is_told_of(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_c_library_is_reported(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python with musl is not available here, so the test has a stand-in."""
     names = {name: n for name, n in os.confstr_names.items() if name != "CS_GNU_LIBC_VERSION"}
     monkeypatch.setattr(os, "confstr_names", names)

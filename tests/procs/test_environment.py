@@ -85,7 +85,7 @@ def test_nccls_error_handling_is_inherited_where_it_is_set() -> None:
     assert assignments(WORLD, A, setting)[0].env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
 
 
-def test_what_is_added_for_every_worker_is_there_and_wins() -> None:
+def test_variables_for_every_worker_override_all_others() -> None:
     env = assignments(WORLD, A, replace(PLAIN, extra={"HF_HOME": "/data", "OMP_NUM_THREADS": "4"}))[0].env
     assert (env["HF_HOME"], env["OMP_NUM_THREADS"]) == ("/data", "4")
 

@@ -67,11 +67,13 @@ def test_the_newest_calls_are_told_in_their_order_whatever_the_ring_began_with()
 @pytest.mark.parametrize(
     "answer", [b"", b"half an ans", b"[]", b"{}", b'{"entries": [{}]}', b'{"entries": 7}']
 )
-def test_of_what_cannot_be_read_nothing_is_told(answer: bytes) -> None:
+def test_an_unreadable_recording_yields_no_calls(answer: bytes) -> None:
     assert flight_recorder.last_calls(answer) == []
 
 
-def test_who_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_answer_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flight_recorder, "ANSWER_S", 0.05)
     page = Page(tmp_path / "page")
     assert flight_recorder.ask(page.path) == b""

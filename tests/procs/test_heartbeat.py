@@ -219,7 +219,7 @@ def test_both_sides_agree_on_the_layout(monkeypatch: pytest.MonkeyPatch) -> None
         sys.modules.pop("elasticd_heartbeat")
 
 
-def test_pages_are_nobody_elses_business(bench: Bench) -> None:
+def test_other_users_cannot_read_pages(bench: Bench) -> None:
     procs = bench.procs(["/bin/sleep", "1000"])
     bench.start(procs)
     assert procs.page_dir.stat().st_mode & 0o777 == 0o700

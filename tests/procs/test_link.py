@@ -112,7 +112,7 @@ def test_a_process_that_goes_on_has_the_environment_and_the_prefix_of_its_new_ra
     assert asked == [(0, [3])]
 
 
-def test_what_entering_took_is_told(bench: Bench) -> None:
+def test_the_duration_of_entering_is_reported(bench: Bench) -> None:
     party = Party(bench, LINKED)
     party.start(1, "obeys")
     party.until(lambda: party.events("worker.entered"))
@@ -120,7 +120,7 @@ def test_what_entering_took_is_told(bench: Bench) -> None:
     assert party.events("worker.entered") == [told]
 
 
-def test_progress_is_that_of_the_round_and_keeps_quiet_about_who_waits(bench: Bench) -> None:
+def test_progress_lists_the_workers_of_the_round_and_no_waiting_ones(bench: Bench) -> None:
     party = Party(bench, LINKED)
     party.start(1, "obeys", "obeys")
     party.until(lambda: len([p for p in party.procs.progress() if p.step > 20]) == 2)
@@ -167,7 +167,7 @@ def test_a_worker_that_is_done_may_end(bench: Bench) -> None:
     assert not party.events("worker.unlinked")
 
 
-def test_a_worker_that_loses_the_others_says_so_and_is_told_to_leave(bench: Bench) -> None:
+def test_a_worker_that_loses_the_others_reports_it_and_is_told_to_leave(bench: Bench) -> None:
     party = Party(bench, LINKED)
     party.start(1, "alone")
     party.until(lambda: party.heard.broke)
@@ -289,14 +289,14 @@ def test_a_worker_that_breaks_the_rules_is_cut_off_and_the_others_go_on(bench: B
     assert [(slot, number) for slot, number, _, _ in party.heard.waits] == [(11, 1)]
 
 
-def test_one_that_waits_and_is_cut_off_is_killed_as_nothing_can_be_made_of_it(bench: Bench) -> None:
+def test_a_standby_whose_link_is_cut_is_killed(bench: Bench) -> None:
     party = Party(bench, LINKED)
     party.standby("floods")
     party.until(lambda: party.exits)
     assert [(number, exit.code) for number, exit in party.exits] == [(0, -SIGKILL)]
 
 
-def test_a_worker_that_never_reads_holds_nobody_up_and_loses_its_link(bench: Bench) -> None:
+def test_a_worker_that_never_reads_delays_no_other_and_loses_its_link(bench: Bench) -> None:
     party = Party(bench, LINKED)
     party.start(1, "never reads")
     party.until(lambda: party.procs._workers[10].protocol.last is Enter)
@@ -389,7 +389,7 @@ def test_a_stranger_is_refused(listener: LinkListener) -> None:
         assert _is_refused(link)
 
 
-def test_one_who_calls_before_the_warden_has_told_of_it_is_let_in_then(
+def test_a_worker_that_connects_before_its_start_is_known_is_accepted_once_it_is(
     listener: LinkListener,
 ) -> None:
     ear = _Ear(listener)
@@ -402,7 +402,7 @@ def test_one_who_calls_before_the_warden_has_told_of_it_is_let_in_then(
         assert _is_refused(link)
 
 
-def test_a_stranger_who_calls_meanwhile_is_refused_then(listener: LinkListener) -> None:
+def test_a_stranger_that_connects_meanwhile_is_refused_later(listener: LinkListener) -> None:
     ear = _Ear(listener)
     with closing(_call(listener)) as link:
         listener._warden.call_soon(lambda: ear.link.started(os.getppid()))
@@ -448,7 +448,7 @@ def test_a_process_that_got_the_number_of_a_worker_is_refused(listener: LinkList
         assert _is_refused(link)
 
 
-def test_who_saves_as_it_was_told_to_end_and_tells_of_it_is_not_held(bench: Bench) -> None:
+def test_a_worker_that_reports_a_save_after_it_was_told_to_end_is_not_held(bench: Bench) -> None:
     program = f"""{CALL}
 import signal, time
 link = call()

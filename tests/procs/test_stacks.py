@@ -127,7 +127,7 @@ def test_py_spy_sees_where_a_stopped_worker_is(
     assert seen.where is not None and seen.where.place.startswith("script.py:")
 
 
-def test_without_py_spy_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_py_spy_the_text_says_that_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert "is not installed" in stacks.py_spy_dump(os.getpid())

@@ -89,7 +89,7 @@ def test_a_worker_of_torchrun_sends_each_step_once(fifo: Path) -> None:
     assert records[-1][2] - records[-2][2] > 0.1e9
 
 
-def test_a_script_whose_steps_nobody_reads_runs_on(fifo: Path) -> None:
+def test_a_script_runs_on_when_no_process_reads_its_step_times(fifo: Path) -> None:
     (fifo.parent / "job.py").write_text(FAKE_TORCH)
     page = Page(fifo.parent / "0")
     words = json.dumps([str(fifo.parent / "job.py"), "--log", "--"])

@@ -95,7 +95,7 @@ link.receive()
         os.kill(ready["warden"], signal.SIGCONT)
 
 
-def test_a_killed_warden_takes_its_workers_along_and_the_agent_is_told(start: Start) -> None:
+def test_a_killed_warden_ends_its_workers_and_the_agent_learns_of_it(start: Start) -> None:
     agent = start(FAMILY)
     families = agent.hear_families(2)
     (ready,) = agent.hear("ready")
@@ -174,7 +174,7 @@ def test_the_warden_ignores_the_signals_that_end_a_job(start: Start) -> None:
     assert is_running(ready["warden"])
 
 
-def test_the_end_of_a_service_is_told(start: Start) -> None:
+def test_the_end_of_a_service_is_reported(start: Start) -> None:
     agent = start(FAMILY, workers=1)
     (ready,) = agent.hear("ready")
     os.kill(ready["service"], signal.SIGKILL)

@@ -210,7 +210,7 @@ def test_what_a_worker_waits_for_is_told_from_its_own_work(tmp_path: Path) -> No
     assert seen["collectives"] == 2, "and not those of other threads"
 
 
-def test_what_fsdp2_waits_for_is_measured_in_those_who_wait_and_not_in_the_one_who_is_late(
+def test_waits_of_fsdp2_are_measured_in_the_waiting_workers_and_not_in_the_late_one(
     tmp_path: Path,
 ) -> None:
     _run(SHARDED, tmp_path)

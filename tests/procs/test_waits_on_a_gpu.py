@@ -122,7 +122,9 @@ def test_a_graph_that_is_captured_is_neither_marked_nor_spoilt(job: Job) -> None
 @pytest.mark.parametrize(
     "call", ["is_current_stream_capturing", "Event", "current_stream", "record", "query", "elapsed_time"]
 )
-def test_whatever_fails_training_goes_on_and_the_gpu_is_asked_no_more(job: Job, call: str) -> None:
+def test_after_a_failed_call_of_cuda_training_goes_on_and_waits_are_no_longer_measured(
+    job: Job, call: str
+) -> None:
     job.cuda.breaks = call
     for _ in range(3):
         job.backward(late_ms=30)

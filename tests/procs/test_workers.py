@@ -160,7 +160,7 @@ def test_a_worker_that_fails_as_its_log_disk_is_full_fails_by_its_nodes_fault(
     assert os.path.getsize(tmp_path / "x") == len((tmp_path / "x").read_bytes().rstrip(b"\0"))
 
 
-def test_what_is_said_of_such_a_failure_names_the_file_and_whose_fault_it_is(
+def test_the_message_of_an_output_that_cannot_be_written_names_the_file_and_the_cause(
     bench: Bench, tmp_path: Path
 ) -> None:
     log = tmp_path / "stdout.log"
@@ -193,7 +193,7 @@ def test_without_an_error_file_a_failure_is_told_from_the_end_of_stderr(bench: B
     assert exit.traceback.startswith("Traceback (most recent call last):")
 
 
-def test_the_end_of_a_redirected_stderr_serves_as_well(bench: Bench, tmp_path: Path) -> None:
+def test_the_message_of_an_exit_also_comes_from_a_redirected_stderr(bench: Bench, tmp_path: Path) -> None:
     dest = LogDest(stderrs={0: str(tmp_path / "stderr.log")})
     (exit,) = bench.run("raise RuntimeError('the last straw')", reify=lambda _n, _e: dest)
     assert exit.message == "RuntimeError: the last straw"
@@ -367,7 +367,7 @@ def test_a_service_that_cannot_run_is_one_sentence(bench: Bench) -> None:
         bench.warden.spawn_service(["/no/etcd"])
 
 
-def test_nobody_waits_for_a_service_whose_program_is_slow_to_begin(bench: Bench, tmp_path: Path) -> None:
+def test_a_service_that_is_slow_to_start_delays_nothing(bench: Bench, tmp_path: Path) -> None:
     program = tmp_path / "slow"
     shutil.copy("/bin/true", program)
     ended = threading.Event()
@@ -392,7 +392,7 @@ def test_nobody_waits_for_a_service_whose_program_is_slow_to_begin(bench: Bench,
     assert ended.wait(PATIENCE_S)
 
 
-def test_whoever_starts_a_worker_when_the_keeper_is_gone_hears_of_its_end(bench: Bench) -> None:
+def test_a_worker_started_after_the_warden_died_is_reported_as_ended(bench: Bench) -> None:
     lost = threading.Event()
     bench.warden.on_lost(lost.set)
     procs = bench.procs(["/bin/true"])

@@ -54,7 +54,7 @@ def test_survivors_that_hear_of_a_loss_late_keep_their_state_though_all_of_them_
     assert result.invariants.steps == 200 and len(_sizes(result)) < 4
 
 
-def test_whoever_keeps_others_waiting_for_long_who_hold_the_state_is_killed_wherever_they_are() -> None:
+def test_a_worker_that_blocks_holders_of_the_state_for_long_is_killed_on_any_node() -> None:
     fault = Fault(10.0, "user_failure", "n0", much=0.0)
     for slots in ((2, 1), (3,)):
         result = directed(fault, setup=Setup(slots, Limits(1, 3), job=_job(dwells=0.5, dwell_s=(60.0, 60.0))))
@@ -98,7 +98,7 @@ def test_two_planned_changes_in_quick_succession_need_no_copies_of_parts(kind: s
     assert _sizes(result)[-1] == (1 if kind == "scale" else 2)
 
 
-def test_who_leaves_hands_over_to_a_worker_that_waits_for_another_unit() -> None:
+def test_a_leaving_worker_hands_over_to_a_worker_that_waits_for_a_whole_unit() -> None:
     job = _job(sharded=True, unit=2)
     setup = Setup((1, 1), Limits(2, 2, unit=2), job=job)
     result = directed(Fault(10.0, "sigterm", "n1", 5.0), setup=setup)
@@ -131,7 +131,7 @@ def test_a_world_with_parts_of_two_steps_is_noticed(monkeypatch: pytest.MonkeyPa
         directed(Fault(10.0, "join", "n2", much=0.0), setup=setup)
 
 
-def test_a_script_that_has_left_its_run_function_comes_to_its_end_whoever_joins_or_leaves() -> None:
+def test_a_script_that_has_left_its_run_function_ends_though_nodes_join_or_leave() -> None:
     """The script's last evaluation takes longer than the time that workers get to leave a round."""
     job = _job(total_steps=50, end_s=(10.0, 12.0))
     faults = (Fault(8.0, "join", "n2"), Fault(9.0, "scale", "n0"), Fault(10.0, "sigterm", "n1"))

@@ -91,7 +91,7 @@ def test_an_agent_that_is_stopped_loses_its_workers_only_where_others_could_repl
     assert len(result.invariants.live) == worlds and result.invariants.ends[-1].restarts == 0
 
 
-def test_a_new_leader_that_saw_no_outage_does_not_replace_who_is_only_late() -> None:
+def test_a_new_leader_that_saw_no_outage_does_not_replace_late_nodes() -> None:
     kinds = frozenset({"pause", "slow", "etcd_hang", "cut"})
     _hold(run(1625, draw(1625, 3, kinds)), replay_command(1625, 3, ",".join(sorted(kinds))))
 

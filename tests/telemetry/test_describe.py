@@ -239,7 +239,7 @@ def lines() -> Iterator[list[str]]:
     root.setLevel(level)
 
 
-def test_json_events_carry_what_was_bound_once_whatever_the_thread(lines: list[str]) -> None:
+def test_json_events_of_any_thread_carry_the_bound_fields(lines: list[str]) -> None:
     log.setup("json", line=lines.append)
     log.bind(job="j", node="n")
     thread = threading.Thread(target=lambda: log.reason(log.get(), EXAMPLES[r.RoundFormed], NOW))
@@ -311,7 +311,7 @@ def test_what_others_wrote_does_not_steer_the_terminal_that_the_log_is_on(lines:
 @pytest.mark.parametrize(
     ("environ", "colored"), [({}, True), ({"TERM": "dumb"}, False), ({"NO_COLOR": "1"}, False)]
 )
-def test_a_terminal_gets_colors_unless_it_has_none_or_nobody_wants_them(
+def test_a_terminal_gets_colors_unless_it_has_none_or_no_color_is_set(
     lines: list[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], colored: bool
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -396,7 +396,7 @@ def test_a_hang_is_explained_in_one_line(verdict: Verdict, said: str) -> None:
     assert describe.hang(verdict) == said
 
 
-def test_many_guilty_ranks_are_not_all_told() -> None:
+def test_of_many_guilty_ranks_only_some_are_listed() -> None:
     said = describe.hang(
         Verdict(Why.ASLEEP, tuple(_look(n, "job.py:5") for n in range(500)), 4, "barrier", "")
     )

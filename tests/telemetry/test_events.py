@@ -107,7 +107,7 @@ def test_events_of_several_folders_are_in_the_order_of_their_times(tmp_path: Pat
     assert [e["at"] for e in events.read(folders)] == [1, 2, 3, 4]
 
 
-def test_who_follows_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Path) -> None:
+def test_a_follower_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Path) -> None:
     state, folder, later = tmp_path / "state", tmp_path / "first", tmp_path / "later"
     for f in (folder, later):
         f.mkdir()

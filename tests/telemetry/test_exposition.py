@@ -135,7 +135,7 @@ def test_the_agents_own_process_and_python_are_told_as_everywhere(accept: str, p
         ("application/openmetrics-text; version=1.x", TEXT),
     ],
 )
-def test_who_takes_openmetrics_gets_it_and_others_the_text_they_know(accept: str, answered: str) -> None:
+def test_openmetrics_is_served_if_accepted_and_the_text_format_otherwise(accept: str, answered: str) -> None:
     body, content_type = expose(everything().copy(), "r", "n", accept)
     assert content_type == answered
     assert body.endswith(b"# EOF\n") == answered.startswith(OPENMETRICS)

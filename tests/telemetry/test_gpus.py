@@ -117,7 +117,7 @@ def test_a_gpu_that_falls_off_the_bus_tells_so_and_silences_no_other() -> None:
     assert gpus.read(["0", "1"])[0].lost, "it stays so"
 
 
-def test_a_gpu_that_was_lost_before_anybody_looked_is_told_of_too() -> None:
+def test_a_gpu_that_was_lost_before_the_first_reading_is_reported() -> None:
     read = Gpus(Nvml(lost={"GPU-1"})).read(["0", "GPU-1"])
     assert read[1].lost and read[0].celsius == 61
 

@@ -69,7 +69,7 @@ def test_a_page_that_fails_takes_no_other_with_it(server: HttpServer) -> None:
 
 
 @pytest.mark.parametrize("nonsense", [b"\r\n\r\n", b"\x16\x03\x01\r\n\r\n", b"GET / SPDY/3\r\n\r\n"])
-def test_what_is_no_request_is_refused(server: HttpServer, nonsense: bytes) -> None:
+def test_an_invalid_request_is_refused(server: HttpServer, nonsense: bytes) -> None:
     assert raw(server, nonsense).startswith(b"HTTP/1.1 400 ")
     assert get(server, "/")[0] == 200
 
@@ -83,7 +83,7 @@ def test_a_request_without_end_is_cut_off(server: HttpServer) -> None:
     assert get(server, "/")[0] == 200
 
 
-def test_who_dawdles_is_dropped_and_meanwhile_others_are_answered(
+def test_a_slow_client_is_dropped_and_others_are_answered_meanwhile(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served, "PATIENCE_S", 0.3)
@@ -96,7 +96,7 @@ def test_who_dawdles_is_dropped_and_meanwhile_others_are_answered(
             pass
 
 
-def test_however_many_sit_there_each_who_asks_is_answered(server: HttpServer) -> None:
+def test_each_request_is_answered_despite_any_number_of_idle_connections(server: HttpServer) -> None:
     idle: list[socket.socket] = []
     try:
         for _ in range(25):
@@ -124,7 +124,7 @@ def test_the_oldest_connection_makes_room_for_one_too_many(
         assert idle[2].recv(15) == b"HTTP/1.1 200 OK"
 
 
-def test_who_asks_and_does_not_listen_keeps_nobody_out() -> None:
+def test_a_client_that_does_not_read_its_answer_blocks_no_other() -> None:
     pages = {"/": lambda _: Answer(b"home\n"), "/big": lambda _: Answer(bytes(16 << 20))}
     with HttpServer("127.0.0.1", 0, Site(pages)) as server:
         deaf = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(40)]
@@ -137,7 +137,7 @@ def test_who_asks_and_does_not_listen_keeps_nobody_out() -> None:
                 sock.close()
 
 
-def test_who_sends_a_byte_now_and_then_is_dropped_all_the_same(
+def test_a_client_that_sends_a_byte_now_and_then_is_dropped(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served, "PATIENCE_S", 0.5)
@@ -177,7 +177,7 @@ def test_strangers_do_not_write_our_log(
     assert [record.message for record in caplog.records] == ["cannot answer /broken"]
 
 
-def test_the_server_is_imported_for_the_first_who_asks() -> None:
+def test_the_server_is_imported_at_the_first_request() -> None:
     program = """
 import sys, urllib.request
 from elasticd.telemetry.http import Answer, HttpServer, Site
@@ -200,7 +200,7 @@ def tls(authority: Authority) -> Tls:
     return Tls(*authority.issue("agent", "127.0.0.1"))
 
 
-def test_over_tls_who_asks_can_tell_whom(authority: Authority, tls: Tls) -> None:
+def test_over_tls_a_client_can_verify_the_server(authority: Authority, tls: Tls) -> None:
     trusting = authority.trusting()
     with HttpServer("127.0.0.1", 0, Site({"/": lambda _: Answer(b"home\n")}), tls) as server:
         assert server.url == f"https://127.0.0.1:{server.port}/"
@@ -212,7 +212,7 @@ def test_over_tls_who_asks_can_tell_whom(authority: Authority, tls: Tls) -> None
             get(server, "/")  # without encryption
 
 
-def test_over_tls_idle_connections_keep_nobody_out(authority: Authority, tls: Tls) -> None:
+def test_over_tls_idle_connections_block_no_other(authority: Authority, tls: Tls) -> None:
     trusting = authority.trusting()
     with HttpServer("127.0.0.1", 0, Site({"/": lambda _: Answer(b"home\n")}), tls) as server:
         idle = [
@@ -227,7 +227,7 @@ def test_over_tls_idle_connections_keep_nobody_out(authority: Authority, tls: Tl
                 sock.close()
 
 
-def test_what_is_no_certificate_is_no_server(tls: Tls, tmp_path: Path) -> None:
+def test_a_server_with_an_invalid_certificate_does_not_start(tls: Tls, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing.pem"
     nothing.write_text("nothing")
     for wrong in (Tls(nothing, tls.key), Tls(tls.cert, nothing), Tls(tls.cert, tmp_path / "missing")):
@@ -259,7 +259,7 @@ def basic(user: str, password: str) -> str:
         ("Digest s3cret", 401),
     ],
 )
-def test_a_private_page_is_shown_to_who_knows_the_token(sent: str | None, status: int) -> None:
+def test_a_private_page_needs_the_token(sent: str | None, status: int) -> None:
     pages = {path: lambda _: Answer(b"ok\n") for path in ("/status", "/healthz")}
     headers = {} if sent is None else {"Authorization": sent}
     with HttpServer("127.0.0.1", 0, Site(pages, private=("/status",), token="s3cret")) as server:
@@ -285,7 +285,7 @@ def test_a_private_page_is_shown_to_who_knows_the_token(sent: str | None, status
         ("127.0.0.1.evil.example", 421),
     ],
 )
-def test_a_guarded_page_is_shown_only_to_who_asks_for_this_machine(host: str, status: int) -> None:
+def test_a_guarded_page_needs_a_host_header_of_this_machine(host: str, status: int) -> None:
     pages = {path: lambda _: Answer(b"ok\n") for path in ("/status", "/healthz")}
     with HttpServer("127.0.0.1", 0, Site(pages, guarded=("/status",), names=("node-a",))) as server:
         assert get(server, "/status", Host=host)[0] == status

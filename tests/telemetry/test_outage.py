@@ -34,7 +34,7 @@ def test_a_failed_worker_stops_training_from_its_exit_to_the_next_first_step() -
     assert recovery == Recovery(Cause.WORKER_FAILED, pytest.approx(0.3), 4.0)
 
 
-def test_a_lost_node_stops_training_from_the_last_step_that_anybody_made() -> None:
+def test_the_outage_of_a_lost_node_begins_at_the_last_step_of_any_worker() -> None:
     still = trained().see(closing(1, Cause.NODE_LOST, NOW + 15), NOW + 10)
     _, recovery = still.see(live(2, cause=Cause.NODE_LOST, since=NOW + 16), 0.0).first_step(NOW + 17)
     assert recovery == Recovery(Cause.NODE_LOST, 5.0, 7.0)

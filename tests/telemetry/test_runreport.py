@@ -112,14 +112,14 @@ def test_the_size_of_the_world_is_told_over_time() -> None:
     assert run_report([two_rounds()]).world.points == ((1.0, 0.0), (5.0, 2.0), (40.0, 2.0))
 
 
-def test_who_does_not_know_of_the_round_yet_does_not_tell_how_large_the_world_is() -> None:
+def test_an_agent_that_does_not_know_the_round_yet_adds_no_world_size() -> None:
     late = AgentFiles(
         [started("b", 28.0)], [line(29, 0, 0, phase="starting"), line(30, 1, 2), line(31, 2, 2)]
     )
     assert run_report([two_rounds(), late]).world.points == ((1.0, 0.0), (5.0, 2.0), (40.0, 2.0))
 
 
-def test_a_lost_node_is_a_failure_with_its_cost_though_nobody_is_charged() -> None:
+def test_a_lost_node_is_a_failure_with_its_cost_though_no_charge_is_made() -> None:
     part = two_rounds()
     lost = told(20, RoundClosing(1, Cause.NODE_LOST, nodes=("b",)))
     part.events[2:4] = [lost, {**lost, "node": "b"}]

@@ -26,7 +26,7 @@ def test_without_a_home_that_can_be_written_the_place_is_a_temporary_one_of_ones
     assert runs.state_dir() == place
 
 
-def test_a_temporary_place_that_is_somebody_elses_is_refused(
+def test_a_temporary_folder_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")

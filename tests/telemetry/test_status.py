@@ -205,7 +205,7 @@ def test_what_the_leader_has_summed_up_stands_in_for_what_it_does_not_answer() -
     assert job_status("j", {**in_etcd, "progress/b": newer}, NOW).step == 60, "the leader has answered"
 
 
-def test_who_lags_behind_in_this_round_is_named() -> None:
+def test_a_straggler_of_this_round_is_named() -> None:
     found = Stragglers(3, 0.5, (Laggard("b", 1, 1, 1.31),))
     r = job_status("j", {**FACTS, "stragglers": found}, NOW)
     assert json.loads(json.dumps(r.as_json()))["stragglers"] == [
@@ -228,12 +228,12 @@ def test_a_round_that_was_closing_when_its_last_node_left_waits_for_others() -> 
     assert {s.state for n in r.nodes for s in n.slots} == {"idle"}
 
 
-def test_a_member_that_came_back_as_somebody_new_waits() -> None:
+def test_a_member_that_came_back_as_another_incarnation_waits() -> None:
     facts = {**FACTS, "nodes/a": node("a", incarnation="a-2")}
     assert ("a", "waiting") in [(n.node, n.state) for n in job_status("j", facts, NOW).nodes]
 
 
-def test_a_draining_node_is_told() -> None:
+def test_a_draining_node_is_shown() -> None:
     facts = {**FACTS, "nodes/c": node("c", draining=True)}
     assert ("c", "draining") in [(n.node, n.state) for n in job_status("j", facts, NOW).nodes]
 
@@ -255,7 +255,7 @@ def test_the_step_after_a_restart_is_the_jobs_before_anything_is_committed_again
     assert (r.step, r.step_told) == (60, True)
 
 
-def test_the_step_of_a_script_that_does_not_tell_it_is_said_to_be_counted() -> None:
+def test_the_status_says_whether_the_script_reports_its_step() -> None:
     r = job_status("j", FACTS, NOW)
     assert (r.step, r.step_told) == (50, False)
 

@@ -74,7 +74,7 @@ def test_a_token_where_there_is_no_state_sets_none(backend: EtcdV3RendezvousBack
 @pytest.mark.parametrize(
     "value", [b"", b"non-JSON", b"{}", b"[]", b'{"base64":"?"}', b"\xff\xfe", pickle.dumps(1)]
 )
-def test_a_corrupt_state_is_told(
+def test_a_corrupt_state_raises_an_error(
     etcd: Embedded, backend: EtcdV3RendezvousBackend, key: bytes, value: bytes
 ) -> None:
     with Client(etcd.access) as client:
@@ -83,7 +83,7 @@ def test_a_corrupt_state_is_told(
         backend.get_state()
 
 
-def test_no_connection_is_told(key: bytes) -> None:
+def test_a_missing_connection_raises_an_error(key: bytes) -> None:
     connection = Connection(EtcdAccess(("127.0.0.1:1",), timeout_s=0.5))
     backend = EtcdV3RendezvousBackend(connection, key)
     with pytest.raises(RendezvousConnectionError):

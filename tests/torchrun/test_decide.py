@@ -53,7 +53,7 @@ def test_a_node_unknown_to_etcd_registers_first() -> None:
     assert decide("a", ADDRESS, RendezvousView(None, {}), rules(1, 1), NOW) == Register()
 
 
-def test_the_first_round_forms_at_once_when_everybody_is_there() -> None:
+def test_the_first_round_forms_at_once_when_all_nodes_are_there() -> None:
     view = RendezvousView(None, {"b": seen(2, since=NOW), "a": seen(1, since=NOW)})
     assert formed(decide("a", ADDRESS, view, rules(1, 2), NOW)) == (1, ["a", "b"])
 
@@ -115,7 +115,7 @@ def test_a_node_that_does_not_fit_is_redundant_and_becomes_eligible_when_a_membe
     assert isinstance(verdict, Wait) and not verdict.redundant
 
 
-def test_nobody_joins_a_closed_rendezvous() -> None:
+def test_no_node_joins_a_closed_rendezvous() -> None:
     closed = round_of(3, "a", closed=RendezvousClosed("a", 0.0))
     assert decide("b", ADDRESS, RendezvousView(closed, {}), rules(1, 2), NOW) == Rejected(closed)
 

@@ -138,7 +138,7 @@ def test_one_that_timed_out_does_not_close_the_rendezvous_for_the_others(nodes: 
     assert {info.world_size for info in nodes.joined(*pair)} == {2}
 
 
-def test_closing_is_seen_by_all_and_nobody_joins_any_more(nodes: Nodes) -> None:
+def test_all_nodes_see_the_close_and_no_node_joins_afterwards(nodes: Nodes) -> None:
     first, second = nodes.new(2, 2), nodes.new(2, 2)
     nodes.joined(first, second)
     assert not second.is_closed()

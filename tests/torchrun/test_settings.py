@@ -63,7 +63,7 @@ def test_tls_files_make_it_https(tmp_path: Path) -> None:
         ({"run_id": ""}, "--rdzv-id"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(conf: dict[str, object], says: str) -> None:
+def test_each_wrong_setting_is_an_error_of_one_sentence(conf: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says) as raised:
         settings(**conf)  # type: ignore[arg-type]
     assert "\n" not in str(raised.value)

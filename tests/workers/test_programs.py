@@ -192,7 +192,7 @@ def test_each_worker_answers_bad_input_with_one_sentence(
 
 
 @pytest.mark.parametrize("program", SNAPSHOTS)
-def test_a_program_whose_default_folder_cannot_be_made_says_so_before_it_trains(
+def test_a_program_that_cannot_make_its_default_folder_fails_before_it_trains(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ELASTICD_JOB_NAME", "job")
