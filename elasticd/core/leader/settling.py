@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import NamedTuple
 
 from elasticd.core import budget as budgets
 from elasticd.core.facts import Budget, Cause, Failure, Outcome, Round, Spec
@@ -37,47 +38,19 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         return end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
     if _is_disturbed(roll):  # not all workers have passed on what they were to pass on
         round = replace(round, planned=False)
-    lost = any(roll.needed(Mark.MISSING)) or bool(roll[Mark.FENCED])
-    budget, newest = view.budget, roll.newest_age
-    goes_on_from = newest.step if newest is not None else None
-    reasons: tuple[Reason, ...] = ()
-    reports = view.reports.to_dict().values()
-    failure = roll.first.get(Mark.FAILED)
     fatal = roll.first.get(Mark.FATAL)
-    step = budgets.nonfinite_step(roll.reports_of(Mark.ASTRAY))
     if fatal is not None and fatal.exit.fatal is not None:
         ended = replace(round, failure=fatal)
         return end(view, ended, now, _OUTCOMES[fatal.exit.fatal], _last_line(fatal.exit.message))
-    broken = round.closing is Cause.WORLD_BROKEN
-    charged = round.closing is not None and round.closing.charged
-    if lost and (charged or broken):
-        # The workers that failed first are those that talked to the lost node. They are not to blame.
-        round, charged = replace(round, closing=Cause.NODE_LOST), False
-    elif broken and failure is not None:  # a worker failed, and took long to end
-        round, charged = replace(round, closing=Cause.WORKER_FAILED), True
-    elif round.closing in (Cause.GREW, Cause.SCALED) and not lost:
-        own = roll.first.get(Mark.RAISED)
-        if own is not None:  # a newcomer that always fails at once would otherwise resize the job for ever
-            round, charged, failure = replace(round, closing=Cause.WORKER_FAILED), True, own
-    if charged and failure is not None:
-        progressed = budgets.progressed(round, reports, commits=spec.inplace)
-        failed = roll.reports_of(Mark.FAILED)
-        unrunnable = None if progressed else budgets.why_unrunnable(budget, round, failure, failed)
-        if budgets.any_step_seen(budget, round, reports, commits=spec.inplace):
-            budget = replace(budget, stepped=True)
-        else:
-            progressed = progressed or not budgets.may_repeat(failure, round.failure)
-        budget = budgets.charge(budget, failure, progressed, spec.policy, now, goes_on_from)
-        round = replace(round, restarts=round.restarts + 1, failure=failure)
-        budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
-        if step is not None:
-            budget = budgets.note_rollback(budget, step)
-            if (why := budgets.why_no_rollback(budget)) is not None:
-                return end(view, round, now, Outcome.DIVERGED, why, reasons)
-        why = unrunnable or budgets.why_exhausted(budget, spec.policy, commits=spec.inplace)
-        if why is not None:
-            return end(view, round, now, Outcome.FAILED, why, reasons)
-    elif budgets.progressed(round, reports, commits=spec.inplace):
+    budget, newest = view.budget, roll.newest_age
+    goes_on_from = newest.step if newest is not None else None
+    reasons: tuple[Reason, ...] = ()
+    round, failure = _blame(round, roll)
+    if failure is not None:
+        round, budget, reasons, over = _charge(view, spec, round, failure, goes_on_from, now)
+        if over is not None:
+            return end(view, round, now, *over, reasons)
+    elif budgets.progressed(round, view.reports.to_dict().values(), commits=spec.inplace):
         budget = budgets.note_progress(budget)
     if round.closing is Cause.WORLD_BROKEN and goes_on_from is not None:
         budget = budgets.note_broken_world(budget, goes_on_from, now)
@@ -86,6 +59,59 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if spec.stop:
         return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
     return form_or_wait(view, spec, round, budget, reasons, now)
+
+
+def _blame(round: Round, roll: Roll) -> tuple[Round, Failure | None]:
+    """Return the round with its true cause of closing, and the failure to charge; None if there is no failure
+    to charge."""
+    failure = roll.first.get(Mark.FAILED)
+    broken = round.closing is Cause.WORLD_BROKEN
+    charged = round.closing is not None and round.closing.charged
+    if any(roll.needed(Mark.MISSING)) or roll[Mark.FENCED]:
+        # The workers that failed first are those that talked to the lost node. They are not to blame.
+        return (replace(round, closing=Cause.NODE_LOST) if charged or broken else round), None
+    if broken and failure is not None:  # a worker failed, and took long to end
+        return replace(round, closing=Cause.WORKER_FAILED), failure
+    if round.closing in (Cause.GREW, Cause.SCALED):
+        own = roll.first.get(Mark.RAISED)
+        if own is not None:  # a newcomer that always fails at once would otherwise resize the job for ever
+            return replace(round, closing=Cause.WORKER_FAILED), own
+    return round, failure if charged else None
+
+
+class _Charged(NamedTuple):
+    """A round with a charged failure. ``over``: the outcome and why, if the job ends now."""
+
+    round: Round
+    budget: Budget
+    reasons: tuple[Reason, ...]
+    over: tuple[Outcome, str] | None = None
+
+
+def _charge(
+    view: View, spec: Spec, round: Round, failure: Failure, goes_on_from: int | None, now: float
+) -> _Charged:
+    """Charge the budget with the failure. ``goes_on_from``: the newest step that workers hold in memory; None
+    if they hold none."""
+    assert view.reports is not None
+    roll, budget, reports = view.roll, view.budget, view.reports.to_dict().values()
+    progressed = budgets.progressed(round, reports, commits=spec.inplace)
+    failed = roll.reports_of(Mark.FAILED)
+    unrunnable = None if progressed else budgets.why_unrunnable(budget, round, failure, failed)
+    if budgets.any_step_seen(budget, round, reports, commits=spec.inplace):
+        budget = replace(budget, stepped=True)
+    else:
+        progressed = progressed or not budgets.may_repeat(failure, round.failure)
+    budget = budgets.charge(budget, failure, progressed, spec.policy, now, goes_on_from)
+    round = replace(round, restarts=round.restarts + 1, failure=failure)
+    budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
+    step = budgets.nonfinite_step(roll.reports_of(Mark.ASTRAY))
+    if step is not None:
+        budget = budgets.note_rollback(budget, step)
+        if (why := budgets.why_no_rollback(budget)) is not None:
+            return _Charged(round, budget, reasons, (Outcome.DIVERGED, why))
+    why = unrunnable or budgets.why_exhausted(budget, spec.policy, commits=spec.inplace)
+    return _Charged(round, budget, reasons, (Outcome.FAILED, why) if why is not None else None)
 
 
 def _await_members(view: View, spec: Spec, round: Round, now: float) -> Plan | None:
