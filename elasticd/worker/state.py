@@ -122,23 +122,14 @@ class State:
             if shard is not None:
                 raise TypeError("State takes either shard= or split=, and not both")
             _refuse_with_shards("split", data, restore, undo, wrap)
-            shards = SplitState(SplitModel(contents, split, unit))
-            if data is not None:
-                data.divide(unit=asked_unit(unit), evens=True)
+            shards = _split(contents, split, unit, data)
             wrap, compare = None, False
         if shard is not None:
             if not callable(shard):
                 raise TypeError("shard= is a function that calls fully_shard: give a value another name")
             _refuse_with_shards("shard", data, restore, undo, wrap)
-            if data is not None:
-                data.divide(unit=1, evens=True)
-            if consistent:
-                arithmetic = consistent_arithmetic(contents.modules, wraps=False, device=device())
-                refuse_layouts(contents.modules, contents.optimizers, device())
-                contents.stateful["_arithmetic"] = arithmetic
-            shards = ShardedState(
-                ShardedModel(contents, shard, asked_unit(unit)), redundancy, overlap=overlap
-            )
+            sharded = _sharded(contents, shard, unit, data)
+            shards = ShardedState(sharded, redundancy, overlap=overlap)
             wrap = None
         names = to_wrap(contents.modules, contents.trained) if wrap is not None else []
         if consistent and shard is None:
@@ -238,6 +229,25 @@ def _refuse_with_shards(
     if undo is not None or wrap is not data_parallel:
         given = "undo" if undo is not None else "wrap"
         raise TypeError(f"State takes no {given}= with {by}=, which copies and {by}s the model itself")
+
+
+def _split(contents: Contents, split: Split, unit: int | None, data: Data | None) -> SplitState:
+    """Prepare the model and the data for units that split the model."""
+    shards = SplitState(SplitModel(contents, split, unit))
+    if data is not None:
+        data.divide(unit=asked_unit(unit), evens=True)
+    return shards
+
+
+def _sharded(contents: Contents, shard: Shard, unit: int | None, data: Data | None) -> ShardedModel:
+    """Prepare the model and the data for a sharded model."""
+    if data is not None:
+        data.divide(unit=1, evens=True)
+        if data.consistent:
+            arithmetic = consistent_arithmetic(contents.modules, wraps=False, device=device())
+            refuse_layouts(contents.modules, contents.optimizers, device())
+            contents.stateful["_arithmetic"] = arithmetic
+    return ShardedModel(contents, shard, asked_unit(unit))
 
 
 def _saves_of(

@@ -1,8 +1,8 @@
 """Consistent mode: a step computes the same bits in a world of any size.
 
-Everything that could depend on the world's size depends on virtual ranks instead: the order in which
-gradients are added up (elasticd.data.summing), the random numbers for a part of the batch, and the buffers
-before and after the part.
+Nothing depends on the world's size. Virtual ranks decide in its place: on the order in which gradients are
+added up (elasticd.data.summing), on the random numbers for a part of the batch, and on the buffers before and
+after the part.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ConsistentReduction:
         self._next = self._block.start  # the next virtual rank to add
         self._loss = None
         self._is_last = False
-        self._earlier = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        self._earlier = copies_of_gradients(self._parameters)
         self._used = bytearray(len(self._parameters))
         for parameter in self._parameters:
             parameter.grad = None
@@ -232,13 +232,24 @@ class ConsistentReduction:
             for i in (used == 0).nonzero().flatten().tolist():
                 self._parameters[i].grad = None
         self._buffers.arrive((notes[1 + count :] > 0).tolist())
-        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
-            if earlier is not None:
-                if parameter.grad is None:
-                    parameter.grad = earlier
-                else:
-                    parameter.grad += earlier
+        add_earlier(self._parameters, self._earlier)
         self._earlier = []
+
+
+def copies_of_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+    """Return copies of the gradients that the parameters have before a step; None where there is none."""
+    return [None if p.grad is None else p.grad.clone() for p in parameters]
+
+
+def add_earlier(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Add the gradients from before the step (``copies_of_gradients``) to those of the step, as
+    ``backward`` does."""
+    for parameter, earlier in zip(parameters, gradients, strict=True):
+        if earlier is not None:
+            if parameter.grad is None:
+                parameter.grad = earlier
+            else:
+                parameter.grad += earlier
 
 
 # ---------------------------------------------------------------- the same bits on other machines

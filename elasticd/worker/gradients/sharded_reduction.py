@@ -29,7 +29,7 @@ from elasticd.data.dealing import Portion
 from elasticd.data.summing import plan_sums
 from elasticd.worker.gradients import whole_norms
 from elasticd.worker.gradients.buffers import Buffers
-from elasticd.worker.gradients.consistent import BETWEEN, TWICE
+from elasticd.worker.gradients.consistent import BETWEEN, TWICE, add_earlier, copies_of_gradients
 from elasticd.worker.gradients.owned_sums import OwnedSums, owned, turns_of
 from elasticd.worker.sharding.moves import replicas
 from elasticd.worker.sharding.sharded_model import laid_out_like
@@ -181,8 +181,7 @@ class ShardedReduction:
         self._exchanged = 0
         self._loss = None
         self._notes.zero_()
-        self._earlier: list[torch.Tensor | None]
-        self._earlier = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        self._earlier = copies_of_gradients(self._parameters)
         for parameter in self._parameters:
             parameter.grad = None
         self._buffers.note()
@@ -343,12 +342,7 @@ class ShardedReduction:
                 if used[number]:
                     self._parameters[number].grad = laid_out_like(self._parameters[number], local)
         self._buffers.arrive((notes[1 + count :] > 0).tolist())
-        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
-            if earlier is not None:
-                if parameter.grad is None:
-                    parameter.grad = earlier
-                else:
-                    parameter.grad += earlier
+        add_earlier(self._parameters, self._earlier)
         self._earlier = []
 
     def _noted(self) -> torch.Tensor:
