@@ -14,7 +14,7 @@ def control_groups(
     controller: str, groups: str | None = None, root: Path = ROOT
 ) -> Iterator[tuple[int, Path]]:
     """Yield the folder of each control group of this process that has the controller (such as ``memory``),
-    and of its parents, each with the version of control groups: 1 or 2. A folder may be invisible in a
+    and of its parents. With each comes the version of control groups, 1 or 2. A folder may be invisible in a
     container.
 
     ``groups``: the content of /proc/self/cgroup, by default of this process. ``root``: where the groups are

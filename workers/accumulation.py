@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 workers/accumulation.py
     python workers/accumulation.py                 # one process, no launcher
 
-**When**: the batch that the model learns best from needs more memory for activations than the workers at
-hand have, or sending the gradients takes as long as computing them.
+**When**: the batch that the model learns best from needs more memory for activations than the workers have,
+or sending the gradients takes as long as computing them.
 
 **How**: each worker cuts its share of the global batch into pieces of at most ``--piece`` images. The
 backward passes of all pieces but the last run under ``no_sync()``, so the gradients are sent once a step,

@@ -6,8 +6,8 @@
 **When**: hardly ever. It is one line in a script for one device, and no launcher is needed. ddp.py with
 as many workers as devices does the same work faster, and on several machines.
 
-**Cost**: each step copies the model from the first device to all others, and gathers the outputs and adds
-the gradients up on the first, which needs more memory than the others. One Python process issues the work
+**Cost**: each step copies the model from the first device to all others. The first device also gathers the
+outputs and adds up the gradients, so it needs more memory than the others. One Python process issues the work
 of all devices, and its lock lets one thread run at a time. Without a GPU there is one device, and
 DataParallel does nothing.
 

@@ -5,6 +5,6 @@ dataclasses, declared in the modules ``*_messages``. ``codec`` turns messages in
 every field. ``framing`` sends and receives.
 
 Standard library only. The warden must start in milliseconds, and must work where an installed package is
-broken. The zygote loads these files by path before the first line of the user's script: a package that is
-imported there could be another version than the script asks for.
+broken. The zygote loads these files by path, before the first line of the user's script. A package imported
+there could be another version than the script asks for.
 """

@@ -28,8 +28,8 @@ class Codec(Generic[_M]):
     """One direction of a channel. ``kinds``: the classes of the messages, as a union. ``bytes_max``: the size
     of an encoded message.
 
-    A field is a bool, int, float, str, Enum or message; a tuple or frozenset of these; a dict or Mapping from
-    str to these; or a union.
+    A field is a bool, int, float, str, Enum or message; a tuple or frozenset of such values; a dict or
+    Mapping from str to such values; or a union.
     """
 
     def __init__(self, kinds: Any, *, bytes_max: int = 1 << 20) -> None:

@@ -116,7 +116,7 @@ class Channel(Generic[_Said, _Heard]):
 
 
 class QueuedChannel(Channel[_Said, _Heard]):
-    """An end that never waits for the other one: messages are queued if the socket does not take them yet, or
+    """An end that never waits for the other one. Messages are queued if the socket does not take them yet, or
     if this process lacks a descriptor or memory."""
 
     def __init__(self, sock: socket.socket, says: Codec[_Said], hears: Codec[_Heard]) -> None:

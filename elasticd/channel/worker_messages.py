@@ -17,8 +17,8 @@ first enters its run function.
     Done(round l)             ->
 
 A script that works as under torchrun sends no Hello. It may send Checkpointed each time it has written a
-checkpoint. The worker then waits until the agent closes the stream, or sends Leave to say that the worker is
-to end; then the script may run to its end. A worker that has sent Hello gets no answer to Checkpointed.
+checkpoint. The worker then waits until the agent closes the stream, or sends Leave. After Leave the worker is
+to end, and the script may run to its end. A worker that has sent Hello gets no answer to Checkpointed.
 
 When a group breaks, the agent usually knows, since another worker has ended, and sends Leave. If the agent
 does not know, the worker sends Broken. The end of the stream means that the other process has exited.

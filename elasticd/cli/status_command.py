@@ -116,8 +116,8 @@ def _print_job_file(access: EtcdAccess, job: str) -> None:
 
 
 def _look_if_there(place: Place, job: str) -> JobStatus | None:
-    """Return the job's status; None if its standalone run has just ended, or if its records are unusable
-    (which is printed), so that the other jobs can still be listed."""
+    """Return the job's status; None if its standalone run has just ended. If the job's records are unusable,
+    print why and return None, so that the other jobs can still be listed."""
     try:
         return _look(place.access, job)
     except CommandError as error:

@@ -64,9 +64,9 @@ def may_repeat(failure: Failure, before: Failure | None) -> bool:
 
 
 def why_unrunnable(budget: Budget, round: Round, failure: Failure, reports: Iterable[Report]) -> str | None:
-    """Return why a restart cannot help: on every node of the job's first round the script failed to import,
-    with the same error as in ``failure``, or refused its input. None otherwise. ``reports``: of the
-    members that report a failure."""
+    """Return why a restart cannot help. On every node of the job's first round, the script refused its input,
+    or failed to import with the same error as in ``failure``. None otherwise. ``reports``: of the members
+    that report a failure."""
     if budget.total or round.cause is not Cause.START:
         return None
     error, refused = failure.exit.message, failure.exit.code == BAD_USAGE

@@ -46,8 +46,8 @@ _TORCH = re.compile(r"[/\\]torch[/\\](.*)")
 _OWN_WORK = re.compile(r"distributed[/\\](checkpoint|elastic|pipelining|optim)[/\\]")
 _TALKING = re.compile(r"(distributed|nn[/\\]parallel)[/\\]")
 _ENGINE = re.compile(r"autograd[/\\](graph|__init__)\.py")
-# These calls wait in C++ code. A fetched value waits for the GPU, which waits for other ranks; a library's
-# frame counts as well. wait() waits for other ranks only where the script itself calls it.
+# These calls wait in C++ code. A fetched value waits for the GPU, which waits for other ranks. A library's
+# frame counts, too. wait() waits for other ranks only where the script itself calls it.
 _FETCHED = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
 _AWAITED = re.compile(r"\.(wait)\(")
 # elasticd's wrappers around torch's functions.

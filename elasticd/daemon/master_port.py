@@ -2,8 +2,8 @@
 
 Each round has its own store, at a new port, and MASTER_PORT names that port. A script may instead name a
 fixed port, as in ``init_method="tcp://HOST:PORT"``. elasticd forwards connections to the fixed port to the
-store of the live round. A connection between two rounds waits for the next round: a worker of another node
-may enter the round before this node's agent has heard of it.
+store of the live round. A connection between two rounds waits for the next round. A worker of another node
+may enter the round before this node's agent has heard of the round.
 """
 
 from __future__ import annotations

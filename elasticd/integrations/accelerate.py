@@ -40,7 +40,7 @@ _SHARDING: Final = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin")
 
 
 def in_place(*, undo: bool | None = None, **kept: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate the function that trains. Workers keep their process when others die, join or leave: the
+    """Decorate the function that trains. Workers keep their process when others die, join or leave. The
     function is called again in each world, and continues after the last step that was made.
 
     ``kept``: what the training continues from, made before: ``in_place(model=model)``; with a loop of your
@@ -73,10 +73,10 @@ class ElasticLoader:
 
     Make it after ``accelerator.prepare`` of everything but the loader, and after
     ``accelerator.register_for_checkpointing``: it loads the newest checkpoint in ``folder`` by
-    ``accelerator.load_state``. It saves one by ``accelerator.save_state`` every so many steps, at the end of
-    an epoch, and when the workers are asked to end; the process then ends. The newest ``last`` are kept.
-    In a function that is decorated with ``in_place`` each step is committed, and the process goes on while
-    the job does.
+    ``accelerator.load_state``. It saves a checkpoint by ``accelerator.save_state`` every ``every`` steps, at
+    the end of an epoch, and when the workers are asked to end. The process then ends. The newest ``last`` are
+    kept. In a function that is decorated with ``in_place`` each step is committed, and the process goes on
+    while the job does.
 
     A step uses the loader's ``batch_size`` times ``accelerator.gradient_accumulation_steps`` times the
     largest world (``--max``) samples, in any world: in a smaller world each worker accumulates more batches.

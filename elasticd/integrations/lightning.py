@@ -49,7 +49,7 @@ _KEPT_ANYWAY: Final = ("hparams_name", "hparams_type", "hyper_parameters")
 
 
 def in_place(*, undo: bool | None = None, **kept: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate the function that trains. Workers keep their process when others die, join or leave: the
+    """Decorate the function that trains. Workers keep their process when others die, join or leave. The
     function is called again in each world, and ``Trainer.fit`` continues after the last step that was made.
 
     ``kept``: the LightningModule, made before with all its layers: ``in_place(model=model)``. Make everything
@@ -67,15 +67,15 @@ def _forget_nothing(modules: Iterable[nn.Module]) -> None:
 class ElasticFit(Callback):  # type: ignore[misc]
     """Keeps the place of a training in the data, and saves and finds its checkpoints.
 
-    A checkpoint is saved in ``folder``, which all nodes share, every so many steps, after an epoch, and when
-    the workers are asked to end; the process then ends. The newest ``last`` are kept. In a function that is
-    decorated with ``in_place`` each step is committed, and the process goes on while the job does.
+    A checkpoint is saved in ``folder``, which all nodes share: every ``every`` steps, after an epoch, and
+    when the workers are asked to end. The process then ends. The newest ``last`` are kept. In a function that
+    is decorated with ``in_place`` each step is committed, and the process goes on while the job does.
 
-    A step is over when the trainer asks for the next batch: what follows an optimizer's step, such as a
-    validation, belongs to the step, and comes again with the step.
+    A step is over when the trainer asks for the next batch. Work after an optimizer's step, such as a
+    validation, belongs to the step, and is repeated with the step.
 
-    A step uses the loader's ``batch_size`` times the trainer's ``accumulate_grad_batches`` times the largest
-    world (``--max``) samples, in any world: in a smaller world each worker accumulates more batches.
+    The samples of a step are the loader's ``batch_size`` times the trainer's ``accumulate_grad_batches``
+    times the largest world (``--max``). In a smaller world each worker accumulates more batches.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int, last: int = 2) -> None:

@@ -81,7 +81,7 @@ class Filtered:
 @dataclass(slots=True, eq=False)
 class Feed:
     """One output stream of a worker. ``drained`` is set once the stream has ended and all bytes were passed
-    on, or once all bytes were passed on that had arrived when ``Output.drain`` was called."""
+    on. After a call of ``Output.drain``, it is set once all bytes were passed on that had arrived by then."""
 
     stream: int
     source: int

@@ -3,7 +3,7 @@
 When the agent dies, the warden lives long enough to kill all workers and services and to remove registered
 files. It also enforces the fence, so that workers stop in time even if the agent is stopped.
 
-Standard library only, started as ``python -I -S``: faults of torch, grpc or the agent's threads do not affect
+Standard library only, started as ``python -I -S``. Faults of torch, grpc or the agent's threads do not affect
 the warden, and a fork takes a fraction of a millisecond. One thread does all work; others only wait for
 deaths of workers (``death_notices``). The agent uses ``warden_client``.
 

@@ -1,9 +1,10 @@
 """The status of a job: one frozen value, which every view shows. Pure.
 
 ``elasticd status`` and ``elasticd top`` make the value from the facts in etcd, and from what the leader
-knows. An agent makes the value for its live view, its pages, its metrics and the run's timeline from the
-facts that it knows, and from what etcd does not know (``LocalFacts``). docs/status.md describes the JSON
-form. Fields may be added while ``schema`` stays the same; none is renamed or removed.
+knows. An agent makes the value from the facts that it knows, and from what etcd does not know
+(``LocalFacts``). It uses the value for its live view, its pages, its metrics and the run's timeline.
+docs/status.md describes the JSON form. Fields may be added while ``schema`` stays the same; none is renamed
+or removed.
 """
 
 from __future__ import annotations

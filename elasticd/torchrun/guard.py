@@ -6,8 +6,8 @@ formed a world without this node. The agent tells the guard until when the node 
 guard kills the agent's workers when that time passes, or when the agent ends without ``bye``. It finds the
 workers by a mark in their environment, which every descendant inherits.
 
-As a program (``python guard.py <pid> <mark>``) the guard imports the standard library only, not even psutil:
-it starts at once, and does not depend on packages that may be broken or replaced. Each line on stdin is a
+As a program (``python guard.py <pid> <mark>``) the guard imports the standard library only, not even psutil.
+So it starts at once, and does not depend on packages that may be broken or replaced. Each line on stdin is a
 deadline in seconds of CLOCK_BOOTTIME, or ``bye``.
 """
 

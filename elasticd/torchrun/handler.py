@@ -66,9 +66,9 @@ RETRY_S = 0.5  # the pause between attempts to write while etcd does not respond
 class EtcdV3RendezvousHandler(RendezvousHandler):
     """Torch's RendezvousHandler, based on leases and compare-and-swap; ``settings`` lists the parameters.
 
-    Where torch's contract leaves a choice: ``shutdown`` closes the rendezvous for all only if the caller is a
-    member of the live round, whose job is then over; any other node just leaves. A rendezvous that was closed
-    because the job failed can be joined again once all nodes of that attempt are gone.
+    Torch's contract leaves a choice for ``shutdown``. Here it closes the rendezvous for all nodes only if the
+    caller is a member of the live round, whose job is then over. Any other node just leaves. A rendezvous
+    that was closed because the job failed can be joined again once all nodes of that attempt are gone.
     """
 
     def __init__(self, settings: Settings) -> None:

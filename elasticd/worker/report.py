@@ -63,9 +63,9 @@ def checkpointed(path: str | os.PathLike[str] = "") -> None:
     Call ``torch.save(...)``, then ``worker.checkpointed(path)``. If several workers write the checkpoint,
     call it in one of them, once all have written.
 
-    If the world is about to grow or shrink, or a node leaves, the change has waited for this call and happens
-    now: no step is lost. The worker is then stopped in this call. The call returns only if the script handles
-    SIGTERM itself. Without a change, or without an agent, it returns at once.
+    If the world is about to grow or shrink, or if a node leaves, the change has waited for this call. It
+    happens now, and no step is lost. The worker is then stopped in this call. The call returns only if the
+    script handles SIGTERM itself. Without a change, or without an agent, it returns at once.
 
     The agent's answer takes one or two milliseconds. So if a script calls this many times a second with the
     same path, the agent is told of the first ten calls, and then of one call a second.

@@ -55,9 +55,9 @@ def run(
     result.
 
     ``timeout``: of the process group's collectives. An exception of the function's own ends the process as
-    usual. A failure because another worker died, left or joined is never raised to the caller, even if the
-    function turns the failure into another error, such as ``sys.exit()`` in an ``except`` or an error in a
-    ``finally``.
+    usual. A failure because another worker died, left or joined is never raised to the caller. This holds
+    even if the function turns the failure into another error, by ``sys.exit()`` in an ``except`` or an error
+    in a ``finally``.
     """
     if function is None:
         return functools.partial(run, timeout=timeout)  # type: ignore[return-value]

@@ -38,8 +38,8 @@ class RankGroup(ABC):
 
     @abstractmethod
     def begin_minimum(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begin ``minimum``. Return a function that waits for the result: the caller can do other work
-        meanwhile, and must then call the function, since other ranks may wait for that."""
+        """Begin ``minimum``. Return a function that waits for the result. The caller can do other work
+        meanwhile, and must then call the function, since other ranks may wait for the call."""
 
     @abstractmethod
     def from_first(self, mine: bytes) -> bytes:

@@ -131,8 +131,8 @@ class Target:
 
 
 def _is_left_out(path: Path, state: Mapping[str, Any], there: Collection[Path]) -> bool:
-    """Whether a path may be missing in the checkpoint: an optimizer may have had no state of a parameter yet,
-    and a nest of plain data may have had another form."""
+    """Whether a path may be missing in the checkpoint. An optimizer may have had no state of a parameter yet.
+    A nest of plain data may have had another form."""
     value = state[str(path[0])]
     if path[:1] not in there or isinstance(value, nn.Module):
         return False

@@ -136,8 +136,8 @@ class SavePipeline:
 
     def settle_if_failed(self, world: SavingWorld, save: PendingSave) -> None:
         """Report a failure once none of the checkpoint's shards is being written. Once every rank of this
-        node has handed over or left, remove the checkpoint's files, unless it may be committed in spite of
-        the failure, and advance to the next checkpoint."""
+        node has handed over or left, advance to the next checkpoint. Remove the failed checkpoint's files,
+        unless the checkpoint may be committed in spite of the failure."""
         if not save.why or save.writing:
             return
         if not save.failed:

@@ -412,7 +412,7 @@ class Saver:
 
     def _tell_offers(self, client: _Client, path: str) -> None:
         """Tell the client which states are in memory. If some workers of a world have left, wait first until
-        the others have left as well: the connection of a killed worker stays until the kernel has taken the
+        the others have left, too. The connection of a killed worker stays until the kernel has taken the
         process down."""
         self._catch_up(client)
         if self._is_ending(path):

@@ -83,8 +83,9 @@ class CheckpointStore(Protocol):
         """Remove many files. Files that cannot be removed stay."""
 
     def locked(self, name: str) -> AbstractContextManager[object]:
-        """Hold an exclusive lock: on disk among the processes of this host (and of other hosts, where the
-        disk supports locks), elsewhere among the threads of this process only. See ``replace``."""
+        """Hold an exclusive lock. On disk, the lock excludes the other processes of this host, and of other
+        hosts if the disk supports locks. Elsewhere it excludes only the other threads of this process. See
+        ``replace``."""
 
 
 class Overtaken(OSError):

@@ -1,7 +1,7 @@
 """Standbys: worker processes that are in no round. They have left a round, or were started in advance.
 
 Only jobs that recover in place have standbys. A round is formed of waiting workers, so no round waits for a
-process to start: survivors go on at once, and replacements join at a later commit.
+process to start. Survivors go on at once, and replacements join at a later commit.
 """
 
 from __future__ import annotations

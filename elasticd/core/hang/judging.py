@@ -73,9 +73,9 @@ class Allowance:
 
     ``unasked_s``: for a busy worker for which no other worker waits. ``leaving_s``: for a worker that was
     told to leave a world that others have left. ``first_s``: before the first step of a round, for a worker
-    with steps in an earlier round. ``settled_s``: if all workers wait, each must have been seen at its place
-    for this long, since the step goes on once the last worker has come. After ``busy_s``, it is enough that
-    each was seen to wait for ``settled_s`` at different places.
+    with steps in an earlier round. ``settled_s``: for this long each worker must have been seen at its place
+    if all workers wait, since the step goes on once the last worker has come. After ``busy_s``, it is enough
+    that each was seen to wait for ``settled_s`` at different places.
     """
 
     stopped_s: float

@@ -215,9 +215,9 @@ class Standstill:
         )
 
     def as_it_was(self, look: Look, allowed: Allowance | None) -> bool:
-        """Whether the worker is still in the state of the look, by the observations since: it has made no
-        step, and is still stopped, still waiting, or still in its own code. A worker that waits must be at
-        the same place, unless it has stood still for longer than ``busy_s``."""
+        """Whether the worker is still in the state of the look, by the observations since then. It has made
+        no step, and is still stopped, waiting, or in its own code. A worker that waits must be at the same
+        place, unless it has stood still for longer than ``busy_s``."""
         worker = self.workers.get(look.slot)
         if worker is None or worker.made != look.step:
             return False

@@ -131,8 +131,8 @@ class Roll:
         return in_rank_order(mine[name] for name in shown), max(0, count - SHOWN_MAX)
 
     def needed(self, mark: Mark) -> Iterator[Member]:
-        """Yield the members with the mark, without those that may go: a node whose workers have finished may
-        leave, unless the others may still need its store."""
+        """Yield the members with the mark, except the members that may go. A node whose workers have finished
+        may leave, unless the others may still need its store."""
         assert self.round is not None
         for name in self[mark]:
             member = self.round.by_node[name]

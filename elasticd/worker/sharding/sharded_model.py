@@ -145,8 +145,9 @@ class ShardedModel:
         return tuple(kinds)
 
     def slots(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Return a copy of the rest of the optimizers' state, by the parameter's number and by name: numbers,
-        and tensors of one number, which are the same in all workers. Raises TypeError for other tensors."""
+        """Return a copy of the optimizers' state that is not sharded, by the parameter's number and by name.
+        These are numbers, and tensors of one number, which are the same in all workers. Raises TypeError for
+        other tensors."""
         found: dict[str, dict[int, dict[str, Any]]] = {}
         for name, optimizer in self._contents.optimizers.items():
             of = found[name] = {}

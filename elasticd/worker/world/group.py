@@ -71,7 +71,8 @@ def mesh(unit: int | None = None) -> DeviceMesh:
     """Return the present world as a mesh with the dimensions ``replicate`` and ``unit``.
 
     The shape is (world size / unit, unit). Rank r is at (r // unit, r % unit): ``mesh()["unit"]`` has the
-    workers that hold one model together, ``mesh()["replicate"]`` those that hold the same part of it.
+    workers that hold one model together, ``mesh()["replicate"]`` the workers that hold the same part of a
+    model.
 
     ``unit``: the number of workers in a unit; by default that of ``elasticd run --unit``, else 1. All ranks
     call the function, once in each world, after the process group is made. Raises ValueError if the world is
