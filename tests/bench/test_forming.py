@@ -14,7 +14,7 @@ from tests.bench.forming import WORKERS, Broken, _measure, forming
 from tests.etcd.cluster import EtcdOnPorts
 
 
-def test_it_prints_figures() -> None:
+def test_the_bench_prints_figures() -> None:
     said = forming([2], tries=1, c10d_most=0, c10d_timeout_s=1.0)
     figures = r"\d+\.\d{3} s \(CPU: agent [\d.]+ ms, leader [\d.]+ s, etcd [\d.]+ s\)"
     assert re.search(rf"2 agents: elasticd {figures}; again {figures}", said), said

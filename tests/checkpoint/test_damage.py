@@ -180,7 +180,7 @@ def test_a_checkpoint_replaces_a_state_in_memory_only_if_it_is_newer(damaged, ca
     assert "damaged" in caplog.text
 
 
-def test_what_a_checkpoint_is_said_to_be_is_believed_only_where_it_says_so_itself(damaged, caplog):
+def test_a_name_in_the_record_counts_only_if_the_checkpoint_s_own_manifest_agrees(damaged, caplog):
     known = FilePointer(damaged.path).read()
     one, two = known.saved
     FilePointer(damaged.path).write(replace(known, saved=(one, replace(two, world=2))))

@@ -52,7 +52,7 @@ def test_other_folder_names_are_not_parsed_as_checkpoints(name):
     "wrong",
     [*({"name": name} for name in BAD_NAMES), {"step": 6}, {"round": 3}, {"world": 0}, {"world": 1 << 40}],
 )
-def test_a_record_of_etcds_that_names_what_is_no_checkpoint_is_refused(wrong: dict[str, Any]):
+def test_a_record_in_etcd_with_an_invalid_checkpoint_name_is_refused(wrong: dict[str, Any]):
     raw = json.dumps({"v": 1, "path": "/c", "saved": [asdict(SAVED) | wrong]}).encode()
     with pytest.raises(BadRecord):
         records.decode("checkpoint", raw)
@@ -61,7 +61,7 @@ def test_a_record_of_etcds_that_names_what_is_no_checkpoint_is_refused(wrong: di
 
 
 @pytest.mark.parametrize("wrong", [*({"name": name} for name in BAD_NAMES), {"rank": 2}, {"rank": -1}])
-def test_a_label_of_a_peers_that_names_what_is_no_checkpoint_is_refused(wrong: dict[str, Any]):
+def test_a_peer_s_label_with_an_invalid_checkpoint_name_is_refused(wrong: dict[str, Any]):
     label = {"path": "/c", "name": NAME, "round": 2, "step": 5, "world": 2, "rank": 1}
     assert msgspec.convert(label, Label).rank == 1
     with pytest.raises(msgspec.ValidationError):

@@ -55,7 +55,7 @@ DATA = {
 
 
 @pytest.mark.parametrize("what", DATA)
-def test_it_comes_back_from_a_checkpoint_as_it_was(opened, what):
+def test_plain_data_comes_back_from_a_checkpoint_unchanged(opened, what):
     checkpoints = opened()
     assert checkpoints.save({"data": DATA[what], "weights": nn.Linear(2, 2)}, 1)
     assert checkpoints.wait() and not checkpoints.failed, checkpoints.last_error
@@ -68,7 +68,7 @@ def test_it_comes_back_from_a_checkpoint_as_it_was(opened, what):
 
 
 @pytest.mark.parametrize("what", DATA)
-def test_it_reaches_another_worker_as_it_was(what):
+def test_plain_data_reaches_another_worker_unchanged(what):
     outline, tensors = outlined(copied(DATA[what]))
     there = loaded(outline)
     arriving = iter(tensors)

@@ -87,7 +87,7 @@ def test_no_flipped_bit_of_the_record_goes_unnoticed_or_drops_a_checkpoint(tmp_p
             assert sentence.endswith("; the checkpoints beside it that are whole count as committed")
 
 
-def test_a_lost_record_beside_whole_checkpoints_is_said_and_loses_none(store):
+def test_a_lost_record_beside_whole_checkpoints_is_reported_and_loses_none(store):
     Job(store).commit(1, 2)
     lost(store)
     said = []

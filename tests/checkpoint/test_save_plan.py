@@ -72,7 +72,7 @@ def test_a_shard_that_two_of_four_have_is_written_by_one_of_them():
     assert all(p.offsets[0] == 4 * (rank % 2) for rank, its in enumerate(dealt) for p in its)
 
 
-def test_what_is_too_big_for_a_frame_is_cut(monkeypatch):
+def test_a_part_larger_than_a_frame_is_cut(monkeypatch):
     part = whole("w", 3000, PART_MAX // 4000)
     [its] = deal([[part]])
     assert sum(p.size for p in its) == part.size and all(p.size <= save_plan.PART_MAX for p in its)
@@ -109,7 +109,7 @@ CONTENTS = st.builds(
 
 @settings(max_examples=200)
 @given(st.lists(CONTENTS, min_size=1, max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=9))
-def test_the_plan_is_the_same_if_each_rank_is_looked_at_by_itself(kinds, ranks):
+def test_the_plan_is_the_same_without_the_shortcut_for_equal_ranks(kinds, ranks):
     held = [kinds[n % len(kinds)] for n in ranks]
     apart = [replace(content, parts=(*content.parts,)) for content in held]
     assert share_out(held) == share_out(apart)

@@ -329,7 +329,7 @@ def test_the_wrong_scheme_is_bad_input(
     assert code == 2 and "http://" in err and len(err.splitlines()) == 1
 
 
-def test_a_standalone_run_is_found_by_itself(
+def test_commands_find_a_standalone_run_without_an_address(
     server: Embedded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

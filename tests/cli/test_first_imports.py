@@ -96,7 +96,7 @@ def _of_script(folder: Path, text: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", ["installed", "elasticd", "numpy"])
-def test_what_is_installed_is_listed_though_a_folder_has_its_name(folder: Path, name: str) -> None:
+def test_an_installed_module_is_listed_though_a_folder_has_its_name(folder: Path, name: str) -> None:
     assert _of_script(folder, f"import os, {name}") == ("os", name)
 
 

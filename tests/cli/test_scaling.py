@@ -130,7 +130,7 @@ def test_each_fault_has_its_advice(one: WorldMeasured, faults: list[str], says: 
     assert says in "".join(piece.sentence for piece in advice)
 
 
-def test_a_script_that_falls_short_without_a_fault_is_told_so() -> None:
+def test_a_script_that_scales_badly_without_a_known_cause_gets_a_sentence() -> None:
     one = of(StepCosts(0.0012, 0.0115, 0.0012, 0.0, 0.0012))
     assert scaling_advice(one, ALONE, cores=2) == ()
     lines = list(conclusion(one, ALONE, ()))

@@ -114,7 +114,7 @@ def test_workers_are_killed_when_the_fence_passes(harness: ProcsHarness) -> None
     assert [(e.code, e.fenced) for _, e in harness.exits] == [(-SIGKILL, True)] * 2
 
 
-def test_a_fence_moved_in_time_kills_nobody(harness: ProcsHarness) -> None:
+def test_a_fence_moved_in_time_kills_no_worker(harness: ProcsHarness) -> None:
     harness.start(1, {0: Train()})
     first = harness.now() + 0.5
     harness.procs.fence(first)
@@ -123,7 +123,7 @@ def test_a_fence_moved_in_time_kills_nobody(harness: ProcsHarness) -> None:
     assert harness.exits == []
 
 
-def test_a_fence_taken_away_kills_nobody(harness: ProcsHarness) -> None:
+def test_a_removed_fence_kills_no_worker(harness: ProcsHarness) -> None:
     harness.start(1, {0: Train()})
     first = harness.now() + 0.5
     harness.procs.fence(first)

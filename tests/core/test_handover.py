@@ -49,7 +49,7 @@ def test_of_a_sharded_model_all_leaving_nodes_give_their_parts() -> None:
     )
 
 
-def test_an_heir_that_holds_the_newest_state_needs_nobody() -> None:
+def test_an_heir_that_holds_the_newest_state_needs_no_giver() -> None:
     assert passing(holding("b", 0, draining=False), holding("a", 0, 1)) == ()
 
 

@@ -11,7 +11,7 @@ changes = st.lists(st.tuples(st.sampled_from([f"n{i}" for i in range(2 * PARTS)]
 
 
 @given(changes)
-def test_it_holds_what_a_dict_would(changes: list[tuple[str, int | None]]) -> None:
+def test_the_map_holds_the_same_items_as_a_dict(changes: list[tuple[str, int | None]]) -> None:
     plain: dict[str, int] = {}
     spread: PersistentMap[int] = PersistentMap()
     for key, value in changes:

@@ -350,7 +350,7 @@ def test_an_agent_whose_address_a_router_translates_listens_on_all_interfaces() 
 
 
 @pytest.mark.parametrize("host", ["a..b", f"{'a' * 64}.example.org"])
-def test_a_leader_whose_host_is_no_name_is_nobody(host: str) -> None:
+def test_a_leader_with_an_invalid_host_name_is_gone(host: str) -> None:
     with pytest.raises(PeerGone, match="is not the name of a host"):
         ask_leader(Leadership("a", "a#1", host, 1, SECRET))
 

@@ -39,7 +39,7 @@ def test_an_agent_raises_its_own_limit_and_remembers_what_it_was() -> None:
     assert ask(64, 900, 40, 40) == "64 900 900\n"
 
 
-def test_where_even_the_hard_limit_is_too_low_it_is_said_before_anything_is_started() -> None:
+def test_a_hard_limit_of_files_that_is_too_low_is_refused_before_any_process_starts() -> None:
     refusal = ask(256, 256, 100, 200)
     assert refusal.startswith(
         "a process may have 256 files open here, and an agent of 100 slots in a world of at"

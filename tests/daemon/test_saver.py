@@ -299,7 +299,9 @@ class Mute:
         TokenExpired("it does not know our login"),
     ],
 )
-def test_what_etcd_may_have_taken_is_not_removed_though_it_never_says_so(server, client, tmp_path, then):
+def test_a_checkpoint_that_etcd_may_have_committed_is_not_removed_without_an_answer(
+    server, client, tmp_path, then
+):
     now = [0.0]
 
     def sleep(seconds: float) -> None:

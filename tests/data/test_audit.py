@@ -478,6 +478,6 @@ def test_neighbours_are_packed_small():
 
 
 @pytest.mark.parametrize("text", ["!", "gA==", "a"])
-def test_numbers_that_were_cut_are_said_to_be(text):
+def test_packed_numbers_that_were_cut_raise_bad_note(text):
     with pytest.raises(BadNote):
         unpack(text)

@@ -541,7 +541,7 @@ def test_gpus_without_the_package_that_reads_their_metrics_are_worth_advice(
         (CUDA | {"groups": {"gloo": "", "nccl": "no"}}, "a group of nccl cannot be formed here: no"),
     ],
 )
-def test_torch_is_said_to_form_groups_or_why_it_cannot(said: dict[str, Any], says: str) -> None:
+def test_the_doctor_says_whether_torch_forms_groups_or_why_not(said: dict[str, Any], says: str) -> None:
     assert worst(checks.torch(candidate(probed={"torch": said}))).says == says
 
 
@@ -609,7 +609,7 @@ def test_releases_with_known_faults_are_named_and_others_are_fine() -> None:
         ((-61.0, -60.0), Grade.WRONG, "this machine's clock is 60 s ahead of that of etcd at f:2379"),
     ],
 )
-def test_a_clock_that_is_not_etcds_is_said_to_be_ahead_or_behind(
+def test_a_clock_that_differs_from_etcds_is_reported_as_ahead_or_behind(
     ahead_s: tuple[float, float], grade: Grade, says: str
 ) -> None:
     both = Examined((endpoint(), endpoint("f:2379", ahead_s=ahead_s)))

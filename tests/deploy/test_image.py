@@ -35,7 +35,7 @@ def test_every_stage_starts_from_an_image_that_cannot_change() -> None:
     assert all(stage.split()[0] == "${PYTHON}" for stage in STAGES)
 
 
-def test_the_image_runs_as_a_user_who_is_not_root() -> None:
+def test_the_image_does_not_run_as_root() -> None:
     *_, (uid, gid) = re.findall(r"^USER (\d+):(\d+)$", STAGES[-1], re.MULTILINE)
     assert int(uid) >= 1000 and int(gid) >= 1000, "numbers, so that Kubernetes can see that it is not root"
 

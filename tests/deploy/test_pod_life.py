@@ -265,7 +265,7 @@ def test_systemd_hears_ready_once_at_registration_and_stopping_when_the_agent_le
     assert heard.words[0] == "STATUS=joins the job in etcd at http://e:2379"
 
 
-def test_a_manager_that_is_gone_or_does_not_read_stops_nobody(tmp_path: Path, heard: Heard) -> None:
+def test_a_service_manager_that_is_gone_or_does_not_read_stops_no_agent(tmp_path: Path, heard: Heard) -> None:
     assert not Manager(str(tmp_path / "gone")).tell("READY=1")
     manager = Manager(heard.address)
     while manager.tell("STATUS=" + "x" * 1000):  # until its queue is full

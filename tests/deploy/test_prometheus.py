@@ -170,5 +170,5 @@ def test_it_scrapes_the_agents_and_etcd_of_the_compose_file() -> None:
         "sum by (pid) (elasticd_worker_up)",
     ],
 )
-def test_what_is_not_in_the_catalogue_is_seen(wrong: str) -> None:
+def test_metrics_missing_in_the_catalogue_are_noticed(wrong: str) -> None:
     assert complaints(wrong)

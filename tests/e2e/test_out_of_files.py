@@ -19,7 +19,7 @@ def take_all_but(agent: Agent, left: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["unnoticed", "as a worker is to be replaced"])
-def test_it_stops_its_workers_and_leaves_with_a_sentence_and_the_others_go_on(
+def test_an_agent_without_files_stops_its_workers_and_leaves_and_the_others_go_on(
     cluster: Cluster, how: str
 ) -> None:
     cluster.limits = (1, 2)

@@ -79,7 +79,7 @@ def test_a_job_that_never_resumes_still_recovers_from_what_it_saved_itself(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["damaged", "missing"])
 @pytest.mark.parametrize(("resume", "begins"), [("auto", "began at 10"), ("never", "began at 0")])
-def test_a_damaged_or_lost_record_is_said_and_stops_no_job(tmp_path, resume, begins, what):
+def test_a_damaged_or_lost_record_is_reported_and_stops_no_job(tmp_path, resume, begins, what):
     where = str(tmp_path / "run")
     assert run("--checkpoints", where, "--checkpoint-every", "5").returncode == 0
     if what == "missing":

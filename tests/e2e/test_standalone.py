@@ -93,7 +93,7 @@ def test_an_old_etcd_is_warned_of_once_on_a_machine(clusters: MakeCluster, tmp_p
     assert said == [[fault] if fault else [], []]
 
 
-def test_it_goes_on_when_its_etcd_is_killed(alone: Cluster) -> None:
+def test_a_standalone_run_goes_on_when_its_etcd_is_killed(alone: Cluster) -> None:
     (a,) = alone.start("a", slots=2)
     world = alone.world(2)
     pid = etcd_of(alone)

@@ -29,7 +29,7 @@ else:
 """
 
 
-def test_it_loads_from_many_threads_and_leaves_the_process_as_it_was() -> None:
+def test_the_client_loads_from_many_threads_and_leaves_the_process_unchanged() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _FRESH], capture_output=True, text=True, timeout=120, check=False
     )

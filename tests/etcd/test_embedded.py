@@ -32,7 +32,7 @@ def etcd() -> Iterator[Embedded]:
         yield server
 
 
-def test_it_serves_on_a_socket_in_a_private_folder_and_on_no_port(etcd: Embedded) -> None:
+def test_the_embedded_etcd_serves_on_a_socket_in_a_private_folder_and_on_no_port(etcd: Embedded) -> None:
     assert etcd.endpoint.startswith(f"unix:{etcd.folder}/")
     assert stat.S_IMODE(etcd.folder.stat().st_mode) == 0o700
     with Client(etcd.access) as client:
@@ -215,7 +215,7 @@ server.stop()
 
 
 @pytest.mark.parametrize("way", ["killed", "told"])
-def test_it_ends_with_the_process_that_started_it_and_not_with_the_thread(way: str) -> None:
+def test_the_embedded_etcd_ends_with_the_process_that_started_it_and_not_with_the_thread(way: str) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

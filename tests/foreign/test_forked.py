@@ -18,7 +18,7 @@ def wait_for(running: Running, text: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_restarted_job_is_forked_by_itself(elasticd: Launcher) -> None:
+def test_each_start_of_a_job_is_forked(elasticd: Launcher) -> None:
     running = elasticd.start(PROGRAMS / "crash_when_told.py", nproc=1, restarts=3)
     wait_for(running, READY)
     (elasticd.folder / "crash").touch()

@@ -42,7 +42,7 @@ class TestOneProcess:
         assert len(trainer.get_train_dataloader()) == 8
         assert trainer.args.gradient_accumulation_steps == 4
 
-    def test_it_warns_of_data_whose_order_is_not_known(
+    def test_the_trainer_warns_of_data_whose_order_is_not_known(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("ELASTICD_WORLD_MAX", "4")
@@ -56,7 +56,7 @@ class TestOneProcess:
         assert "samples may be lost or repeated when the world changes" in caplog.text
         assert trainer.args.gradient_accumulation_steps == 1
 
-    def test_it_continues_from_a_checkpoint_of_transformers_own_trainer(
+    def test_the_trainer_continues_from_a_checkpoint_of_transformers_own_trainer(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments

@@ -131,7 +131,7 @@ def test_a_process_that_goes_on_is_not_reported(watched: Watched, goes_on: str) 
     assert watched.noticed() == [(witness.pid, -signal.SIGKILL)]
 
 
-def test_a_thread_that_goes_on_is_seen_whatever_its_name_and_a_process_that_is_gone_harms_nobody(
+def test_a_living_thread_of_any_name_is_seen_and_a_gone_process_raises_no_error(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends_alone = f"libc.syscall({EXIT[os.uname().machine]}, 3)"
@@ -161,7 +161,7 @@ def test_an_exit_is_noticed_while_another_thread_has_not_begun_its_own(watched: 
         assert exit_under_way(process.pid) == 4
 
 
-def test_a_machine_without_another_thread_makes_notices_late_and_harms_nobody(
+def test_without_a_free_thread_notices_are_late_and_no_error_is_raised(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(thread: threading.Thread) -> None:
@@ -187,7 +187,7 @@ def test_a_subinterpreter_leaves_the_mutex_to_the_main_thread(watched: Watched) 
     assert watched.noticed() == [(process.pid, -signal.SIGTERM)]
 
 
-def test_a_page_that_its_worker_truncates_or_removes_harms_nobody(watched: Watched) -> None:
+def test_a_page_that_its_worker_truncates_or_removes_breaks_no_notice(watched: Watched) -> None:
     spoil = "import os\nos.truncate(os.environ['ELASTICD_PAGE'], 0)\n"
     keep = "import os\nos.unlink(os.environ['ELASTICD_PAGE'])\n"
     watched.run(spoil + STAY)  # the next change finds no mutex there

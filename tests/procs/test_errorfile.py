@@ -47,7 +47,7 @@ def test_a_message_that_is_a_string(tmp_path: Path) -> None:
         b"[" * 500_000,
     ],
 )
-def test_what_is_no_error_file_says_nothing(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_error_file_yields_no_message(tmp_path: Path, content: bytes) -> None:
     assert read_error_file(_file(tmp_path, content)) is None
 
 
@@ -209,7 +209,7 @@ UNEXPLAINED = {
 
 
 @pytest.mark.parametrize("kind", UNEXPLAINED)
-def test_what_was_printed_last_is_no_cause_and_says_so(kind: str) -> None:
+def test_the_last_printed_line_is_marked_as_not_being_the_cause(kind: str) -> None:
     text, code, last = UNEXPLAINED[kind]
     assert read_tail(text.encode(), code)[0] == f"last output: {last}"
 

@@ -52,7 +52,7 @@ def test_one_without_a_process_group_has_no_thread_for_it(bench: Bench) -> None:
     assert flight_recorder.ask(the_one_watched(procs).page.path) == b""
 
 
-def test_the_newest_calls_are_told_in_their_order_whatever_the_ring_began_with() -> None:
+def test_the_newest_calls_are_listed_in_order_wherever_the_ring_began() -> None:
     gloo = {"profiling_name": "gloo:all_reduce", "input_sizes": [[4]], "state": "scheduled"}
     calls = [
         {**gloo, "record_id": n, "collective_seq_id": n + 1, "retired": n < 29}

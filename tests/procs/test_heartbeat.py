@@ -86,7 +86,7 @@ for _ in range(3):
         ("abcdefgh" * 3, 3),  # one optimizer for each layer
     ],
 )
-def test_iterations_are_counted_whatever_the_number_of_optimizers(
+def test_iterations_are_counted_with_any_number_of_optimizers(
     bench: Bench, order: str, iterations: int
 ) -> None:
     program = STEPS + "made = {}\nfor name in sys.argv[1]: made.setdefault(name, Optimizer()).step()"

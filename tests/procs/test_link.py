@@ -179,9 +179,7 @@ def test_a_worker_that_loses_the_others_reports_it_and_is_told_to_leave(bench: B
     assert not party.exits
 
 
-def test_a_worker_that_fails_has_as_long_to_end_as_others_have_who_are_stopped(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_a_failing_worker_has_as_long_to_end_as_a_stopped_one(bench: Bench, tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "fifo")
     party = Party(bench, LINKED)
     party.start(1, "fails", LINGER=str(fifo))

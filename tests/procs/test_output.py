@@ -189,7 +189,7 @@ def test_a_prompt_without_a_line_end_is_shown(bench: Bench) -> None:
     bench.console.wait_for(b"ready? ")
 
 
-def test_the_last_output_is_there_when_the_exit_is_told(bench: Bench) -> None:
+def test_the_last_output_has_arrived_when_the_exit_is_reported(bench: Bench) -> None:
     class Slow(Recorded):
         def write(self, stream: int, data: bytes) -> None:
             threading.Event().wait(0.02)

@@ -79,7 +79,7 @@ def the_one_watched(procs: LocalProcs) -> Watched:
 
 
 @pytest.mark.parametrize("how", ["sleep", "native", "spin"])
-def test_a_worker_says_where_all_its_threads_are_whatever_it_does(
+def test_a_worker_reports_the_stacks_of_all_threads_in_any_state(
     bench: Bench, tmp_path: Path, how: str
 ) -> None:
     worker = _started(bench, tmp_path, how)
@@ -100,7 +100,7 @@ def test_one_that_cannot_answer_is_not_harmed_by_the_question(bench: Bench, tmp_
         assert Path("victim").read_bytes() == b""
 
 
-def test_a_stopped_worker_is_seen_to_be_stopped_and_the_folder_says_so(bench: Bench, tmp_path: Path) -> None:
+def test_a_stopped_worker_is_recognized_and_the_evidence_says_so(bench: Bench, tmp_path: Path) -> None:
     worker = _started(bench, tmp_path, "sleep")
     os.kill(worker.pid, signal.SIGSTOP)
     _wait_until(worker, ProcessState.STOPPED)

@@ -262,9 +262,7 @@ def test_all_steps_are_measured_if_they_are_long_or_if_each_is_read(
 
 
 @pytest.mark.parametrize("each", [2, 3, 4, 5, 8, 13, 16, 21, 22, 34, 100])
-def test_of_short_steps_twenty_a_second_are_measured_evenly_whatever_the_pattern(
-    waits: Any, each: int
-) -> None:
+def test_of_short_steps_twenty_a_second_are_measured_evenly_in_any_pattern(waits: Any, each: int) -> None:
     """One step of so many is the long one: gradients are accumulated, a log is written, an epoch ends."""
     pattern = [4_000_000, *[1_000_000] * (each - 1)]
     took_ns = pattern * (20_000 // each)

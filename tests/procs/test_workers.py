@@ -101,7 +101,7 @@ def test_a_folder_that_is_gone_is_an_exit_of_127_with_the_reason(bench: Bench, t
     assert (exit.code, exit.message) == (127, f"cannot run in {tmp_path / 'gone'}: No such file or directory")
 
 
-def test_a_warden_without_files_to_start_a_worker_says_so_and_lives_on(bench: Bench) -> None:
+def test_a_warden_without_files_for_a_worker_reports_an_error_and_lives_on(bench: Bench) -> None:
     bench.run("pass")  # by then the agent has opened all files that it has open while it waits
     with bench.room(3):  # descriptors for the worker's three files
         (exit,) = bench.run("pass")
@@ -125,7 +125,7 @@ def test_a_worker_whose_log_cannot_be_written_runs_and_prints_to_the_console(ben
     assert why.startswith("/proc/no") and "cannot be written: No such file" in why
 
 
-def test_where_no_log_folder_can_be_made_every_worker_runs_and_it_is_said_once(bench: Bench) -> None:
+def test_without_a_log_folder_every_worker_runs_and_one_warning_is_logged(bench: Bench) -> None:
     def reify(number: int, envs: dict[int, dict[str, str]]) -> LogDest:
         raise PermissionError(13, "Permission denied", "/logs")
 

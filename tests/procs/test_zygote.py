@@ -454,7 +454,7 @@ def test_workers_asked_of_a_zygote_that_dies_are_started_afresh(
 
 
 @pytest.mark.parametrize("room", [3, 5, 7])  # the worker's three files, its link, and copies of the files
-def test_a_warden_without_descriptors_for_a_fork_says_so_and_lives_on(
+def test_a_warden_without_descriptors_for_a_fork_reports_an_error_and_lives_on(
     bench: Bench, staying: tuple[LocalProcs, int], room: int
 ) -> None:
     procs, zygote = staying

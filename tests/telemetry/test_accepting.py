@@ -83,7 +83,7 @@ def connect(request: pytest.FixtureRequest, cleanup: ExitStack, log: Log) -> Any
     return request.param(cleanup)
 
 
-def test_a_first_connection_without_a_free_file_waits_and_the_agent_says_so_once(
+def test_a_first_connection_without_a_free_file_waits_and_is_logged_once(
     connect: Any, log: Log, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = iter([False, False, False])
@@ -94,7 +94,7 @@ def test_a_first_connection_without_a_free_file_waits_and_the_agent_says_so_once
     assert log.said.empty() and next(free, None) is None and not caplog.records
 
 
-def test_a_server_without_a_free_file_tries_again_later_and_says_so_once(
+def test_a_server_without_a_free_file_tries_again_later_and_logs_it_once(
     connect: Any, log: Log, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     connect()  # the server runs from here on

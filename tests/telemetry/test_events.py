@@ -60,14 +60,14 @@ def test_the_course_lies_beside_the_events_and_a_damaged_line_is_passed_over(tmp
     assert events.read_timeline(tmp_path / "gone") == []
 
 
-def test_a_folder_that_is_gone_stops_nobody(tmp_path: Path) -> None:
+def test_a_removed_folder_of_events_stops_no_agent(tmp_path: Path) -> None:
     with EventFile(lambda: tmp_path / "gone", lambda _: None) as file:
         file.write(formed(1))
         file.write(formed(2))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_line_that_a_full_disk_has_cut_is_completed_once_there_is_room_and_it_is_said_once(
+def test_a_line_cut_by_a_full_disk_is_completed_later_and_logged_once(
     tmp_path: Path,
 ) -> None:
     said: list[logging.LogRecord] = []

@@ -305,7 +305,7 @@ def test_an_address_of_another_machine_cannot_be_served() -> None:
         HttpServer("203.0.113.9", 0, Site({}))
 
 
-def test_it_leaves_no_port_and_no_thread(server: HttpServer) -> None:
+def test_a_closed_server_leaves_no_port_and_no_thread(server: HttpServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as idle:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as later:
             later.sendall(b"GET /nowhere HTTP/1.0\r\n\r\n")

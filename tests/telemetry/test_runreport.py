@@ -180,7 +180,7 @@ def test_the_page_needs_nothing_but_itself_and_shows_no_markup_of_others() -> No
     assert text.count("<svg class=plot") == 3 and "job.py" in text
 
 
-def test_of_very_many_rounds_the_page_leaves_some_out_and_says_so() -> None:
+def test_the_page_of_very_many_rounds_leaves_some_out_and_says_so() -> None:
     events = [started(), *(told(n, RoundFormed(n, 2, 1, Cause.GREW)) for n in range(1, 1001))]
     text = page(run_report([AgentFiles(events, [])]))
     assert "800 more in between are left out" in text and len(text) < 100_000

@@ -146,7 +146,7 @@ def test_the_phase_says_what_workers_do(phase: Phase, states: list[str]) -> None
 LOCAL = LocalFacts(AgentStatus("b", True, "", ()), complete=False)
 
 
-def test_an_agent_among_others_knows_its_own_node_and_those_whose_heartbeats_it_follows() -> None:
+def test_an_agent_among_others_shows_its_own_node_and_the_nodes_whose_heartbeats_it_follows() -> None:
     known = {k: f for k, f in FACTS.items() if k not in ("nodes/a", "nodes/c", "budget")}
     r = job_status("j", known, NOW, local=LOCAL)
     assert [(n.node, n.state) for n in r.nodes] == [("b", "member")] and r.own is r.nodes[0]

@@ -80,7 +80,7 @@ def train(data: Data, model: nn.Module | None = None, **how: Any) -> worker.Stat
     return state
 
 
-def test_what_is_taken_is_noted_before_it_is_committed_and_weights_now_and_then(folder):
+def test_samples_are_noted_before_their_commit_and_weights_now_and_then(folder):
     data = Data(Numbers(), global_batch=4, virtual_ranks=2, accumulate=2, shuffle=False)
     state = train(data, wrap=None)
     entered, *rest = noted(folder)

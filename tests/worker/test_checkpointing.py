@@ -113,7 +113,7 @@ def train_on_without(spare: Hand, last: Hand, crew: Crew, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("tier", [Source.MEMORY, Source.DISK])
-def test_whoever_was_not_in_the_last_world_goes_on_from_what_that_kept(
+def test_a_worker_outside_the_last_world_continues_from_the_state_that_this_world_kept(
     crew, tmp_path, saver, new_saver, undisturbed, tier
 ):
     """The spare has a whole state of the time when the job shrank. The worker that trained on has ended."""
@@ -142,7 +142,7 @@ def train_in_company(state: object, journal: Journal, accident: Accident, steps:
     train(state, journal, accident, steps)
 
 
-def test_whoever_was_not_in_the_last_world_goes_on_from_its_own_where_that_came_no_further(
+def test_a_worker_outside_the_last_world_keeps_its_own_state_if_that_world_came_no_further(
     crew, tmp_path, saver, undisturbed
 ):
     run, gate = tmp_path / "run", Gate(tmp_path / "gate")
@@ -293,7 +293,7 @@ def train_seldom_saved(state: object, journal: Journal, accident: Accident, step
     train_and_wait_for_the_disk(state, journal, accident, steps)
 
 
-def test_survivors_save_at_once_what_perhaps_nobody_else_has(crew, tmp_path, saver):
+def test_survivors_save_at_once_since_they_may_have_the_only_copy(crew, tmp_path, saver):
     run = tmp_path / "run"
     more = {"saver": saver, "checkpoints": str(run), "body": train_seldom_saved}
     accidents = [NOTHING, Accident("forward", 4), NOTHING]

@@ -185,7 +185,7 @@ def test_what_cannot_be_consistent_is_refused_in_a_sentence() -> None:
         worker.Data(list(range(8)), worker_batch=4, consistent=True)
 
 
-def test_whoever_joins_computes_with_as_many_threads_or_says_why_it_cannot_compute_alike() -> None:
+def test_a_newcomer_uses_as_many_threads_or_refuses_to_compute_other_bits() -> None:
     before = torch.get_num_threads()
     arithmetic = Arithmetic(torch.device("cpu"))
     try:
@@ -259,7 +259,7 @@ def accumulated() -> list[list[list[float]]]:
     return found
 
 
-def test_who_has_no_gradient_adds_zeros_which_is_not_nothing() -> None:
+def test_a_virtual_rank_without_a_gradient_adds_zeros_to_the_sum() -> None:
     """A worker that did not add the zeros would keep a negative zero that other workers do not have."""
     bucket = Bucket([0], [torch.zeros(2)], Exchange([range(2)], 0, 2))
     bucket.add([torch.tensor([-0.0, 1.0])])

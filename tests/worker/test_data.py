@@ -126,7 +126,7 @@ def test_all_worlds_together_are_one_training(kind):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_the_data_and_the_worlds_are_its_batches_are_cut_from_a_list(seed):
+def test_for_any_data_and_worlds_batches_are_slices_of_one_order(seed):
     chance = random.Random(seed)
     virtual_ranks, accumulate, drop_last = chance.randint(1, 5), chance.choice([1, 1, 2, 3]), seed % 3 == 0
     batch = virtual_ranks * accumulate + chance.choice([0, 1, 6])
@@ -470,7 +470,7 @@ def test_rates_follow_a_growing_batch_while_the_optimizer_steps_and_never_show(m
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
-def test_rates_are_right_for_the_first_worlds_batch_unless_somebody_says_otherwise():
+def test_rates_are_right_for_the_first_worlds_batch_by_default():
     data = Data(Numbers(40), worker_batch=4, rate="linear")
     assert data.growth(2) == (8, 1.0)
     later = Data(Numbers(40), worker_batch=4, rate="linear")

@@ -322,7 +322,7 @@ def test_an_epoch_of_the_data_that_other_steps_have_used_up_is_not_made_again():
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 99])
-def test_samples_are_counted_once_whoever_commits_the_last_step_of_an_epoch(monkeypatch, every):
+def test_samples_are_counted_once_whichever_worker_commits_the_last_step_of_an_epoch(monkeypatch, every):
     used: list[int] = []
     monkeypatch.setattr(agentpage, "samples", used.append)
     state = over(global_batch=2, epochs=2)

@@ -99,7 +99,7 @@ def test_what_a_world_of_survivors_cannot_go_on_with_is_refused_in_a_sentence(cr
     assert reads(tmp_path, "0", "entered")[:2] == [0, 4]
 
 
-def test_who_comes_after_a_layer_was_unfrozen_trains_it_with_the_others(crew, tmp_path):
+def test_a_newcomer_trains_a_layer_that_was_unfrozen_before(crew, tmp_path):
     """In the newcomer the layer was frozen when State wrapped the model."""
     gate = Gate(tmp_path / "gate")
     accidents = Accident("forward", 5, gate.wait_and_leave), Accident("forward", 4)
@@ -114,7 +114,7 @@ def test_who_comes_after_a_layer_was_unfrozen_trains_it_with_the_others(crew, tm
     assert reads(tmp_path, "0", "weights") == reads(tmp_path, "2", "weights")
 
 
-def test_who_comes_can_undo_its_first_step_where_the_others_have_seen_that_it_must(crew, tmp_path):
+def test_a_newcomer_can_undo_its_first_step_if_the_others_copy_at_commits(crew, tmp_path):
     comes, dies = Gate(tmp_path / "comes"), Gate(tmp_path / "dies")
     waits = Accident("forward", 5, comes.wait_and_leave)
     [first] = crew.begin(tmp_path, waits, job=guarded, kind=guarding.Sharp)

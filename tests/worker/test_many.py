@@ -23,7 +23,7 @@ def differing(folder: Path, name: str, expected: dict[str, str]) -> list[str]:
     return [thing for thing in expected if digests[thing] != expected[thing]]
 
 
-def test_all_things_reach_who_comes_when_a_worker_was_killed(crew, tmp_path, expected):
+def test_a_newcomer_gets_every_kind_of_value_after_a_worker_was_killed(crew, tmp_path, expected):
     """A newcomer whose script has the groups in another order is refused, and costs the others nothing. Then
     the last of the first workers is killed, so all that is left was handed over."""
     comes, dies = Gate(tmp_path / "comes"), Gate(tmp_path / "dies")
@@ -47,7 +47,7 @@ def test_all_things_reach_who_comes_when_a_worker_was_killed(crew, tmp_path, exp
     assert differing(tmp_path, "3", expected) == []
 
 
-def test_all_things_come_back_from_a_checkpoint_when_all_workers_were_killed(
+def test_every_kind_of_value_comes_back_from_a_checkpoint_after_all_workers_were_killed(
     crew, tmp_path, new_saver, expected
 ):
     """The new workers run a script that has the groups in another order."""

@@ -90,9 +90,7 @@ def test_a_newcomer_that_dies_while_it_takes_the_state_costs_the_others_nothing(
     assert crew.settled == [(1, survivors), (2, survivors + 2), (3, survivors + 1)]
 
 
-def test_who_is_asked_to_leave_before_all_have_joined_hands_over_what_it_has_first(
-    crew, tmp_path, gate, undisturbed
-):
+def test_a_worker_asked_to_leave_before_all_have_joined_hands_over_first(crew, tmp_path, gate, undisturbed):
     grow(crew, tmp_path, gate, 1, at(gate), NOTHING)
     leaver, _ = crew.hands
     crew.until(lambda: leaver.round == 2)
@@ -108,7 +106,7 @@ def test_who_is_asked_to_leave_before_all_have_joined_hands_over_what_it_has_fir
     assert reads(tmp_path, "1", "entered")[0] in reads(tmp_path, "0", "committed")[4:]
 
 
-def test_in_a_handover_the_heirs_get_the_state_and_nobody_trains(crew, tmp_path, gate, undisturbed):
+def test_in_a_handover_the_heirs_get_the_state_and_no_worker_trains(crew, tmp_path, gate, undisturbed):
     crew.least = 4  # the next round is formed by hand
     grow(crew, tmp_path, gate, 1, at(gate), NOTHING, NOTHING)
     leaver, *heirs = crew.hands
@@ -205,9 +203,7 @@ def test_a_collective_of_a_group_that_the_script_made_is_aborted_too(crew, tmp_p
     assert crew.settled == [(1, 2), (2, 1)]
 
 
-def test_a_worker_that_waits_for_a_message_from_anyone_survives_who_would_have_sent_it(
-    crew, tmp_path, undisturbed
-):
+def test_a_worker_that_waits_for_a_message_from_any_rank_survives_the_sender(crew, tmp_path, undisturbed):
     crew.begin(tmp_path, Accident("start", 4, wait_for_word_of_anyone), Accident("start", 4))
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
@@ -253,7 +249,7 @@ def test_ranks_that_draw_for_themselves_go_on_doing_so(crew, tmp_path):
         assert mine == [torch.rand(1).item() for _ in range(8)]
 
 
-def test_a_worker_whose_agent_is_gone_ends_and_says_so(crew, tmp_path):
+def test_a_worker_whose_agent_is_gone_ends_with_a_message(crew, tmp_path):
     hand = crew.start(work, str(tmp_path), "0", NOTHING)
     crew.all_waiting(hand)
     hand.channel.socket.shutdown(socket.SHUT_RDWR)

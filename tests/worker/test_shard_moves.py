@@ -86,7 +86,7 @@ def test_a_newcomer_is_sent_its_part_and_holders_share_the_work() -> None:
     assert [(move.sender, move.receiver) for move in moves] == [(0, 2), (1, 3)]
 
 
-def test_an_element_that_nobody_holds_is_an_error_of_the_caller() -> None:
+def test_an_element_that_no_worker_holds_is_an_error_of_the_caller() -> None:
     held = [[HeldShard(AT, cut(4, 0, 2)), HeldShard(LATER, whole([4]))]]
     with pytest.raises(ValueError, match="element 2 is held nowhere"):
         plan_moves(held, AT, [whole([4])])
@@ -187,7 +187,7 @@ def test_on_two_equal_nodes_each_rank_guards_one_rank_of_the_other() -> None:
         ([False, False], 0, {}),
     ],
 )
-def test_who_leaves_hands_over_what_no_guardian_that_stays_has(
+def test_a_leaving_worker_hands_over_what_no_staying_guardian_has(
     going: list[bool], redundancy: int, found: dict[int, int]
 ) -> None:
     assert heirs(going, guardians([""] * len(going), redundancy)) == found
@@ -247,7 +247,7 @@ def test_of_hybrid_sharding_too_any_loss_up_to_the_redundancy_leaves_all_parts(
         ([True, True, True, True], {}),
     ],
 )
-def test_who_leaves_hands_over_what_no_replica_that_stays_has(
+def test_a_leaving_worker_hands_over_what_no_staying_replica_has(
     going: list[bool], found: dict[int, int]
 ) -> None:
     groups = replicas(hybrid(2, 2))
@@ -268,7 +268,7 @@ A, B, C = (cut(12, part, 3) for part in range(3))
     ],
     ids=["one stays", "there is a copy", "two leave", "all are new", "nobody stays"],
 )
-def test_who_is_not_in_a_later_round_gives_each_shard_once_to_one_that_stays_and_lacks_it(
+def test_workers_outside_a_later_round_give_each_shard_once_to_a_staying_worker_that_lacks_it(
     held: list[list[Spans]], going: list[bool], passed: list[Passing]
 ) -> None:
     shards = [[HeldShard(LATER, A), *(HeldShard(AT, spans) for spans in its)] for its in held]

@@ -93,7 +93,7 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
     ],
     ids=["mixed precision", "recomputed activations", "offload", "compiled", "accumulation", "hybrid"],
 )
-def test_what_torch_does_with_a_sharded_model_is_laid_out_anew_as_well(
+def test_torch_features_of_a_sharded_model_survive_a_new_layout(
     crew, tmp_path, undisturbed, feature, more, rounding
 ):
     one_dies_and_a_newcomer_joins(crew, tmp_path, feature=feature, **more)
@@ -201,7 +201,7 @@ def test_a_newcomer_is_given_its_shard_at_a_commit(crew, tmp_path, undisturbed):
     assert reads(tmp_path, "0", "entered")[0] == 0 and reads(tmp_path, "2", "entered")[0] >= 4
 
 
-def test_who_leaves_hands_its_shard_over_and_needs_no_copies(crew, tmp_path, undisturbed):
+def test_a_leaving_worker_hands_its_shard_over_and_needs_no_copies(crew, tmp_path, undisturbed):
     gate = Gate(tmp_path / "gate")
     accidents = Accident("start", 3, gate.wait), NOTHING, NOTHING
     leaver, *_ = crew.begin(tmp_path, *accidents, job=shardjob.train, redundancy=0)
@@ -345,7 +345,7 @@ def test_two_workers_at_once_are_lost_without_loss_if_there_are_two_copies(crew,
     assert_like(crew, tmp_path, (0, 3), undisturbed)
 
 
-def test_who_was_to_stay_and_leaves_all_the_same_hands_over_before_the_next_world(
+def test_a_worker_that_should_have_stayed_and_leaves_hands_over_before_the_next_world(
     crew, tmp_path, undisturbed
 ):
     """The job shrinks from three workers to two, and to one before these two train."""
@@ -392,7 +392,7 @@ def test_the_only_worker_hands_all_of_it_over(crew, tmp_path, undisturbed):
     assert_like(crew, tmp_path, (1, 2), undisturbed)
 
 
-def test_a_shard_that_nobody_holds_ends_the_job_with_a_sentence(crew, tmp_path):
+def test_a_lost_shard_without_a_checkpoint_ends_the_job_with_a_sentence(crew, tmp_path):
     crew.begin(tmp_path, NOTHING, Accident("summed", 4), job=shardjob.train, redundancy=0)
     crew.all_ended()
     assert crew.hands[0].status == 1
@@ -401,7 +401,7 @@ def test_a_shard_that_nobody_holds_ends_the_job_with_a_sentence(crew, tmp_path):
     assert "give State redundancy=1 or more, or checkpoints" in said
 
 
-def test_a_shard_that_nobody_holds_comes_from_the_newest_checkpoint(crew, tmp_path, saver, undisturbed):
+def test_a_lost_shard_comes_from_the_newest_checkpoint(crew, tmp_path, saver, undisturbed):
     gate = Gate(tmp_path / "gate")
     more = {"saver": saver, "checkpoints": str(tmp_path / "run"), "redundancy": 0}
     accidents = NOTHING, Accident("saved", 4, gate.wait), NOTHING

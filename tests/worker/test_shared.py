@@ -79,7 +79,7 @@ def job(address: str, folder: str, name: str, accident: Accident = NOTHING, how:
     train(state)
 
 
-def test_what_is_a_workers_own_stays_with_it_and_is_neither_sent_nor_lost(crew, tmp_path):
+def test_a_local_value_stays_with_its_worker_and_is_neither_sent_nor_lost(crew, tmp_path):
     gate = Gate(tmp_path / "gate")
     crew.begin(tmp_path, Accident("start", 5, gate.wait), Accident("start", 3), NOTHING, job=job)
     crew.until(lambda: crew.round == 2)
@@ -111,7 +111,7 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("how", UNLIKE)
-def test_what_is_to_be_alike_and_is_not_ends_the_job_and_is_named(crew, tmp_path, how):
+def test_a_value_that_differs_between_workers_ends_the_job_and_is_named(crew, tmp_path, how):
     hands = crew.begin(tmp_path, NOTHING, NOTHING, job=job, how=how)
     crew.all_ended()
     for hand, name in zip(hands, "01", strict=True):
@@ -185,7 +185,7 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def test_an_evaluation_that_differs_by_rounding_is_said_once_and_goes_on(tmp_path):
+def test_an_evaluation_that_differs_by_rounding_is_logged_once_and_training_goes_on(tmp_path):
     for lines in in_world(2, tmp_path, evaluate_by_rounding):
         assert len(lines) == 1 and "is not the same in worker 0" in lines[0] and "by rounding" in lines[0]
 

@@ -67,7 +67,7 @@ def test_the_other_unit_goes_on_when_a_worker_dies_and_the_lost_unit_is_back(cre
     assert_each_sample_is_used_once(tmp_path, splitjob.STEPS * splitjob.BATCH)
 
 
-def test_a_part_that_nobody_holds_any_more_ends_the_job_with_a_sentence(crew, tmp_path):
+def test_a_lost_part_ends_the_job_with_a_sentence(crew, tmp_path):
     """Two units have lost the worker of the same place, so their rest makes no unit."""
     accidents = [NOTHING, Accident("backward", 3), NOTHING, Accident("backward", 3)]
     for number, accident in enumerate(accidents):

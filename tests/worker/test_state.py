@@ -220,7 +220,7 @@ def accumulated() -> list[Any]:
     return result
 
 
-def test_a_generator_is_taken_back_with_an_abandoned_step_and_handed_to_who_comes():
+def test_a_generator_is_restored_after_an_abandoned_step_and_sent_to_newcomers():
     model = nn.Linear(1, 1)
 
     def made(seed: int) -> worker.State:
@@ -419,7 +419,7 @@ def test_an_optimizer_of_parameters_that_a_state_was_not_given_is_refused():
     assert worker.State(generator, critic=critic, **optimizers).critic is critic
 
 
-def test_who_lacks_a_group_of_parameters_that_the_others_have_says_so_and_takes_nothing():
+def test_a_worker_that_lacks_a_group_of_parameters_fails_and_takes_no_state():
     def made() -> worker.State:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         new = worker.State(model, torch.optim.SGD(model[0].parameters()), wrap=None, epoch=0, seen=[])

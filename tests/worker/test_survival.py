@@ -185,7 +185,7 @@ def test_a_function_that_swallows_even_the_end_of_its_world_spoils_nothing_for_o
     assert reads(tmp_path, "0", "committed") == list(range(1, 7)), "nothing on its own"
 
 
-def test_who_is_a_commit_behind_takes_it_from_who_is_ahead(crew, tmp_path, undisturbed):
+def test_a_worker_one_commit_behind_takes_the_state_of_a_worker_ahead(crew, tmp_path, undisturbed):
     """Before its commit, one worker waits for a message of a worker that dies. The other worker has passed
     that point."""
     ahead, silent = Gate(tmp_path / "ahead"), Gate(tmp_path / "silent")
@@ -246,7 +246,7 @@ def test_survivors_wait_for_as_long_as_their_agent_knows_of_no_end(crew, tmp_pat
     assert crew.settled == [(1, 3), (2, 2)]
 
 
-def test_whoever_loses_the_others_when_all_are_to_leave_in_good_order_says_so(crew, tmp_path, undisturbed):
+def test_a_worker_that_loses_the_others_during_a_planned_end_reports_it(crew, tmp_path, undisturbed):
     gate = Gate(tmp_path / "gate")
     crew.begin(tmp_path, NOTHING, Accident("forward", 4, partial(lose_the_others, gate)))
     gate.until_somebody_waits()
@@ -266,7 +266,7 @@ def test_one_that_has_yet_to_get_the_state_ends_and_says_why_where_no_group_come
     assert "Error: " in (tmp_path / "0.err").read_text().splitlines()[-1]
 
 
-def test_what_was_never_committed_is_lost_and_the_reason_is_said(crew, tmp_path):
+def test_without_a_commit_a_lost_worker_ends_the_training_and_the_message_says_why(crew, tmp_path):
     crew.begin(tmp_path, NOTHING, Accident("summed", 3), body=train_without_commit)
     crew.all_ended()
     assert crew.hands[0].status == 1

@@ -123,7 +123,7 @@ def test_what_one_worker_lacks_is_its_own_error_unless_the_world_is_over_anyway(
         fail()
 
 
-def test_a_world_that_is_over_as_soon_as_all_have_come_connects_to_nobody(
+def test_a_world_that_is_over_once_all_have_come_makes_no_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All workers have agreed that all are here, so no worker can announce any more that another one has
@@ -241,7 +241,7 @@ WAITS = [
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_whoever_waits_for_others_is_told_of_the_end_though_gloo_is_not(
+def test_a_waiting_worker_learns_of_the_end_of_the_world_though_gloo_does_not(
     waits_end: None, wait: Callable[[dist.ProcessGroupGloo], None]
 ) -> None:
     """Gloo does not notice a connection that is lost after a part of a message has come, or while a part
@@ -302,7 +302,7 @@ def test_a_backward_pass_ends_with_the_next_gradients_once_the_world_is_over(
     world.forget()
 
 
-def test_a_thread_that_waited_as_the_world_ended_waits_for_nobody_else(waits_end: None) -> None:
+def test_a_thread_that_waited_at_the_end_of_a_world_is_not_used_again(waits_end: None) -> None:
     """The thread has two results: the error of the world's end, and the result of the wait."""
     with pytest.raises(dist.DistNetworkError, match="the world ended before"):
         waits._in_another_thread(waits.end)
