@@ -49,7 +49,7 @@ def test_a_plain_checkpoint_fills_the_same_state(opened, tmp_path):
     assert state["optimizer"].param_groups[0]["lr"] == training(3)["optimizer"].param_groups[0]["lr"]
 
 
-def test_one_that_was_flat_when_it_was_saved_fills_the_same_state(opened, tmp_path):
+def test_a_checkpoint_that_was_saved_flat_fills_the_same_state(opened, tmp_path):
     state = training(3)
     model, optimizer = get_state_dict(state["model"], state["optimizer"])
     flat, _ = flatten_state_dict({"model": model, "optimizer": optimizer})

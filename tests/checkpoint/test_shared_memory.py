@@ -31,7 +31,7 @@ def two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_is_what_the_container_or_any_around_it_has_left_and_what_was_only_read_from_disk(two):
+def test_available_memory_is_the_least_that_any_container_around_has_left_with_its_page_cache(two):
     assert available("0::/pod/main\n", two) == 1300
     (two / "pod/main/memory.max").write_text("8100\n")
     assert available("0::/pod/main\n", two) == 400

@@ -158,7 +158,7 @@ def test_what_torch_imports_for_an_optimizer_is_listed_last(folder: Path, text: 
         "dotenv.load_dotenv()",
     ],
 )
-def test_it_is_not_listed_for_a_script_that_changes_the_environment(folder: Path, text: str) -> None:
+def test_imports_after_a_change_of_the_environment_are_not_listed(folder: Path, text: str) -> None:
     assert _of_script(folder, f"import torch\n{text}") == ("torch",)
 
 

@@ -22,7 +22,7 @@ def written(text: str) -> str:
     return "job.toml"
 
 
-def test_it_gives_the_script_its_arguments_and_the_options() -> None:
+def test_a_job_file_gives_the_script_its_arguments_and_the_options() -> None:
     job = written(
         'script = "train.py"\nargs = ["--lr", "3"]\nmin = 2\nhang-after = "90"\njoin_timeout = 1.5\n'
         "nproc-per-node = 4\naudit = true\nplain = false\nmodule = true\n"
@@ -65,7 +65,7 @@ def test_a_mistake_is_one_sentence(text: str, said: str) -> None:
     assert said in refused(written(text))
 
 
-def test_one_that_is_missing_or_no_text_is_refused() -> None:
+def test_a_job_file_that_is_missing_or_no_text_is_refused() -> None:
     assert "the job file none.toml cannot be read: No such file" in refused("none.toml")
     Path("job.toml").write_bytes(b"\xff")
     assert "the job file job.toml is not TOML" in refused("job.toml")

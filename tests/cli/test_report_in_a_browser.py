@@ -11,7 +11,7 @@ from tests.telemetry.test_runreport import two_rounds
 
 
 @needs_chromium
-def test_it_fits_any_window_and_fetches_and_complains_of_nothing(tmp_path: Path) -> None:
+def test_the_page_fits_any_window_and_fetches_nothing_and_logs_no_error(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text(runreportpage.render(run_report([two_rounds()]), "1.2", 50.0))
     with Browser(tmp_path / "profile") as browser:

@@ -34,7 +34,7 @@ def passing(*nodes: Node) -> tuple[Member, ...]:
     "draining", [True, False], ids=["it knows that it leaves", "it has yet to hear of it"]
 )
 @pytest.mark.parametrize("slots", [(1,), (0, 1)])
-def test_those_that_hold_the_state_give_it_to_all_heirs(draining: bool, slots: tuple[int, ...]) -> None:
+def test_holders_give_the_state_to_all_heirs(draining: bool, slots: tuple[int, ...]) -> None:
     assert passing(node("b"), holding("a", *slots, draining=draining)) == (
         *HEIRS,
         Member("a", life("a"), slots, 2, 1),

@@ -144,7 +144,7 @@ def test_what_a_worker_does(state: str, cpu: float, where: ThreadActivity | None
         (Pulse(0.01, 0.0, 300.0), True),  # the same, by other threads
     ],
 )
-def test_one_that_hardly_computes_but_wakes_up_often_is_busy(pulse: Pulse, busy: bool) -> None:
+def test_a_worker_that_hardly_computes_but_wakes_up_often_is_busy(pulse: Pulse, busy: bool) -> None:
     assert doing(ProcessState.SLEEPING, pulse, OWN) is (Doing.BUSY if busy else Doing.ASLEEP)
     assert doing(ProcessState.SLEEPING, pulse, COLLECTIVE) is Doing.WAITING
 

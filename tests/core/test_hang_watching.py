@@ -248,7 +248,7 @@ def test_one_stopped_before_its_first_step_is_judged_by_the_steps_of_earlier_rou
     assert slot == 1 and 0.99 < at - began < 3.0
 
 
-def test_one_that_only_takes_long_to_its_first_step_is_not_judged() -> None:
+def test_a_worker_that_is_slow_to_its_first_step_is_not_judged() -> None:
     node = Node()
     node.train(10.0)
     node.next_round()
@@ -272,7 +272,7 @@ def test_each_of_several_nodes_reports_workers_that_are_slow_to_the_first_step()
     assert slot == 1
 
 
-def test_one_that_is_stopped_while_it_is_to_leave_the_round_is_condemned() -> None:
+def test_a_worker_stopped_while_it_is_to_leave_the_round_is_condemned() -> None:
     node = Node()
     node.train(10.0)
     node.crew(order=replace(LEAVING, planned=False))
@@ -330,7 +330,7 @@ def test_what_happened_while_the_agent_itself_was_stopped_counts_for_nothing() -
     assert [at >= woken + 0.99 for _, at in node.condemned] == [True]
 
 
-def test_one_that_goes_on_while_the_evidence_is_written_is_let_live() -> None:
+def test_a_worker_that_goes_on_while_the_evidence_is_written_is_spared() -> None:
     node = Node()
     node.train(10.0)
     node.stop()
@@ -342,7 +342,7 @@ def test_one_that_goes_on_while_the_evidence_is_written_is_let_live() -> None:
     assert not node.condemned and not node.said
 
 
-def test_one_that_has_left_the_round_while_the_evidence_is_written_is_let_live() -> None:
+def test_a_worker_that_leaves_the_round_while_the_evidence_is_written_is_spared() -> None:
     node = Node()
     node.train(10.0)
     node.stop()
@@ -437,7 +437,7 @@ def test_an_agent_that_is_asked_looks_and_reports_though_its_workers_do_not_hang
     assert node.kept[0].look == 1
 
 
-def test_a_verdict_that_the_agent_of_the_worker_voids_is_told_by_nobody() -> None:
+def test_a_verdict_that_the_agent_of_the_worker_voids_is_not_logged() -> None:
     node = Node(others=1)
     node.train(10.0)
     node.stand_still(60.0)

@@ -405,7 +405,7 @@ def test_a_script_that_refuses_its_input_is_not_tried_again(
 
 
 @pytest.mark.parametrize("closing_for", [Cause.GREW, Cause.SCALED])
-def test_one_that_raised_is_charged_though_its_round_was_closed_for_another_to_come(
+def test_a_worker_that_raised_is_charged_though_its_round_closed_for_a_newcomer(
     closing_for: Cause,
 ) -> None:
     """Otherwise newcomers that fail at once could join one after the other for ever, without a charge."""

@@ -53,7 +53,9 @@ def verdict(plan: Plan) -> Hang:
 
 
 @pytest.mark.parametrize("phase", [Phase.LIVE, Phase.CLOSING])
-def test_one_that_does_not_leave_its_round_is_judged_by_those_that_have_not_left_it(phase: Phase) -> None:
+def test_a_worker_that_does_not_leave_is_judged_together_with_the_others_that_have_not_left(
+    phase: Phase,
+) -> None:
     asleep = told(of_two_nodes(released=5), stall("b", Doing.ASLEEP, 3599.0))
     if phase is Phase.LIVE:
         asleep = replace(asleep, round=round(5, {"a": 1, "b": 1}))

@@ -51,7 +51,7 @@ def test_workers_of_a_round_that_is_resized_are_waited_for_however_long_a_step_t
 
 
 @pytest.mark.parametrize("age", [None, Age(0, 5)])
-def test_one_that_waits_without_what_the_round_had_agreed_on_hurries_nobody(age: Age | None) -> None:
+def test_a_worker_that_waits_without_the_agreed_state_does_not_hurry_the_others(age: Age | None) -> None:
     one = working()
     one.sees("round", closing(ROUND))
     one.told(WorkerWaiting(0, 1, age=age))
@@ -158,7 +158,7 @@ def test_a_node_tells_that_it_has_declined_a_round() -> None:
 
 
 @pytest.mark.parametrize("stray", [WorkerBroke(0, 2, fails=False), WorkerBroke(3, 1, fails=False)])
-def test_one_that_acts_in_no_round_or_another_has_lost_nobody(stray: WorkerBroke) -> None:
+def test_a_loss_reported_for_no_round_or_another_is_ignored(stray: WorkerBroke) -> None:
     one = working()
     assert not one.told(stray)
 
@@ -245,7 +245,7 @@ def test_the_end_of_one_that_fails_is_a_failure_though_the_round_has_been_left_m
     assert (own_record(one).released, own_record(one).told) == (1, 1)
 
 
-def test_one_that_is_stopped_and_ends_by_an_exception_has_not_failed() -> None:
+def test_a_stopped_worker_that_ends_by_an_exception_has_not_failed() -> None:
     one = working()
     one.sees("round", replace(closing(ROUND, Cause.WORKER_FAILED), anew=True))
     one.told(WorkerBroke(0, 1, fails=True))

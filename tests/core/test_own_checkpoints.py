@@ -42,7 +42,7 @@ def test_a_held_worker_goes_on_where_the_resize_does_not_come(why: str) -> None:
 
 
 @pytest.mark.parametrize("stray", [WorkerCheckpointed(0, 0, ""), WorkerCheckpointed(5, 1, "")])
-def test_one_that_acts_in_no_round_is_never_held(stray: WorkerCheckpointed) -> None:
+def test_a_worker_that_checkpoints_in_no_round_is_never_held(stray: WorkerCheckpointed) -> None:
     one = Agent.working(ROUND)
     one.sees("round", replace(ROUND, resizes_by=NOW + 100))
     one.told(stray)

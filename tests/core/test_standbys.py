@@ -184,7 +184,7 @@ def test_a_worker_that_dies_while_all_leave_in_good_order_has_them_leave_at_once
     assert isinstance(told, Report) and told.exits[0].code == -9
 
 
-def test_and_so_does_the_leader_for_all_other_nodes() -> None:
+def test_the_leader_makes_the_end_unplanned_for_all_nodes_if_a_worker_dies_meanwhile() -> None:
     closes = replace(closing(ROUND, Cause.GREW, planned=True), since=NOW)
     nodes = [node("a", 2), node("b", 2)]
     there = view(IN_PLACE, closes, nodes, [report("b", 1, exit(0, 2, code=-9))])

@@ -36,7 +36,7 @@ def named(watch: Watch) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 8, 64])
-def test_one_that_is_a_fifth_slower_is_named_and_no_other(world: int) -> None:
+def test_a_worker_that_is_a_fifth_slower_is_named_and_no_other(world: int) -> None:
     seen = watch(world, lambda rank, _: 1.2 if rank == 1 else 1.0)
     assert named(seen) == [1]
     assert seen.ratio(1) == pytest.approx(1.2)

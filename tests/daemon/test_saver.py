@@ -478,7 +478,7 @@ def test_a_saver_finishes_for_workers_of_a_round_that_is_over_and_for_no_other(s
         late.close()
 
 
-def test_it_leaves_processors_and_disk_to_the_training_until_its_agent_ends(server, client, tmp_path):
+def test_the_saver_leaves_processors_and_disk_to_the_training_until_its_agent_ends(server, client, tmp_path):
     round_is(client, 3)
     with Warden.start() as warden:
         service = SaverService(warden, server.access, "j", bytes_s=1)  # a minute and more for a shard

@@ -60,7 +60,9 @@ def server() -> Iterator[HttpServer]:
         yield server
 
 
-def test_it_fits_any_window_and_fetches_and_complains_of_nothing(server: HttpServer, tmp_path: Path) -> None:
+def test_the_page_fits_any_window_and_fetches_nothing_and_logs_no_error(
+    server: HttpServer, tmp_path: Path
+) -> None:
     with Browser(tmp_path / "profile") as browser:
         for width, dark in ((400, False), (1280, False), (400, True), (1280, True)):
             picture = tmp_path / f"status-{width}{'-dark' if dark else ''}.png"

@@ -75,7 +75,9 @@ def etcd(certs: Path, members: list[Member]) -> EtcdAccess:
     return access_with(certs, "client", tuple(member.endpoint for member in members))
 
 
-def test_it_makes_what_it_says_for_its_owner_alone_and_keeps_no_authoritys_key(certs: Path) -> None:
+def test_the_script_makes_all_certificates_for_their_owner_alone_and_keeps_no_authoritys_key(
+    certs: Path,
+) -> None:
     made = {path.name: path.stat().st_mode & 0o777 for path in certs.iterdir()}
     pairs = ("server", "client", "root", "job-train", "peer")
     wanted = {f"{name}.{kind}" for name in pairs for kind in ("crt", "key")}

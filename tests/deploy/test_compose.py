@@ -31,7 +31,7 @@ def judged_by_its_specification(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*checker, str(path)], capture_output=True, text=True, timeout=60)
 
 
-def test_it_is_as_compose_specifies_and_a_wrong_word_would_be_seen(tmp_path: Path) -> None:
+def test_the_file_follows_the_compose_specification_and_the_check_finds_wrong_words(tmp_path: Path) -> None:
     done = judged_by_its_specification(DEPLOY / "compose.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     wrong = tmp_path / "compose.yaml"

@@ -78,7 +78,7 @@ def test_amtool_takes_the_example_of_an_alertmanager() -> None:
 @pytest.mark.parametrize(
     ("severity", "told"), [("critical", "people"), ("warning", "people"), ("info", "nobody")]
 )
-def test_that_alertmanager_would_tell_people_of_all_but_what_may_be_intended(
+def test_alertmanager_sends_people_every_alert_but_those_that_may_be_intended(
     severity: str, told: str
 ) -> None:
     config = f"--config.file={HERE / 'alertmanager.yml'}"
@@ -145,7 +145,7 @@ def test_every_runbook_is_of_an_alert() -> None:
     assert set(re.findall(r"Elasticd\w+", RUNBOOKS + alertmanager)) <= set(ALERTS)
 
 
-def test_it_scrapes_the_agents_and_etcd_of_the_compose_file() -> None:
+def test_prometheus_scrapes_the_agents_and_etcd_of_the_compose_file() -> None:
     compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
     config = yaml.safe_load((HERE / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}

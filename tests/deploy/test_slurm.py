@@ -73,7 +73,7 @@ def requeued(stage: dict[str, str]) -> bool:
     return path.exists() and path.read_text() == "requeue 77\n"
 
 
-def test_it_is_a_script_that_bash_and_slurm_understand() -> None:
+def test_bash_and_slurm_understand_the_script() -> None:
     assert subprocess.run(["bash", "-n", SCRIPT]).returncode == 0
     lines = SCRIPT.read_text().splitlines()
     last_option = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))

@@ -61,7 +61,7 @@ def test_systemd_restarts_exactly_the_exit_codes_documented_as_worth_another_try
     assert never - {130, 143} == {code for code, again in documented.items() if not again}
 
 
-def test_it_hears_from_the_agent_alone_and_gives_it_time_to_drain() -> None:
+def test_systemd_hears_from_the_agent_alone_and_gives_it_time_to_drain() -> None:
     told = settings()
     assert (told["Type"], told["NotifyAccess"], told["KillMode"]) == (["notify"], ["main"], ["mixed"])
     assert int(told["WatchdogSec"][0].removesuffix("s")) >= 30, "a machine that swaps is not stuck"

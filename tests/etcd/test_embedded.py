@@ -163,7 +163,7 @@ def test_variables_of_etcd_in_our_environment_do_not_configure_it(monkeypatch: p
         server.stop()
 
 
-def test_one_that_ends_while_starting_says_why(tmp_path: Path) -> None:
+def test_an_etcd_that_ends_while_starting_says_why(tmp_path: Path) -> None:
     def spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> int:
         return spawn_child([*argv, "--no-such-flag"], env, log)
 
@@ -186,7 +186,7 @@ NO_MEMORY = 'ulimit -v 300000 && exec "$@"'
         pytest.param(("sh", "-c", NO_MEMORY), "fatal error: .*memory", id="no-memory"),
     ],
 )
-def test_one_that_panics_says_of_what_and_shows_no_stack(before: tuple[str, ...], cause: str) -> None:
+def test_an_etcd_that_panics_says_why_and_shows_no_stack(before: tuple[str, ...], cause: str) -> None:
     if before[0] == "unshare" and subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         pytest.skip("nothing may be mounted here")
     first = [shutil.which(before[0]) or before[0], *before[1:], "sh"]

@@ -92,7 +92,7 @@ def test_what_fsdp2_has_on_the_gpu_is_saved_while_it_is_busy(tmp_path: Path) -> 
     assert done.returncode == 0 and "all as it was" in done.stdout, done.stderr
 
 
-def test_memory_that_is_pinned_is_let_go_with_it_and_a_refusal_hurts_nobody() -> None:
+def test_pinned_memory_is_unpinned_when_freed_and_a_refusal_raises_no_error() -> None:
     gpu, memory = GpuCopier(), Memory.make(1 << 20)
     torch.ones(1, device="cuda")
     image = torch.frombuffer(memory.map, dtype=torch.uint8)

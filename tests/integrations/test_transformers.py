@@ -108,7 +108,7 @@ class TestCheckpoints:
     @pytest.mark.parametrize(
         "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"]
     )
-    def test_one_that_lacks_a_file_or_its_end_is_skipped(self, output: Path, name: str) -> None:
+    def test_a_checkpoint_that_lacks_a_file_or_its_end_is_skipped(self, output: Path, name: str) -> None:
         file = output / "checkpoint-4" / name
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2])

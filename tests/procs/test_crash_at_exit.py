@@ -43,7 +43,7 @@ def test_the_kernel_ends_a_python_that_does_not_exit(bench: Bench, how: str) -> 
     assert all("Python did not exit after the script had finished" in fields["why"] for fields in said)
 
 
-def test_so_has_one_that_was_forked(bench: Bench) -> None:
+def test_a_forked_script_that_ran_to_its_end_has_finished_even_if_python_then_crashes(bench: Bench) -> None:
     news = News()
     ran = both(bench, [CRASH, "end", "SIGABRT"], warn=news)
     assert [r.exits[0].code for r in ran] == [0, 0], ran
@@ -61,7 +61,7 @@ def test_a_script_that_may_have_failed_has_crashed(bench: Bench, how: str) -> No
     assert run(bench, CRASH, how, "SIGABRT") == (-signal.SIGABRT, [])
 
 
-def test_one_that_crashes_in_what_it_does_at_its_end_has_failed_also_if_forked(bench: Bench) -> None:
+def test_a_script_that_crashes_in_an_exit_handler_has_failed_also_if_forked(bench: Bench) -> None:
     ran = both(bench, [CRASH, "crash in a function at exit", "SIGABRT"])
     assert [r.exits[0].code for r in ran] == [-signal.SIGABRT] * 2, ran
 

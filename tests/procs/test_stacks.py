@@ -92,7 +92,9 @@ def test_a_worker_reports_the_stacks_of_all_threads_in_any_state(
 
 
 @pytest.mark.parametrize("how", ["blocked", "closed", "default"])
-def test_one_that_cannot_answer_is_not_harmed_by_the_question(bench: Bench, tmp_path: Path, how: str) -> None:
+def test_a_worker_that_cannot_answer_is_not_harmed_by_the_request(
+    bench: Bench, tmp_path: Path, how: str
+) -> None:
     worker = _started(bench, tmp_path, how)
     assert stacks.ask(worker.page.path) == ""
     _wait_until(worker, ProcessState.SLEEPING)

@@ -210,7 +210,7 @@ def test_reify_may_add_to_the_environment(bench: Bench) -> None:
     assert sorted(bench.console.lines()) == [b"1.0", b"1.1"]
 
 
-def test_one_that_ended_to_go_back_did_so_though_it_was_killed_on_its_way(bench: Bench) -> None:
+def test_a_worker_killed_while_it_ends_to_go_back_has_gone_back(bench: Bench) -> None:
     """On a busy machine Python takes a second to end, and survivors do not wait for that."""
     program = f"""
 import os, signal, struct

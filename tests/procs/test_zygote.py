@@ -299,7 +299,7 @@ def test_workers_do_not_wait_for_a_zygote_for_longer_than_they_take_without(
 @pytest.mark.parametrize(
     ("start_s", "most_s"), [(1000.0, 30.0), pytest.param(None, 300.0, id="the first workers wait for it")]
 )
-def test_one_that_imports_may_take_until_a_fresh_worker_would_have_been_there(
+def test_a_zygote_may_import_as_long_as_a_fresh_worker_would_take_to_start(
     start_s: float | None, most_s: float
 ) -> None:
     ours, theirs = pair()

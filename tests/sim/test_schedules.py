@@ -103,7 +103,7 @@ HUNG = [*((kind, "directed") for kind in ("stopped", "asleep", "apart", "polling
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize(("kind", "seed"), HUNG)
-def test_one_that_hangs_is_replaced_and_charged_once(kind: str, seed: str, inplace: bool) -> None:
+def test_a_hung_worker_is_replaced_and_charged_once(kind: str, seed: str, inplace: bool) -> None:
     job = Job(total_steps=200, step_s=0.25, inplace=inplace)
     result = directed(Fault(20.0, kind, "n1"), setup=Setup((1, 1, 1), Limits(3, 3), job=job), seed=seed)
     ((worker, _),) = result.invariants.condemned
@@ -112,7 +112,7 @@ def test_one_that_hangs_is_replaced_and_charged_once(kind: str, seed: str, inpla
     assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
 
 
-def test_one_that_polls_while_its_world_breaks_leaves_once_it_is_well() -> None:
+def test_a_worker_that_polls_while_its_world_breaks_leaves_afterwards_and_is_not_condemned() -> None:
     grows, breaks = Fault(20.0, "scale", "n0", much=0.74), Fault(23.0, "reset", "n0")
     job = Job(total_steps=200, step_s=0.25, inplace=True)
     setup = Setup((1, 1), Limits(1, 1), job=job)
@@ -177,7 +177,7 @@ def test_the_reports_of_many_nodes_are_judged_together(monkeypatch: pytest.Monke
     assert 0 < judged < 20
 
 
-def test_one_that_is_busy_for_a_while_is_left_alone_though_looks_come_late() -> None:
+def test_a_worker_that_is_busy_for_a_while_is_spared_though_looks_come_late() -> None:
     faults = (Fault(10.0, "blind", "n0", 50.0, 0.9), Fault(20.0, "busy", "n0", 25.0))
     job = Job(total_steps=200, step_s=0.25)
     result = directed(*faults, setup=Setup((2, 1), Limits(3, 3), job=job))

@@ -21,7 +21,7 @@ def test_a_metric_is_named_as_prometheus_wants_it(metric: Metric) -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.name)
-def test_its_labels_are_bounded_and_its_help_is_a_sentence(metric: Metric) -> None:
+def test_a_metric_has_bounded_labels_and_its_help_is_a_sentence(metric: Metric) -> None:
     assert set(metric.labels) <= set(LABELS)
     assert metric.help.endswith(".") and "\n" not in metric.help
     assert (metric.type is Type.HISTOGRAM) == bool(metric.buckets)

@@ -318,7 +318,7 @@ def test_a_closed_server_leaves_no_port_and_no_thread(server: HttpServer) -> Non
     server.close()
 
 
-def test_one_that_is_closed_at_once_ends_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_closed_at_once_ends_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     for _ in range(50):

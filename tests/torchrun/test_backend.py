@@ -36,7 +36,7 @@ def written(
     return result
 
 
-def test_its_name_is_the_one_torchrun_knows_and_it_has_no_state_at_first(
+def test_the_back_end_has_torchrun_s_name_for_it_and_no_state_at_first(
     backend: EtcdV3RendezvousBackend,
 ) -> None:
     assert backend.name == "etcd-v3"

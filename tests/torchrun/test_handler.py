@@ -37,7 +37,7 @@ def test_all_nodes_get_one_world_and_one_store(nodes: Nodes) -> None:
     assert [handler.num_nodes_waiting() for handler in three] == [0, 0, 0]
 
 
-def test_it_says_what_it_is(nodes: Nodes, run_id: str) -> None:
+def test_the_handler_has_torch_s_names_for_its_back_end_and_run(nodes: Nodes, run_id: str) -> None:
     handler = nodes.new()
     assert handler.get_backend() == "etcd-v3"
     assert handler.get_run_id() == run_id
@@ -129,7 +129,7 @@ def test_too_few_nodes_time_out_and_leave_nothing_behind(nodes: Nodes, etcd: Emb
         assert client.list_raw(prefix_of(run_id).encode()).items == ()
 
 
-def test_one_that_timed_out_does_not_close_the_rendezvous_for_the_others(nodes: Nodes) -> None:
+def test_a_node_that_timed_out_does_not_close_the_rendezvous_for_the_others(nodes: Nodes) -> None:
     lonely = nodes.new(2, 2, join_timeout=1)
     with pytest.raises(RendezvousTimeoutError):
         nodes.joined(lonely)

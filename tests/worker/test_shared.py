@@ -125,7 +125,7 @@ def test_a_value_that_differs_between_workers_ends_the_job_and_is_named(crew, tm
             assert committed == [1]
 
 
-def test_one_that_comes_and_begins_otherwise_says_what_it_takes_from_the_others(crew, tmp_path):
+def test_a_newcomer_with_other_initial_values_logs_what_it_takes_from_the_others(crew, tmp_path):
     gate = Gate(tmp_path / "gate")
     how = "a number that is its own"
     crew.begin(tmp_path, Accident("start", 2, gate.wait), job=job, how=how)

@@ -258,7 +258,7 @@ def test_a_worker_that_loses_the_others_during_a_planned_end_reports_it(crew, tm
     assert_exact(crew, tmp_path, set(), undisturbed)
 
 
-def test_one_that_has_yet_to_get_the_state_ends_and_says_why_where_no_group_comes_about(crew, tmp_path):
+def test_a_newcomer_without_the_state_ends_with_an_error_if_no_group_forms(crew, tmp_path):
     crew.knows = False
     crew.begin(tmp_path, NOTHING, Accident("forming", 0), job=work_impatiently)
     crew.all_ended()
