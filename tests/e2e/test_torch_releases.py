@@ -30,7 +30,7 @@ PATHS = [
     "tests/e2e/test_checkpoints.py",
     f"{TRAINING}_a_worker_is_killed_and_only_its_death_is_charged",
     f"{IN_PLACE}_survivors_of_killed_workers_and_of_an_exception_keep_their_process_and_every_step",
-    f"{IN_PLACE}_a_node_that_leaves_comes_or_is_lost_and_scaling_restart_nobody_elsewhere",
+    f"{IN_PLACE}_nodes_that_leave_join_or_are_lost_and_scaling_restart_no_worker_elsewhere",
 ]
 DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 

@@ -242,11 +242,11 @@ def _news(procs: LocalProcs) -> queue.SimpleQueue[WorkerNews]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
-    """A warden and an agent. They wait 0.2 s for killed processes that still run, and a minute (or the
+    """A warden and an agent. They wait 2 s for killed processes that still run, and a minute (or the
     parameter's seconds) for processes that the kernel takes down."""
     taking_down_s = getattr(request, "param", 60.0)
     shorter = (
-        f"import elasticd.procs.warden as w; w._LAST_REAPING_S, w.TAKING_DOWN_S = 0.2, {taking_down_s}; "
+        f"import elasticd.procs.warden as w; w._LAST_REAPING_S, w.TAKING_DOWN_S = 2.0, {taking_down_s}; "
     )
     begin, call = warden_client._PROGRAM.split("from elasticd.procs.warden", 1)
     monkeypatch.setattr(warden_client, "_PROGRAM", f"{begin}{shorter}from elasticd.procs.warden{call}")

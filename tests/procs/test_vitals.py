@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from elasticd.procs.vitals import vitals
+from tests.procs.agents import wait_until
 
 TWO_GROUPS = """
 import datetime, time
@@ -31,8 +32,8 @@ def test_the_event_loops_of_groups_do_not_make_a_sleeping_worker_look_busy() -> 
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"here\n"
+        wait_until(lambda: len(wakes_of_event_loops(process.pid)) == 2, "both threads have their names")
         before, loops = vitals(process.pid), wakes_of_event_loops(process.pid)
-        assert len(loops) == 2
         while sum(wakes_of_event_loops(process.pid)) < sum(loops) + 50:
             time.sleep(0.01)  # nothing tells that a thread has continued
         assert vitals(process.pid).all_wakes < before.all_wakes + 5
