@@ -40,9 +40,15 @@ class Kept:
         return f"{median(shares):7.1%}  ({len(shares)} kills, {min(shares):.1%} to {max(shares):.1%})"
 
 
+class StillDown(Exception):
+    """A worker that is to be killed is gone since an earlier kill."""
+
+
 def _kept(launcher: Launcher, workers: int, kills: int, every_s: float) -> Kept:
     """Compare each kill with the undisturbed windows just before and after it, since the machine's speed
-    changes by more than a kill costs. The job saves nothing, so only the time without steps is lost."""
+    changes by more than a kill costs. The job saves nothing, so only the time without steps is lost.
+
+    Raises StillDown if a kill costs more than a window, so that none is undisturbed."""
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder, "steps"))
         launched = launcher(steps.path, Path(folder, "log"))
@@ -55,7 +61,10 @@ def _kept(launcher: Launcher, workers: int, kills: int, every_s: float) -> Kept:
                 if fire := window % 2 == 1:
                     steps.read()
                     newest = {s.rank: s.pid for s in steps.made[-4 * workers :]}
-                    os.kill(newest[window // 2 % len(newest)], signal.SIGKILL)
+                    try:
+                        os.kill(newest[window // 2 % len(newest)], signal.SIGKILL)
+                    except ProcessLookupError:
+                        raise StillDown from None
                 ends = began + every_s / 2
                 time.sleep(max(0.0, ends - time.monotonic()))
                 steps.read()
@@ -81,4 +90,8 @@ def goodput(workers: int, lasts_s: float, every_s: float, torchrun: bool) -> Ite
     kills = max(1, round(lasts_s / every_s))
     yield f"a worker of {workers} killed every {every_s:g} s: steps made, of an undisturbed run's"
     for name, launcher in rows.items():
-        yield f"  {name:<34} {_kept(launcher, workers, kills, every_s)}"
+        try:
+            share = str(_kept(launcher, workers, kills, every_s))
+        except StillDown:
+            share = f"is not back {every_s / 2:g} s after a kill: measure with more seconds in --every"
+        yield f"  {name:<34} {share}"
