@@ -41,14 +41,14 @@ class Kept:
 
 
 class StillDown(Exception):
-    """A worker that is to be killed is gone since an earlier kill."""
+    """The job has not recovered from a kill when the next one is due."""
 
 
 def _kept(launcher: Launcher, workers: int, kills: int, every_s: float) -> Kept:
     """Compare each kill with the undisturbed windows just before and after it, since the machine's speed
     changes by more than a kill costs. The job saves nothing, so only the time without steps is lost.
 
-    Raises StillDown if a kill costs more than a window, so that none is undisturbed."""
+    Raises StillDown if the worker to be killed is gone since an earlier kill."""
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder, "steps"))
         launched = launcher(steps.path, Path(folder, "log"))
@@ -93,5 +93,5 @@ def goodput(workers: int, lasts_s: float, every_s: float, torchrun: bool) -> Ite
         try:
             share = str(_kept(launcher, workers, kills, every_s))
         except StillDown:
-            share = f"is not back {every_s / 2:g} s after a kill: measure with more seconds in --every"
+            share = f"is not back {every_s:g} s after a kill: measure with more seconds in --every"
         yield f"  {name:<34} {share}"
