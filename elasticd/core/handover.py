@@ -12,7 +12,7 @@ workers may leave: they give their parts in a round without steps, too.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
@@ -84,7 +84,7 @@ def _parts_left_out(round: Round, nodes: Mapping[str, Node], heirs: _Slots, unit
         giving = _without(there, heirs)
         if unit > 1 and _has_a_whole_unit(_without(there, giving), round, unit):
             return {}
-    return {name: tuple(sorted(giving[name])) for name in sorted(giving)}
+    return giving
 
 
 def _parts(round: Round, nodes: Mapping[str, Node], seats: _Slots) -> _Slots:
@@ -104,8 +104,9 @@ def _have_entered(round: Round, nodes: Mapping[str, Node], seats: _Slots) -> boo
     """Return whether the workers of these seats have parts, and have agreed on the state in this round.
     Workers that are asked to leave before their world has formed leave at once, so such a round has no last
     commit."""
+    number = round.number
     ages = [node.age for name in seats if (node := nodes.get(name)) is not None]
-    agreed = [age for age in ages if age is not None and age.agreed == round.number]
+    agreed = [age for age in ages if age is not None and age.agreed == number]
     return len(agreed) == len(seats) and not _without(seats, _parts(round, nodes, seats))
 
 
@@ -127,13 +128,14 @@ def _seats(round: Round) -> _Slots:
 
 def _left_out(round: Round) -> _Slots:
     """Return the slots of the ranks that the next round will probably leave out."""
-    out: dict[str, tuple[int, ...]] = {}
+    members, out = round.members, dict[str, tuple[int, ...]]()
     for ranks in round.left_out:
-        place = bisect_right(round.members, ranks.first, key=attrgetter("base_rank")) - 1
-        while place < len(round.members) and (member := round.members[place]).base_rank < ranks.end:
-            slots = member.slots[max(0, ranks.first - member.base_rank) : ranks.end - member.base_rank]
-            out[member.node] = (*out.get(member.node, ()), *slots)
-            place += 1
+        first = bisect_right(members, ranks.first, key=attrgetter("base_rank")) - 1
+        end = bisect_left(members, ranks.end, key=attrgetter("base_rank"))
+        for member in members[first:end]:
+            begin = member.base_rank
+            slots = member.slots[max(0, ranks.first - begin) : ranks.end - begin]
+            out[member.node] = (*out[member.node], *slots) if member.node in out else slots
     return out
 
 
@@ -147,6 +149,8 @@ def _without(places: _Slots, others: _Slots) -> _Slots:
     """Return those of the places that are not among the others."""
     if not others:
         return places
+    if places == others:
+        return {}
     left = {name: slots for name, slots in places.items() if others.get(name, ()) != slots}
     for name in left.keys() & others.keys():
         left[name] = tuple([slot for slot in left[name] if slot not in others[name]])

@@ -206,28 +206,32 @@ def left_out(
 
 def ranks_without(members: Iterable[Member], others: Members) -> tuple[RankRange, ...]:
     """Return the ranks of the members whose slots are not among the others'."""
+    return tuple(_joined(_ranks_without(members, others)))
+
+
+def _ranks_without(members: Iterable[Member], others: Members) -> Iterator[tuple[int, int]]:
     there = others.by_node
-    found: list[RankRange] = []
     for member in members:
         other = there.get(member.node)
         kept = other.slots if other is not None and other.incarnation == member.incarnation else ()
         if not kept:
-            found.append(RankRange(member.base_rank, member.base_rank + len(member.slots)))
+            yield member.base_rank, member.base_rank + len(member.slots)
         elif kept != member.slots:
             ranks = enumerate(member.slots, member.base_rank)
-            found += [RankRange(rank, rank + 1) for rank, slot in ranks if slot not in kept]
-    return _joined(found)
+            yield from ((rank, rank + 1) for rank, slot in ranks if slot not in kept)
 
 
-def _joined(ranges: Iterable[RankRange]) -> tuple[RankRange, ...]:
-    """Return the ranges, which ascend, with those that follow each other as one."""
-    found: list[RankRange] = []
-    for ranks in ranges:
-        if found and found[-1].end == ranks.first:
-            found[-1] = RankRange(found[-1].first, ranks.end)
-        else:
-            found.append(ranks)
-    return tuple(found)
+def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[RankRange]:
+    """Yield the ranges, which ascend, with those that follow each other as one."""
+    first = last = 0
+    for begin, end in ranges:
+        if begin > last:
+            if last > first:
+                yield RankRange(first, last)
+            first = begin
+        last = end
+    if last > first:
+        yield RankRange(first, last)
 
 
 def workers_at_hand(

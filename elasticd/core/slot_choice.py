@@ -4,7 +4,7 @@ units. Of a large job, nearly all nodes offer slots that are equally good, so th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, repeat
+from itertools import chain, groupby, repeat
 from operator import itemgetter
 
 from elasticd.core.facts import Limits, Member, Node, UnitWithin
@@ -21,32 +21,21 @@ def offers_of(
 ) -> list[Offer]:
     """Return what each node offers: the slots with the newest state, those that were in the last round, and
     the rest. Of more slots than may be in one world, a node offers the best."""
+    held = map(holding.get, [node.name for node in nodes], repeat(()))
+    seated = [seat.slots if seat is not None else () for seat in seats]
+    most = [node.most for node in nodes]
     offers: list[Offer] = []
-    for node, slots, seat in zip(nodes, usable, seats, strict=True):
-        held = holding.get(node.name, ())
-        seated = seat.slots if seat is not None else ()
-        merit = _merit_of_all(slots, held, seated)
-        offer = ((merit, slots),) if merit is not None else _by_merit(slots, held, seated)
-        offers.append(_best_of(offer, node.most) if 0 < node.most < len(slots) else offer)
+    for offering, alike in groupby(zip(usable, held, seated, most, strict=True)):
+        offers += repeat(_offer(*offering), len([*alike]))
     return offers
 
 
-def _merit_of_all(slots: tuple[int, ...], held: tuple[int, ...], seated: tuple[int, ...]) -> int | None:
-    """Return the merit of all the slots if they are equally good, and that is seen at once."""
-    if not slots:
-        return None
-    if held:
-        return 0 if slots == held else None
-    if seated:
-        return 1 if slots == seated else None
-    return 2
-
-
-def _by_merit(slots: tuple[int, ...], held: tuple[int, ...], seated: tuple[int, ...]) -> Offer:
+def _offer(slots: tuple[int, ...], held: tuple[int, ...], seated: tuple[int, ...], most: int) -> Offer:
     runs: list[list[int]] = [[] for _ in range(_MERITS)]
     for slot in slots:
         runs[0 if slot in held else 1 if slot in seated else 2].append(slot)
-    return [(merit, run) for merit, run in enumerate(runs) if run]
+    offer = [(merit, tuple(run)) for merit, run in enumerate(runs) if run]
+    return _best_of(offer, most) if 0 < most < len(slots) else offer
 
 
 def _best_of(offer: Offer, most: int) -> Offer:
@@ -67,11 +56,14 @@ def are_whole_units(offers: Sequence[Offer], seats: Sequence[Member | None], uni
 def best_slots(offers: Sequence[Offer], limits: Limits) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots. Units are of one worker, or each node
     offers whole ones."""
-    runs = [(merit, number, slots) for number, offer in enumerate(offers) for merit, slots in offer]
-    runs.sort(key=itemgetter(0))
+    by_merit: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(_MERITS)]
+    for number, offer in enumerate(offers):
+        for merit, slots in offer:
+            by_merit[merit].append((number, slots))
+    runs = [*chain(*by_merit)]
     chosen: dict[int, Sequence[int]] = {}
-    places = limits.largest(sum([len(slots) for _, _, slots in runs]))
-    for _, number, slots in runs:
+    places = limits.largest(sum([len(slots) for _, slots in runs]))
+    for number, slots in runs:
         if not places:
             break
         taken = slots[:places]

@@ -167,9 +167,10 @@ class Roll:
         assert self.round is not None
         known, members = self.nodes.to_dict(), self.round.by_node
         others = {*(known.keys() - members.keys()), *self[Mark.REPLACED]}
-        there = [known[name] for name in members if name in known and name not in others]
-        there += sorted([known[name] for name in others], key=attrgetter("created"))
-        return seating.candidates([r.node for r in there], self.spec, self.round, live=live)
+        there = [known[name].node for name in members if name in known and name not in others]
+        newcomers = sorted([known[name] for name in others], key=attrgetter("created"))
+        there += [newcomer.node for newcomer in newcomers]
+        return seating.candidates(there, self.spec, self.round, live=live)
 
     def world_without(self, quarantines: Sequence[Quarantine], now: float) -> int:
         """Return the size of the largest world without the slots in quarantine."""
