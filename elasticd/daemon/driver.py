@@ -7,11 +7,10 @@ only calls ``post``. The daemon's ``post`` is an inbox, the simulator's a schedu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import assert_never
 
-from elasticd.core import agent, leader, round_parts
+from elasticd.core import agent, leader
 from elasticd.core.agent_messages import (
     Action,
     Answered,
@@ -37,82 +36,27 @@ from elasticd.core.agent_messages import (
 from elasticd.core.facts import Exit, Member, Node, Round
 from elasticd.core.hang.hang_messages import EvidenceKept, HangChanged, Looked, StallWithdrawn
 from elasticd.core.ports import (
-    Answer,
-    Applied,
     Assignment,
-    Changes,
     Entry,
-    Guard,
     Listing,
     Procs,
-    Put,
+    Refused,
     RoundStores,
     Seen,
-    StillThere,
     Store,
-    Write,
 )
 from elasticd.core.reasons import Reason
 from elasticd.core.round_parts import PART_SIZES, PartSizes
 from elasticd.daemon.gathering import Gathering, LedgerFound, PacesTold, Told
 from elasticd.daemon.hangs import Hangs
+from elasticd.daemon.leading import BothAnswered, LeaderAnswered, LeaderNews, LeaderSaw, Leading
 from elasticd.daemon.observer import Observer
 from elasticd.daemon.round_watch import RoundWatch
 from elasticd.daemon.timekeeper import Timekeeper
 
-LEADER_SCOPES = ("nodes/", "reports/", "budget", "stalls/", "hang", "stragglers")
-LEADER_RETRY_S = 0.2
 JUDGE_S = 0.1  # all nodes report a standstill at about the same time, and are judged together
 
-
-@dataclass(frozen=True, slots=True)
-class LeaderSaw:
-    """News of keys that only the leader watches. ``term``: the leadership that watches the keys."""
-
-    term: int
-    scope: str
-    seen: Seen
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderAnswered:
-    """The answer to a transaction of the leader. ``guards``, ``rest``: the transactions that follow it."""
-
-    term: int
-    answer: Answer
-    guards: tuple[Guard, ...] = ()
-    rest: tuple[tuple[Write, ...], ...] = ()
-
-
-Happening = Event | LeaderSaw | LeaderAnswered | Looked | EvidenceKept | HangChanged | StallWithdrawn | Told
-
-
-@dataclass(slots=True)
-class _Term:
-    """One leadership.
-
-    ``asked``: the writes under way. ``shown_from``: the revision of the leader's own last write of the round;
-    the view must reach this revision before the next decision. ``retry_at``: the earliest time of the next
-    decision. ``waiting``: why the job waits. ``tried``: the reasons of a write that is not done yet; a retry
-    does not log them again. ``reads_parts``: the members of a round in parts are being followed.
-    """
-
-    number: int
-    created: int
-    view: leader.View
-    ends: list[Callable[[], None]]
-    asked: tuple[Write, ...] = ()
-    shown_from: int = 0
-    retry_at: float = 0.0
-    waiting: tuple[Reason, ...] = ()
-    tried: tuple[Reason, ...] = ()
-    reads_parts: bool = False
-
-
-def _is_old(seen: Seen, view: leader.View) -> bool:
-    """Whether the news of the round is older than the round that the agent has seen."""
-    known = view.revisions.get("round", 0)
-    return all(entry.revision < known for entry in seen.entries)
+Happening = Event | LeaderNews | Looked | EvidenceKept | HangChanged | StallWithdrawn | Told
 
 
 class Driver:
@@ -152,9 +96,7 @@ class Driver:
         self._observer = observer
         self._timekeeper = timekeeper
         self._gathering = gathering
-        self._part_sizes = part_sizes
-        self._term: _Term | None = None
-        self._terms = 0
+        self._leading = Leading(store, post, say, part_sizes)
         procs.listen(self._post)
 
     # ------------------------------------------------------------ the leader's view
@@ -162,12 +104,12 @@ class Driver:
     @property
     def view(self) -> leader.View | None:
         """The leader's view; None unless this agent leads."""
-        return self._term.view if self._term else None
+        return self._leading.view
 
     @property
     def waiting(self) -> tuple[Reason, ...]:
         """Why the job waits; empty unless this agent leads."""
-        return self._term.waiting if self._term else ()
+        return self._leading.waiting
 
     @property
     def hung_round(self) -> int:
@@ -195,37 +137,34 @@ class Driver:
         if self.left is not None:
             return
         match event:
-            case LeaderSaw(term, scope, seen):
-                if not self._term or self._term.number != term:
+            case LeaderSaw(scope=scope):
+                if not self._leading.saw(event, self.state, now):
                     return
-                if scope == "round" and _is_old(seen, self._term.view):
-                    return
-                self._term.view = leader.see(self._term.view, seen, scope, now)
                 if scope == "stalls/":
                     self._wake_by(now + JUDGE_S)
                     return
             case PacesTold(paces):
-                if not self._term:
+                if not self._leading.hear_paces(paces):
                     return
-                before, self._term.view = self._term.view, leader.hear_paces(self._term.view, paces)
-                if self._term.view.comparison.found is before.comparison.found:
-                    return  # the new paces change no finding
             case LedgerFound(kept):
                 self._tell(asks=False)
                 if self._timekeeper is not None:
                     self._timekeeper.find(kept)
-            case LeaderAnswered(term, answer, guards, rest):
-                if self._term and self._term.number == term:
-                    if rest and isinstance(answer, Applied):
-                        self._write(self._term, guards, rest)
-                    else:
-                        self._leader_answered(self._term, answer, now)
+            case LeaderAnswered():
+                self._leading.answered(event, now)
+            case BothAnswered(action=action, answer=answer):
+                self._leading.both_answered(event, now)
+                if isinstance(answer, Refused):  # perhaps by a guard of the leader
+                    self._perform(action)
+                else:
+                    self._step(Answered(action.tag, answer), now)
             case Looked() | EvidenceKept() | HangChanged() | StallWithdrawn():
                 if self._hangs is not None:
                     self._hangs.handle(event, self.state, now, self._say)
             case _:
                 self._step(event, now)
-        self._lead(now)
+        if self.left is None:
+            self._wake_by(self._leading.lead(self.state, now))
         if self._hangs is not None and self.left is None:
             self._hangs.attend(self.state, now, self._say)
             self._wake_by(self._hangs.wake_at)
@@ -256,12 +195,18 @@ class Driver:
     def _step(self, event: Event, now: float) -> None:
         result = agent.step(self.state, event, now)
         self.state = result.state
-        if isinstance(event, KeySeen) and self._term:
-            self._lead_from(self._term, event.entry, now)
+        if isinstance(event, KeySeen):
+            self._leading.follow(event.entry, now)
         self.wake_at = result.wake_at
+        reasons = [*result.reasons]
         for action in result.actions:
+            if isinstance(action, Transact):
+                led = self._leading.write_both(action, self.state, now)
+                if led is not None:
+                    reasons += led
+                    continue
             self._perform(action)
-        for reason in result.reasons:  # last, since a line of the log takes half a millisecond
+        for reason in reasons:  # last, since a line of the log takes half a millisecond
             self._say(reason)
 
     # ------------------------------------------------------------ actions
@@ -295,7 +240,7 @@ class Driver:
                 if not self._process_alive(pid):
                     self._post(ProcessGone(incarnation))
             case LeaveJob():
-                self._stop_leading()
+                self._leading.stop()
                 self.left = action
             case _:
                 assert_never(action)
@@ -317,95 +262,6 @@ class Driver:
 
         cancels.append(self._store.watch("nodes/", seen, prefix=True))
 
-    # ------------------------------------------------------------ leading
-
-    def _lead(self, now: float) -> None:
-        entry = self.state.leads
-        if self._term and (entry is None or entry.created != self._term.created):
-            self._stop_leading()
-        if self.left is not None or entry is None:
-            return
-        if self._term is None:
-            self._term = self._start_leading(entry, now)
-        term = self._term
-        if term.asked or self.state.etcd.silent is not None:
-            return
-        if term.view.revisions.get("round", 0) < term.shown_from:
-            return
-        if now < term.retry_at:
-            self._wake_by(term.retry_at)
-            return
-        counts_from = self.state.etcd.absence_counts_from
-        if term.view.absence_counts_from != counts_from:
-            term.view = replace(term.view, absence_counts_from=counts_from)
-        plan = leader.decide(term.view, now)
-        if plan.judged is not term.view.judged:
-            term.view = replace(term.view, judged=plan.judged)
-        said = (*term.waiting, *term.tried)
-        term.waiting = plan.waiting if plan.writes else plan.reasons
-        self._wake_by(plan.wake_at)
-        if plan.writes:
-            term.asked, term.tried = plan.writes, plan.reasons
-            guards = (StillThere("leader", term.created), *plan.guards)
-            self._write(term, guards, (*plan.ahead, plan.writes))
-        for reason in (*plan.waiting, *plan.reasons):
-            if reason not in said:
-                self._say(reason)
-
-    def _write(self, term: _Term, guards: tuple[Guard, ...], batches: tuple[tuple[Write, ...], ...]) -> None:
-        """Apply the first batch. Its answer leads to the rest."""
-        number, rest = term.number, batches[1:]
-        self._store.transact(
-            guards, batches[0], lambda answer: self._post(LeaderAnswered(number, answer, guards, rest))
-        )
-
     def _wake_by(self, at: float | None) -> None:
         if at is not None:
             self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
-
-    def _start_leading(self, entry: Entry, now: float) -> _Term:
-        self._terms += 1
-        number = self._terms
-        view = leader.View(part_sizes=self._part_sizes)
-        ends = [
-            self._store.watch(scope, partial(self._leader_saw, number, scope), prefix=scope.endswith("/"))
-            for scope in LEADER_SCOPES
-        ]
-        term = _Term(number, entry.created, view, ends)
-        for key in ("spec", "round"):
-            if key in self.state.seen:
-                self._lead_from(term, self.state.seen[key], now)
-        return term
-
-    def _lead_from(self, term: _Term, entry: Entry, now: float) -> None:
-        """Take a key that every agent watches into the leader's view. Of a round in parts the agent reads one
-        part only. So the leader then watches the round itself, with all parts: the agent may hear of a round
-        later than the leader does."""
-        apart = isinstance(entry.fact, Round) and round_parts.has_parts(entry.fact)
-        if entry.key != "round" or not (apart or term.reads_parts):
-            term.view = leader.see(term.view, Changes((entry,)), entry.key, now)
-        elif not term.reads_parts:
-            term.reads_parts = True
-            term.ends.append(RoundWatch(self._store, partial(self._leader_saw, term.number, "round")).end)
-
-    def _leader_saw(self, term: int, scope: str, seen: Seen) -> None:
-        self._post(LeaderSaw(term, scope, seen))
-
-    def _stop_leading(self) -> None:
-        if self._term:
-            for end in self._term.ends:
-                end()
-            self._term = None
-
-    def _leader_answered(self, term: _Term, answer: Answer, now: float) -> None:
-        writes, term.asked = term.asked, ()
-        if not isinstance(answer, Applied):
-            term.retry_at = now + LEADER_RETRY_S
-            return
-        term.tried = ()
-        if any(write.key == "round" for write in writes):
-            term.shown_from = answer.revision
-        for write in writes:
-            if isinstance(write, Put) and write.key in leader.FINDINGS:
-                entry = Entry(write.key, write.fact, answer.revision, answer.revision)
-                term.view = leader.see(term.view, Changes((entry,)), write.key, now)

@@ -1,4 +1,4 @@
-"""The core decides. The daemon looks, writes and kills. Six of its modules ask the core what to do."""
+"""The core decides. The daemon looks, writes and kills. Seven of its modules ask the core what to do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ TIES = {
     "driver.py",
     "gathering.py",
     "hangs.py",
+    "leading.py",
     "observer.py",
     "round_watch.py",
     "timekeeper.py",
@@ -57,7 +58,7 @@ def modules_used() -> Iterator[tuple[str, str]]:
                 yield file.name, f"{module}.{name}"
 
 
-def test_the_daemon_asks_the_core_for_decisions_in_six_places_only() -> None:
+def test_the_daemon_asks_the_core_for_decisions_in_seven_places_only() -> None:
     assert not list(called())
     assert not list(modules_used())
 

@@ -14,6 +14,17 @@ driver adds the guard that this agent still leads.
 from elasticd.core.leader.deciding import decide
 from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.roll import Mark, Registered, Standing
-from elasticd.core.leader.view import FINDINGS, View, hear_paces, see
+from elasticd.core.leader.view import FINDINGS, View, foresee, hear_paces, see
 
-__all__ = ["FINDINGS", "Mark", "Plan", "Registered", "Standing", "View", "decide", "hear_paces", "see"]
+__all__ = [
+    "FINDINGS",
+    "Mark",
+    "Plan",
+    "Registered",
+    "Standing",
+    "View",
+    "decide",
+    "foresee",
+    "hear_paces",
+    "see",
+]

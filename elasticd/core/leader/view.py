@@ -13,7 +13,7 @@ from elasticd.core.leader import comparing
 from elasticd.core.leader.comparing import PaceComparison
 from elasticd.core.leader.roll import Mark, ReceivedStall, Registered, Roll
 from elasticd.core.persistent_map import PersistentMap
-from elasticd.core.ports import Changes, Entry, Listing, Seen, Unchanged
+from elasticd.core.ports import Changes, Entry, Listing, Put, Seen, Unchanged, Write
 from elasticd.core.round_parts import PART_SIZES, PartSizes
 
 NOT_LISTED: Final[PersistentMap[Registered]] = PersistentMap()
@@ -116,6 +116,19 @@ def see(view: View, seen: Seen, scope: str, now: float) -> View:
     if isinstance(seen, Changes):
         return _apply(view, seen.entries, now).up_to_date()
     raise AssertionError(f"not news of the store: {seen!r}")
+
+
+def foresee(view: View, writes: Iterable[Write], now: float) -> View | None:
+    """Return the view after a registered agent's own writes, which are about to be made. None if the writes
+    are not of the agent's record or its report."""
+    entries: list[Entry] = []
+    for write in writes:
+        kind, _, name = write.key.partition("/")
+        registered = view.nodes.get(name) if view.nodes is not None else None
+        if registered is None or kind not in ("nodes", "reports") or not isinstance(write, Put):
+            return None
+        entries.append(Entry(write.key, write.fact, 0, registered.created))
+    return _apply(view, tuple(entries), now).up_to_date()
 
 
 def hear_paces(view: View, several: Iterable[Paces]) -> View:

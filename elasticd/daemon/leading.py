@@ -1,0 +1,312 @@
+"""Leads the job while this agent holds the leader's key: what the leader watches, decides and writes.
+
+The leader watches what every agent watches, and more. ``elasticd.core.leader`` decides, and each decision is
+one guarded transaction. The next decision waits until the leader's view shows what the leader wrote.
+
+An agent's own release often lets the leader form the next round at once. If the leading agent is about to
+write its record or its report, and the leader would then change the round, both are written in one
+transaction. Without that, a round of one node would wait for etcd twice as often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+from elasticd.core import leader, round_parts
+from elasticd.core.agent.agent_state import AgentState
+from elasticd.core.agent_messages import Transact
+from elasticd.core.facts import Paces, Round
+from elasticd.core.ports import (
+    Answer,
+    Applied,
+    Changes,
+    Delete,
+    Entry,
+    Guard,
+    Listing,
+    Put,
+    Seen,
+    StillThere,
+    Store,
+    Write,
+)
+from elasticd.core.reasons import Reason
+from elasticd.core.round_parts import PartSizes
+from elasticd.daemon.round_watch import RoundWatch
+
+SCOPES: Final = ("nodes/", "reports/", "budget", "stalls/", "hang", "stragglers")
+RETRY_S: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderSaw:
+    """News of keys that only the leader watches. ``term``: the leadership that watches the keys."""
+
+    term: int
+    scope: str
+    seen: Seen
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderAnswered:
+    """The answer to a transaction of the leader. ``guards``, ``rest``: the transactions that follow it."""
+
+    term: int
+    answer: Answer
+    guards: tuple[Guard, ...] = ()
+    rest: tuple[tuple[Write, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BothAnswered:
+    """The answer to a transaction with writes of the leader and of its agent. ``action``: the agent's."""
+
+    term: int
+    action: Transact
+    answer: Answer
+
+
+LeaderNews = LeaderSaw | LeaderAnswered | BothAnswered
+
+
+@dataclass(slots=True)
+class _Term:
+    """One leadership.
+
+    ``asked``: the writes under way. ``written``: the revisions of the leader's own last write of the round,
+    and of what its agent wrote together with that; ``shown``: the revisions of the agent's keys that the view
+    shows. The view must show what is written before the next decision. ``retry_at``: the earliest time of the
+    next decision. ``waiting``: why the job waits. ``tried``: the reasons of a write that is not done yet; a
+    retry does not log them again. ``reads_parts``: the members of a round in parts are being followed.
+    """
+
+    number: int
+    created: int
+    view: leader.View
+    ends: list[Callable[[], None]]
+    asked: tuple[Write, ...] = ()
+    written: dict[str, int] = field(default_factory=dict)
+    shown: dict[str, int] = field(default_factory=dict)
+    retry_at: float = 0.0
+    waiting: tuple[Reason, ...] = ()
+    tried: tuple[Reason, ...] = ()
+    reads_parts: bool = False
+
+    def take_on(self, plan: leader.Plan) -> tuple[Reason, ...]:
+        """Note that this plan is carried out. Return its reasons that are new."""
+        said = (*self.waiting, *self.tried)
+        self.waiting = plan.waiting if plan.writes else plan.reasons
+        if plan.writes:
+            self.asked, self.tried = plan.writes, plan.reasons
+        return tuple(reason for reason in (*plan.waiting, *plan.reasons) if reason not in said)
+
+    def shows_what_is_written(self) -> bool:
+        shown = {**self.shown, "round": self.view.revisions.get("round", 0)}
+        return all(shown.get(key, 0) >= revision for key, revision in self.written.items())
+
+
+class Leading:
+    """The leadership of one agent. The agent's thread makes all calls. ``post`` gets events for ``saw``,
+    ``answered`` and ``both_answered``, on any thread; ``say`` gets the reasons of decisions."""
+
+    def __init__(
+        self,
+        store: Store,
+        post: Callable[[LeaderNews], None],
+        say: Callable[[Reason], None],
+        part_sizes: PartSizes,
+    ) -> None:
+        self._store = store
+        self._post = post
+        self._say = say
+        self._part_sizes = part_sizes
+        self._term: _Term | None = None
+        self._terms = 0
+
+    @property
+    def view(self) -> leader.View | None:
+        """The leader's view; None unless this agent leads."""
+        return self._term.view if self._term else None
+
+    @property
+    def waiting(self) -> tuple[Reason, ...]:
+        """Why the job waits; empty unless this agent leads."""
+        return self._term.waiting if self._term else ()
+
+    # ------------------------------------------------------------ news
+
+    def saw(self, news: LeaderSaw, state: AgentState, now: float) -> bool:
+        """Take the news into the view. Return whether the news was new to this leadership."""
+        term = self._term_of(news.term)
+        if term is None or (news.scope == "round" and _is_old(news.seen, term.view)):
+            return False
+        for key in (state.me.key, state.me.report_key):
+            if key.startswith(news.scope):
+                term.shown[key] = max(term.shown.get(key, 0), _revision_of(key, news.seen))
+        term.view = leader.see(term.view, news.seen, news.scope, now)
+        return True
+
+    def follow(self, entry: Entry, now: float) -> None:
+        """Take a key that every agent watches into the leader's view. Of a round in parts the agent reads one
+        part only. So the leader then watches the round itself, with all parts: the agent may hear of a round
+        later than the leader does."""
+        term = self._term
+        if term is None:
+            return
+        apart = isinstance(entry.fact, Round) and round_parts.has_parts(entry.fact)
+        if entry.key != "round" or not (apart or term.reads_parts):
+            term.view = leader.see(term.view, Changes((entry,)), entry.key, now)
+        elif not term.reads_parts:
+            term.reads_parts = True
+            term.ends.append(RoundWatch(self._store, partial(self._watched, term.number, "round")).end)
+
+    def hear_paces(self, paces: tuple[Paces, ...]) -> bool:
+        """Take the paces into the view. Return whether they change what the leader finds."""
+        if not self._term:
+            return False
+        before, self._term.view = self._term.view, leader.hear_paces(self._term.view, paces)
+        return self._term.view.comparison.found is not before.comparison.found
+
+    def answered(self, news: LeaderAnswered, now: float) -> None:
+        term = self._term_of(news.term)
+        if term is None:
+            return
+        if news.rest and isinstance(news.answer, Applied):
+            self._write(term, news.guards, news.rest)
+        else:
+            _take_answer(term, news.answer, (), now)
+
+    def both_answered(self, news: BothAnswered, now: float) -> None:
+        term = self._term_of(news.term)
+        if term is not None:
+            _take_answer(term, news.answer, news.action.writes, now)
+
+    # ------------------------------------------------------------ decisions
+
+    def lead(self, state: AgentState, now: float) -> float | None:
+        """Decide, if this agent leads. Return the time of the next decision, if nothing happens before."""
+        entry = state.leads
+        if self._term and (entry is None or entry.created != self._term.created):
+            self.stop()
+        if entry is None:
+            return None
+        if self._term is None:
+            self._term = self._start(entry, state, now)
+        term = self._term
+        if not _may_decide(term, state):
+            return None
+        if now < term.retry_at:
+            return term.retry_at
+        term.view = _with_absence(term.view, state)
+        plan = leader.decide(term.view, now)
+        if plan.judged is not term.view.judged:
+            term.view = replace(term.view, judged=plan.judged)
+        news = term.take_on(plan)
+        if plan.writes:
+            guards = (StillThere("leader", term.created), *plan.guards)
+            self._write(term, guards, (*plan.ahead, plan.writes))
+        for reason in news:
+            self._say(reason)
+        return plan.wake_at
+
+    def write_both(self, action: Transact, state: AgentState, now: float) -> tuple[Reason, ...] | None:
+        """If the leader will change the round because of these writes of its agent, make both in one
+        transaction. Return the reasons, which are not said yet; None if nothing is written."""
+        term, leads = self._term, state.leads
+        if term is None or leads is None or leads.created != term.created or now < term.retry_at:
+            return None
+        if not _may_decide(term, state) or not _is_small(term.view):
+            return None
+        foreseen = leader.foresee(_with_absence(term.view, state), action.writes, now)
+        plan = leader.decide(foreseen, now) if foreseen is not None else leader.Plan()
+        if plan.ahead or not any(write.key == "round" for write in plan.writes):
+            return None
+        if any(isinstance(write, Delete) and write.prefix for write in plan.writes):
+            return None  # etcd refuses a transaction that deletes what it writes
+        news = term.take_on(plan)
+        self._store.transact(
+            (*action.guards, StillThere("leader", term.created), *plan.guards),
+            (*action.writes, *plan.writes),
+            lambda answer: self._post(BothAnswered(term.number, action, answer)),
+        )
+        return news
+
+    def stop(self) -> None:
+        if self._term:
+            for end in self._term.ends:
+                end()
+            self._term = None
+
+    # ------------------------------------------------------------
+
+    def _term_of(self, number: int) -> _Term | None:
+        return self._term if self._term is not None and self._term.number == number else None
+
+    def _start(self, entry: Entry, state: AgentState, now: float) -> _Term:
+        self._terms += 1
+        number = self._terms
+        ends = [
+            self._store.watch(scope, partial(self._watched, number, scope), prefix=scope.endswith("/"))
+            for scope in SCOPES
+        ]
+        self._term = _Term(number, entry.created, leader.View(part_sizes=self._part_sizes), ends)
+        for key in ("spec", "round"):
+            if key in state.seen:
+                self.follow(state.seen[key], now)
+        return self._term
+
+    def _watched(self, term: int, scope: str, seen: Seen) -> None:
+        self._post(LeaderSaw(term, scope, seen))
+
+    def _write(self, term: _Term, guards: tuple[Guard, ...], batches: tuple[tuple[Write, ...], ...]) -> None:
+        """Apply the first batch. Its answer leads to the rest."""
+        number, rest = term.number, batches[1:]
+        self._store.transact(
+            guards, batches[0], lambda answer: self._post(LeaderAnswered(number, answer, guards, rest))
+        )
+
+
+def _may_decide(term: _Term, state: AgentState) -> bool:
+    return not term.asked and state.etcd.silent is None and term.shows_what_is_written()
+
+
+def _with_absence(view: leader.View, state: AgentState) -> leader.View:
+    counts_from = state.etcd.absence_counts_from
+    return view if view.absence_counts_from == counts_from else replace(view, absence_counts_from=counts_from)
+
+
+def _take_answer(term: _Term, answer: Answer, own: tuple[Write, ...], now: float) -> None:
+    """Note the answer to the leader's writes. ``own``: what its agent wrote with them."""
+    writes, term.asked = term.asked, ()
+    if not isinstance(answer, Applied):
+        term.retry_at = now + RETRY_S
+        return
+    term.tried = ()
+    term.written |= {write.key: answer.revision for write in own}
+    for write in writes:
+        if write.key == "round":
+            term.written["round"] = answer.revision
+        if isinstance(write, Put) and write.key in leader.FINDINGS:
+            entry = Entry(write.key, write.fact, answer.revision, answer.revision)
+            term.view = leader.see(term.view, Changes((entry,)), write.key, now)
+
+
+def _is_small(view: leader.View) -> bool:
+    """Whether the job has few nodes. Then a decision takes little time, and a round has no parts."""
+    return view.nodes is not None and len(view.nodes) <= view.part_sizes.members
+
+
+def _is_old(seen: Seen, view: leader.View) -> bool:
+    """Whether the news of the round is older than the round that the agent has seen."""
+    known = view.revisions.get("round", 0)
+    return all(entry.revision < known for entry in seen.entries)
+
+
+def _revision_of(key: str, seen: Seen) -> int:
+    """Return the revision at which the news shows the key; 0 if the news is not of the key."""
+    if isinstance(seen, Listing):
+        return seen.revision
+    return max([entry.revision for entry in seen.entries if entry.key == key], default=0)

@@ -1,0 +1,117 @@
+"""The transactions of the agent that leads: what it writes alone, and what together with the leader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from elasticd.core import leader
+from elasticd.core.facts import Limits, Node, Phase, Round
+from elasticd.core.leader import View
+from elasticd.core.ports import Applied, Changes, Delete, Entry, Guard, Listing, Put, Refused, Write
+from tests.core.build import node, report
+from tests.core.story import DELAY_S, StoryClock
+from tests.sim.cluster import Cluster, Setup
+from tests.sim.invariants import Invariants
+from tests.sim.procs import Job
+
+Transact = Callable[[tuple[Guard, ...], tuple[Write, ...], int], Applied | Refused]
+
+
+class Recorded:
+    """A job whose workers keep their process, and what it writes into etcd: the keys of each transaction.
+    ``refuses``: whether etcd refuses these writes."""
+
+    def __init__(self, slots: tuple[int, ...]) -> None:
+        clock, sizes = StoryClock(), Limits(1, sum(slots))
+        self.cluster = Cluster("leading", Setup(slots, sizes, job=Job(total_steps=200, inplace=True)), clock)
+        self.cluster.network.fastest_s = self.cluster.network.slowest_s = DELAY_S
+        self.invariants = Invariants(self.cluster)
+        self.written: list[set[str]] = []
+        self.refuses: Callable[[set[str]], bool] = lambda keys: False
+        self._transact: Transact = self.cluster.etcd.transact
+        self.cluster.etcd.transact = self._record  # type: ignore[method-assign]
+        for number, many in enumerate(slots):
+            self.cluster.join(f"n{number}", many)
+        self.wait(lambda: self.invariants.steps >= 20)
+        self.written.clear()
+
+    def _record(self, guards: tuple[Guard, ...], writes: tuple[Write, ...], lease: int) -> Applied | Refused:
+        keys = {write.key for write in writes}
+        answer = Refused() if self.refuses(keys) else self._transact(guards, writes, lease)
+        if isinstance(answer, Applied):
+            self.written.append(keys)
+        return answer
+
+    @property
+    def round(self) -> Round:
+        assert self.cluster.round is not None
+        return self.cluster.round
+
+    def kill_a_worker(self, name: str) -> list[set[str]]:
+        """Kill a worker. Return the keys of the transactions until the next round is live, but for the
+        summary, for which nobody waits."""
+        number = self.round.number
+        self.cluster.agents[name].procs.workers[1].die(-9, "", primary=True)
+        self.wait(lambda: self.round.number > number and self.round.phase is Phase.LIVE)
+        return [keys for keys in self.written if keys != {"summary"}]
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        assert self.cluster.clock.run(until=self.cluster.clock.now() + 60.0, done=done)
+
+
+def test_a_round_of_one_node_ends_and_the_next_begins_in_two_transactions() -> None:
+    closes, forms = Recorded((2,)).kill_a_worker("n0")
+    assert closes == {"reports/n0", "round"}
+    assert forms == {"nodes/n0", "round", "budget"}
+
+
+def test_the_leader_waits_for_the_other_nodes() -> None:
+    """The leader's node releases the round before the other node does: no round forms with this release."""
+    written = Recorded((2, 2)).kill_a_worker("n0")
+    assert written[0] == {"reports/n0", "round"}
+    assert [keys for keys in written[1:] if "round" in keys] == [{"round", "budget"}]
+
+
+@pytest.mark.parametrize("own", ["reports/n0", "nodes/n0"])
+def test_if_etcd_refuses_both_the_agent_writes_alone_and_the_leader_decides_again(own: str) -> None:
+    job = Recorded((2,))
+    refused = []
+
+    def refuses(keys: set[str]) -> bool:
+        """The leader no longer leads, for example."""
+        refused.extend([keys] * (not refused and {own, "round"} <= keys))
+        return refused[-1:] == [keys]
+
+    job.refuses = refuses
+    written = job.kill_a_worker("n0")
+    assert refused
+    assert written.index({own}) < written.index(refused[0] - {own})
+    job.wait(lambda: job.round.phase is Phase.ENDED)
+    assert job.invariants.steps == 200
+
+
+# ---------------------------------------------------------------- what the leader foresees
+
+
+def _view(*nodes: Node) -> View:
+    entries = tuple(Entry(f"nodes/{one.name}", one, 7, 3) for one in nodes)
+    return leader.see(View(), Listing(entries, 9), "nodes/", 1.0)
+
+
+def test_the_leader_foresees_an_agent_s_release_and_report() -> None:
+    before, released, told = _view(node("a"), node("b")), node("a", released=4), report("a", 4)
+    foreseen = leader.foresee(before, (Put("nodes/a", released, leased=True), Put("reports/a", told)), 2.0)
+    seen = leader.see(before, Changes((Entry("nodes/a", released, 10, 3),)), "nodes/", 2.0)
+    seen = leader.see(seen, Changes((Entry("reports/a", told, 10, 10),)), "reports/", 2.0)
+    assert foreseen == seen
+
+
+@pytest.mark.parametrize(
+    "write",
+    [Put("nodes/c", node("c")), Delete("nodes/a"), Put("hang", report("a", 4))],
+    ids=["a new node", "a node that goes", "another key"],
+)
+def test_other_writes_are_not_foreseen(write: Write) -> None:
+    assert leader.foresee(_view(node("a")), (write,), 2.0) is None
