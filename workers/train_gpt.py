@@ -115,6 +115,7 @@ class Trainer:
             say(f"snapshots: {self.folder or 'none, as no run is named: give --snapshot-dir'}")
             self.loss_before = held_out_loss(self.model, self.text.held_out, self.shape, self.device)
             say(f"held-out loss before training: {self.loss_before:.3f} nats/byte")
+            self.save()  # a restart before the first step begins here
             return
         for key, value in self.identity.items():
             if snapshot[key] != value:
