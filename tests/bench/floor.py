@@ -1,6 +1,12 @@
-"""The least time that recovery in place can take: waiting processes abort a process group after one of
-them was killed, and build the next group. For a sharded model, they also send each other the bytes whose
-owner changes, and make a step."""
+"""The least time that recovery in place can take: waiting processes build the next process group after one of
+them was killed. For a sharded model, they also send each other the bytes whose owner changes, and make a
+step.
+
+With torch alone, a process notices that its collective fails, and destroys the group first. Gloo takes 10 ms
+for each connection, and most processes notice a death only once a neighbour has destroyed its group. So this
+time grows with the square of the processes. The floor below that: all are told at the moment of the kill, and
+leave the old group as it is.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +33,30 @@ def _worker(
     line: Connection,
     moved: Mapping[tuple[int, int], int],
     prepare: Callable[[], Work],
+    told: bool,
 ) -> None:
     work = prepare()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     work()  # in a group of its own, which FSDP's objects keep alive
     dist.destroy_process_group()
     stores = [dist.TCPStore("127.0.0.1", port, timeout=_LONG) for _ in range(2)]
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("1", stores[0]), rank=rank, world_size=size, timeout=_LONG
-    )
+    group = dist.ProcessGroupGloo(dist.PrefixStore("1", stores[0]), rank, size, _LONG)
     value = torch.zeros(1)
     rooms = {pair: torch.ones(size, dtype=torch.uint8) for pair, size in moved.items() if rank in pair}
-    dist.all_reduce(value)
+    group.allreduce([value]).wait()
     line.send(0.0)
     if rank == size - 1:
         signal.pause()
-    try:
-        dist.all_reduce(value)
-        sys.exit("the dead worker took part")
-    except RuntimeError:
-        pass
-    dist.destroy_process_group()
+    begun = group.allreduce([value])
+    if told:
+        line.recv()
+    else:
+        try:
+            begun.wait()
+            sys.exit("the dead worker took part")
+        except RuntimeError:
+            pass
+        del begun, group
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("2", stores[1]), rank=rank, world_size=size - 1, timeout=_LONG
     )
@@ -60,7 +69,8 @@ def _worker(
         one.wait()
     work()
     line.send(time.monotonic())
-    dist.destroy_process_group()
+    line.recv()  # all have finished
+    os._exit(0)  # a group that was left as it is would not be destroyed
 
 
 def nothing() -> Work:
@@ -72,19 +82,22 @@ def floor(
     kills: int,
     moved: Mapping[tuple[int, int], int] = {},
     prepare: Callable[[], Work] = nothing,
+    *,
+    told: bool = False,
 ) -> list[float | None]:
     """Return the seconds from ``kill -9`` of one process until the last of the others is in the new group,
     has the bytes that moved, and has done its work there. ``moved``: the bytes to move, by sender and
-    receiver. ``prepare``: returns the work, which each process has also done alone, before the kill."""
+    receiver. ``prepare``: returns the work, which each process has also done alone, before the kill.
+    ``told``: the others are told of the kill, and do not abort their group."""
     took: list[float | None] = []
     context = mp.get_context("spawn")
     for _ in range(kills):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         lines, processes = [], []
         for rank in range(workers):
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(
-                target=_worker, args=(rank, workers, store.port, theirs, moved, prepare), daemon=True
+                target=_worker, args=(rank, workers, store.port, theirs, moved, prepare, told), daemon=True
             )
             process.start()
             lines.append(ours)
@@ -94,7 +107,11 @@ def floor(
         time.sleep(0.2)  # the collective that is to fail must have begun
         killed_at = time.monotonic()
         os.kill(processes[-1].pid or 0, signal.SIGKILL)
+        for line in lines[:-1] if told else ():
+            line.send(None)
         took.append(max(line.recv() for line in lines[:-1]) - killed_at)
+        for line in lines[:-1]:
+            line.send(None)
         for process in processes:
             process.join()
     return took
