@@ -1,5 +1,5 @@
-"""The layout of the page of memory that a worker shares with its agent: words of 8 bytes. The agent writes
-one of them, the worker the others, each with one instruction.
+"""The layout of the page of memory that a worker shares with its agent: words of 8 bytes. Only the worker
+writes, each word with one instruction.
 
 The first two words are a magic number and a version. The heartbeat (elasticd/worker/boot, which imports
 nothing of elasticd) writes the first eight words, and the times of the last steps into the second half of the
@@ -40,7 +40,6 @@ SHARD_BYTES: Final = 25  # of a sharded model: the worker's part of parameters a
 COPIES_BYTES: Final = 26  # the host's memory for copies of shards, the worker's own and others'
 MEASURED: Final = 27  # measured steps: all long ones, and some of many short ones
 MEASURED_NS: Final = 28  # the time of the measured steps
-TOLD_TO_END: Final = 29  # 1 once the agent waits for the worker's end; the agent writes this word
 
 VALUES: Final = 32  # the script's own values: a name and a double each
 VALUES_MAX: Final = 12

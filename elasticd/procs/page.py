@@ -108,10 +108,6 @@ class Page:
                 values=tuple(_values(data, doubles)),
             )
 
-    def tell_to_end(self) -> None:
-        """Tell the worker that only its end is awaited: see elasticd/worker/boot/elasticd_ending.py."""
-        os.pwrite(self._fd, struct.pack("=Q", 1), 8 * at.TOLD_TO_END)
-
     def forget_stacks(self) -> None:
         os.ftruncate(self._fd, PAGE_BYTES)
 

@@ -357,8 +357,6 @@ class LocalProcs:
         alive = [worker for worker in workers if worker.alive]
         for worker in alive:
             worker.become(Life.STOPPING)
-            if worker.page is not None:
-                worker.page.tell_to_end()
         if alive:
             self._warden.stop_workers(signal, grace_s, [worker.id for worker in alive])
         for worker in alive:

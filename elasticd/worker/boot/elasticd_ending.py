@@ -15,10 +15,6 @@ waits for the thread. The thread waits for that lock to release the last collect
 Finalisation may also hang: a thread ends while it holds a lock that a destructor takes. So the kernel kills a
 process that does not exit two minutes after its script has ended.
 
-Finalisation takes 0.3 to 0.8 s in a process that has imported torch's compiler, as every optimizer does. The
-agent has told a worker to end if the next round waits for the worker's end. Such a worker ends once its exit
-functions are done and its files are flushed, without finalisation.
-
 Standard library only, and self-contained.
 """
 
@@ -40,7 +36,7 @@ _SETTLE_S = 5.0
 _EXIT_S = 120.0  # a context on a GPU takes seconds to destroy
 _LOOK_S = 0.001
 
-_callback: list[tuple[int, Callable[[], None], Callable[[], bool]]] = []
+_callback: list[tuple[int, Callable[[], None]]] = []
 _is_script = False
 
 
@@ -52,16 +48,15 @@ def register_exit_function() -> None:
     """
     global _is_script  # noqa: PLW0603
     if not _callback:
-        _callback.append((0, _nobody, bool))
+        _callback.append((0, _nobody))
         _is_script = bool(sys.argv) and os.path.isfile(sys.argv[0])
         atexit.register(_last)
 
 
-def on_end(ended_well: Callable[[], None], is_told: Callable[[], bool]) -> None:
-    """Call ``ended_well`` at exit if the script of this process has ended well. ``is_told``: whether the
-    agent has told this process to end."""
+def on_success(ended_well: Callable[[], None]) -> None:
+    """Call ``ended_well`` at exit if the script of this process has ended well."""
     register_exit_function()
-    _callback[0] = (os.getpid(), ended_well, is_told)
+    _callback[0] = (os.getpid(), ended_well)
 
 
 def settle_after_groups() -> None:
@@ -91,44 +86,14 @@ def _nobody() -> None:
 
 
 def _last() -> None:
-    pid, ended_well, is_told = _callback[0]
+    pid, ended_well = _callback[0]
     if pid == os.getpid():  # do nothing in a forked child
-        if is_told():
-            _end_now()
         well = _ended_well()
         if "torch" in sys.modules and sys.version_info < (3, 14):
             _settle()
         if well:
             ended_well()
         _limit()
-
-
-def _end_now() -> None:
-    """End this process as SIGTERM does, after what finalisation would write to files."""
-    import _signal
-
-    _flush()
-    _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
-    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGTERM,))
-    os.kill(os.getpid(), _signal.SIGTERM)
-
-
-def _flush() -> None:
-    """Flush all open files of Python and of C."""
-    import gc
-    import io
-
-    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    # The standard streams may be frozen, as in a forked worker.
-    for item in (sys.stdout, sys.stderr, *gc.get_objects()):
-        if issubclass(type(item), kinds):
-            try:
-                item.flush()
-            except Exception:  # noqa: BLE001, S110  # the file is closed, or cannot be written
-                pass
-    ctypes: Any = sys.modules.get("ctypes")
-    if ctypes is not None:
-        ctypes.pythonapi.fflush(None)
 
 
 def _ended_well() -> bool:

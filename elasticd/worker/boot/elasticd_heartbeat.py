@@ -33,7 +33,6 @@ _HOOKED = "torch.optim.optimizer"
 _PID, _STEPS, _LAST_NS, _STACKS, _ENDED_WELL = 2, 3, 4, 6, 7
 # See elasticd/core/page_layout.py.
 _WAIT_NS, _WAITS, _MADE, _DELAY_NS, _MEASURED, _MEASURED_NS = 17, 18, 23, 24, 27, 28
-_TOLD_TO_END = 29
 _MUTEX = 104
 _TIMES, _TIMES_MASK = 256, 255  # the times of the last 256 steps: the second half of the page
 _SIGNAL = 47  # a real-time signal, which programs do not use; see elasticd/procs/stacks.py
@@ -85,7 +84,7 @@ def _prepare_the_end(fields: memoryview[int]) -> None:
     def ended_well() -> None:
         fields[_ENDED_WELL] = 1
 
-    elasticd_ending.on_end(ended_well, lambda: fields[_TOLD_TO_END] == 1)
+    elasticd_ending.on_success(ended_well)
     elasticd_ending.settle_after_groups()
 
 
