@@ -138,7 +138,7 @@ class Driver:
             return
         match event:
             case LeaderSaw(scope=scope):
-                if not self._leading.saw(event, self.state, now):
+                if not self._leading.saw(event, now):
                     return
                 if scope == "stalls/":
                     self._wake_by(now + JUDGE_S)

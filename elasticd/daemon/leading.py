@@ -77,23 +77,33 @@ class _Term:
     """One leadership.
 
     ``asked``: the writes under way. ``written``: the revisions of the leader's own last write of the round,
-    and of what its agent wrote together with that; ``shown``: the revisions of the agent's keys that the view
-    shows. The view must show what is written before the next decision. ``retry_at``: the earliest time of the
-    next decision. ``waiting``: why the job waits. ``tried``: the reasons of a write that is not done yet; a
-    retry does not log them again. ``reads_parts``: the members of a round in parts are being followed.
+    and of what its agent wrote together with that. The view must show what is written before the next
+    decision. ``shown``: the revisions of the agent's own keys in the view; two watches bring them, so older
+    news may come after newer news. ``retry_at``: the earliest time of the next decision. ``waiting``: why the
+    job waits. ``tried``: the reasons of a write that is not done yet; a retry does not log them again.
+    ``reads_parts``: the members of a round in parts are being followed.
     """
 
     number: int
     created: int
     view: leader.View
     ends: list[Callable[[], None]]
+    shown: dict[str, int]
     asked: tuple[Write, ...] = ()
     written: dict[str, int] = field(default_factory=dict)
-    shown: dict[str, int] = field(default_factory=dict)
     retry_at: float = 0.0
     waiting: tuple[Reason, ...] = ()
     tried: tuple[Reason, ...] = ()
     reads_parts: bool = False
+
+    def is_news(self, entry: Entry) -> bool:
+        """Whether the view does not show a later state of the key. Of the agent's own keys, note what the
+        view shows from now on."""
+        shown = self.shown.get(entry.key)
+        if shown is None:
+            return True
+        self.shown[entry.key] = max(shown, entry.revision)
+        return entry.revision >= shown
 
     def take_on(self, plan: leader.Plan) -> tuple[Reason, ...]:
         """Note that this plan is carried out. Return its reasons that are new."""
@@ -138,15 +148,17 @@ class Leading:
 
     # ------------------------------------------------------------ news
 
-    def saw(self, news: LeaderSaw, state: AgentState, now: float) -> bool:
+    def saw(self, news: LeaderSaw, now: float) -> bool:
         """Take the news into the view. Return whether the news was new to this leadership."""
         term = self._term_of(news.term)
         if term is None or (news.scope == "round" and _is_old(news.seen, term.view)):
             return False
-        for key in (state.me.key, state.me.report_key):
-            if key.startswith(news.scope):
-                term.shown[key] = max(term.shown.get(key, 0), _revision_of(key, news.seen))
-        term.view = leader.see(term.view, news.seen, news.scope, now)
+        seen = news.seen
+        if isinstance(seen, Listing):
+            term.shown |= {key: seen.revision for key in term.shown if key.startswith(news.scope)}
+        else:
+            seen = Changes(tuple(entry for entry in seen.entries if term.is_news(entry)))
+        term.view = leader.see(term.view, seen, news.scope, now)
         return True
 
     def follow(self, entry: Entry, now: float) -> None:
@@ -154,7 +166,7 @@ class Leading:
         part only. So the leader then watches the round itself, with all parts: the agent may hear of a round
         later than the leader does."""
         term = self._term
-        if term is None:
+        if term is None or not term.is_news(entry):
             return
         apart = isinstance(entry.fact, Round) and round_parts.has_parts(entry.fact)
         if entry.key != "round" or not (apart or term.reads_parts):
@@ -252,7 +264,8 @@ class Leading:
             self._store.watch(scope, partial(self._watched, number, scope), prefix=scope.endswith("/"))
             for scope in SCOPES
         ]
-        self._term = _Term(number, entry.created, leader.View(part_sizes=self._part_sizes), ends)
+        shown = {state.me.key: 0, state.me.report_key: 0}
+        self._term = _Term(number, entry.created, leader.View(part_sizes=self._part_sizes), ends, shown)
         for key in ("spec", "round"):
             if key in state.seen:
                 self.follow(state.seen[key], now)
@@ -303,10 +316,3 @@ def _is_old(seen: Seen, view: leader.View) -> bool:
     """Whether the news of the round is older than the round that the agent has seen."""
     known = view.revisions.get("round", 0)
     return all(entry.revision < known for entry in seen.entries)
-
-
-def _revision_of(key: str, seen: Seen) -> int:
-    """Return the revision at which the news shows the key; 0 if the news is not of the key."""
-    if isinstance(seen, Listing):
-        return seen.revision
-    return max([entry.revision for entry in seen.entries if entry.key == key], default=0)

@@ -9,7 +9,15 @@ import pytest
 
 from elasticd.core.age import Age
 from elasticd.core.agent.agent_state import SIGKILL, SIGTERM
-from elasticd.core.agent_messages import LeaveRound, PortReserved, Signalled, StartWorkers, StopWorkers, Tag
+from elasticd.core.agent_messages import (
+    LeaveJob,
+    LeaveRound,
+    PortReserved,
+    Signalled,
+    StartWorkers,
+    StopWorkers,
+    Tag,
+)
 from elasticd.core.facts import (
     BrokenWorldCount,
     Budget,
@@ -25,7 +33,7 @@ from elasticd.core.facts import (
 from elasticd.core.leader import Plan, View, decide
 from elasticd.core.leader.plan import REPORT_S
 from elasticd.core.persistent_map import PersistentMap
-from elasticd.core.ports import WorkerBroke, WorkerWaiting
+from elasticd.core.ports import WorkerBroke, WorkerLinked, WorkerWaiting
 from elasticd.core.reasons import AwaitingRelease, WorkerEnded
 from tests.core.build import NOW, exit, life, next_round, node, report, round, spec, view, written
 from tests.core.by_hand import Agent, put
@@ -152,6 +160,27 @@ def test_a_node_tells_that_it_has_declined_a_round() -> None:
     one.sees("round", replace(round(2, {"a": 2, "b": 2}), handover=True))
     record = own_record(one)
     assert (record.released, record.declined) == (2, 2) and not one.all_of(StartWorkers)
+
+
+def test_a_leaving_node_stays_until_etcd_has_the_report_that_its_workers_have_finished() -> None:
+    """The report is written with the release. If the node left before the answer, and etcd took neither, the
+    others would repeat the work."""
+    ends = round(1, {"b": 2, "a": 2})  # so a serves no store, and releases at once
+    one = Agent.working(ends, IN_PLACE)
+    for slot in (0, 1):
+        one.told(WorkerLinked(slot))
+    one.told(Signalled(SIGTERM))
+    one.answered(Tag.NODE)
+    one.sees("round", closing(ends, Cause.NODE_DRAINED, planned=True))
+    for slot in (0, 1):
+        one.exits(1, exit(slot, 2 + slot, 0))
+    _, told = one.wrote(Tag.NODE).writes
+    report = put(told)
+    assert isinstance(report, Report) and report.finished
+    one.at(NOW + 1)
+    assert not one.all_of(LeaveJob)
+    one.answered(Tag.NODE)
+    assert one.one(LeaveJob).code == 128 + SIGTERM
 
 
 # ---------------------------------------------------------------- workers that have lost the others

@@ -91,7 +91,8 @@ def _finish_not_reported_yet(do: Decisions) -> bool:
     if state.report is None or not state.report.finished or not state.reaches_etcd:
         return False
     at_once = departure is not None and departure.at_once
-    return not at_once and (bool(unreported(state)) or Tag.REPORT in state.etcd.busy)
+    busy = state.etcd.busy.keys() & {Tag.REPORT, Tag.NODE}  # either may bring the report
+    return not at_once and bool(unreported(state) or busy)
 
 
 def finish_leaving(do: Decisions) -> None:
