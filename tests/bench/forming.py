@@ -309,7 +309,8 @@ def _measured(
             p.wait()
             for stream in (p.stdin, p.stdout):
                 if stream:
-                    stream.close()
+                    with suppress(BrokenPipeError):  # a word that the process did not read
+                        stream.close()
 
 
 def _after_a_word(fleet: Sequence[subprocess.Popen[str]], total: int, etcd: int | None) -> Took | None:

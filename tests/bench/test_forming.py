@@ -38,3 +38,9 @@ def test_more_agents_than_one_part_has_form_a_world_and_each_reads_its_own_part(
 def test_a_fleet_that_cannot_run_is_a_reason_and_no_figure() -> None:
     with pytest.raises(Broken, match="cannot import name 'no_such_fleet'"):
         _measure("no_such_fleet", "127.0.0.1:1", 2, 5.0)
+
+
+def test_agents_that_form_no_world_in_time_are_no_figure() -> None:
+    """Their processes are killed, perhaps before they have read what they were sent."""
+    with EtcdOnPorts() as server:
+        assert _measure("fleet_main", server.endpoint, 2, 0.0, words=2) is None
