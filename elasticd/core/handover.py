@@ -104,9 +104,8 @@ def _have_entered(round: Round, nodes: Mapping[str, Node], seats: _Slots) -> boo
     """Return whether the workers of these seats have parts, and have agreed on the state in this round.
     Workers that are asked to leave before their world has formed leave at once, so such a round has no last
     commit."""
-    number = round.number
     ages = [node.age for name in seats if (node := nodes.get(name)) is not None]
-    agreed = [age for age in ages if age is not None and age.agreed == number]
+    agreed = [age for age in ages if age is not None and age.agreed == round.number]
     return len(agreed) == len(seats) and not _without(seats, _parts(round, nodes, seats))
 
 

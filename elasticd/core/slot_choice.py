@@ -4,7 +4,7 @@ units. Of a large job, nearly all nodes offer slots that are equally good, so th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby, repeat
+from itertools import groupby, repeat
 from operator import itemgetter
 
 from elasticd.core.facts import Limits, Member, Node, UnitWithin
@@ -56,14 +56,11 @@ def are_whole_units(offers: Sequence[Offer], seats: Sequence[Member | None], uni
 def best_slots(offers: Sequence[Offer], limits: Limits) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each node in the world, and its slots. Units are of one worker, or each node
     offers whole ones."""
-    by_merit: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(_MERITS)]
-    for number, offer in enumerate(offers):
-        for merit, slots in offer:
-            by_merit[merit].append((number, slots))
-    runs = [*chain(*by_merit)]
+    runs = [(merit, number, slots) for number, offer in enumerate(offers) for merit, slots in offer]
+    runs.sort(key=itemgetter(0))
     chosen: dict[int, Sequence[int]] = {}
-    places = limits.largest(sum([len(slots) for _, slots in runs]))
-    for number, slots in runs:
+    places = limits.largest(sum([len(slots) for _, _, slots in runs]))
+    for _, number, slots in runs:
         if not places:
             break
         taken = slots[:places]

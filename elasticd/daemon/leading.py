@@ -113,6 +113,10 @@ class _Term:
             self.asked, self.tried = plan.writes, plan.reasons
         return tuple(reason for reason in (*plan.waiting, *plan.reasons) if reason not in said)
 
+    def guards_of(self, plan: leader.Plan) -> tuple[Guard, ...]:
+        """Return the guards of the plan, and that this agent still leads."""
+        return StillThere("leader", self.created), *plan.guards
+
     def shows_what_is_written(self) -> bool:
         shown = {**self.shown, "round": self.view.revisions.get("round", 0)}
         return all(shown.get(key, 0) >= revision for key, revision in self.written.items())
@@ -218,8 +222,7 @@ class Leading:
             term.view = replace(term.view, judged=plan.judged)
         news = term.take_on(plan)
         if plan.writes:
-            guards = (StillThere("leader", term.created), *plan.guards)
-            self._write(term, guards, (*plan.ahead, plan.writes))
+            self._write(term, term.guards_of(plan), (*plan.ahead, plan.writes))
         for reason in news:
             self._say(reason)
         return plan.wake_at
@@ -240,7 +243,7 @@ class Leading:
             return None  # etcd refuses a transaction that deletes what it writes
         news = term.take_on(plan)
         self._store.transact(
-            (*action.guards, StillThere("leader", term.created), *plan.guards),
+            (*action.guards, *term.guards_of(plan)),
             (*action.writes, *plan.writes),
             lambda answer: self._post(BothAnswered(term.number, action, answer)),
         )

@@ -160,8 +160,8 @@ def node_loss(launcher: Callable[[Path, Path], Launched], lose: int, timeout_s: 
             steps.close()
 
 
-FLOOR = "torch alone: abort a group, build the next"
-TOLD = "floor: told at once, build the next group"
+ALONE = "torch alone: abort a group, build the next"
+FLOOR = "floor: told at once, build the next group"
 
 
 def recovery(worlds: Sequence[int], kills: int, megabytes: Sequence[int]) -> Iterator[str]:
@@ -214,8 +214,8 @@ def _recovery(workers: int, kills: int, *, spare: bool) -> Mapping[str, list[Kil
         add("elasticd in place, full size again", full)
         if spare:
             add(SPARE, kills_in_place(workers, half, spares=1)[0])
-        add(FLOOR, [Kill(took) for took in floor(workers, half)])
-        add(TOLD, [Kill(took) for took in floor(workers, half, told=True)])
+        add(ALONE, [Kill(took) for took in floor(workers, half)])
+        add(FLOOR, [Kill(took) for took in floor(workers, half, told=True)])
     return rows
 
 
