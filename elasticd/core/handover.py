@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
 
 from elasticd.core import seating
@@ -30,20 +30,27 @@ def may_come(round: Round, nodes: Iterable[Node]) -> bool:
 
 
 def members(
-    round: Round, nodes: Mapping[str, Node], heirs: Members, newest: Age | None, unit: int = 1
+    round: Round,
+    nodes: Mapping[str, Node],
+    heirs: Members,
+    newest: Age | None,
+    parted: Collection[str],
+    unit: int = 1,
 ) -> Members:
     """Return the members of the handover round, which comes before the heirs train; empty if there is nothing
     to hand over.
 
     The leaving nodes come last, since the first member hosts the store. A leaving node may not know yet that
     it must leave. ``round``: the last round, which is over. ``newest``: the age of the newest state that
-    workers hold. ``unit``: the workers that hold one model together, if there are such units.
+    workers hold. ``parted``: the nodes that have left the round with all their parts of a sharded state, on
+    which the workers of the round had agreed. ``unit``: the workers that hold one model together, if there
+    are such units.
     """
     if newest is None:
         return Members()
     beside = {heir.node: heir.slots for heir in heirs}
     if any(nodes[name].age == newest and _both(nodes[name].holders, slots) for name, slots in beside.items()):
-        giving = _parts_left_out(round, nodes, beside, unit)
+        giving = _parts_left_out(round, nodes, beside, parted, unit)
     else:
         holding = seating.newest_holders(nodes.values())
         having = {**holding, **_parts_of_the_same_state(nodes, newest)}
@@ -53,10 +60,12 @@ def members(
         return Members()
     # Other workers of a leaving node may be heirs, if the next round leaves out only the slots with the
     # state.
-    others = [(heir.node, heir.incarnation, heir.slots) for heir in heirs if heir.node not in giving]
     leaving = [
         (name, nodes[name].incarnation, (*beside.get(name, ()), *slots)) for name, slots in giving.items()
     ]
+    if beside.keys().isdisjoint(giving):
+        return seating.seat(leaving, heirs, first=heirs)
+    others = [(heir.node, heir.incarnation, heir.slots) for heir in heirs if heir.node not in giving]
     return seating.seat([*others, *leaving], heirs)
 
 
@@ -70,15 +79,19 @@ def _parts_of_the_same_state(nodes: Mapping[str, Node], newest: Age) -> _Slots:
     }
 
 
-def _parts_left_out(round: Round, nodes: Mapping[str, Node], heirs: _Slots, unit: int) -> _Slots:
+def _parts_left_out(
+    round: Round, nodes: Mapping[str, Node], heirs: _Slots, parted: Collection[str], unit: int
+) -> _Slots:
     """Return the slots with a part of a sharded state that are not among the heirs, and have not given the
     part away. A worker that was not in the last round has no part, or gave it away before."""
     seats, out = _seats(round), _left_out(round)
     going, staying = _without(seats, heirs), _without(seats, out)
     if not going:
         return {}
-    if round.planned and staying and _have_entered(round, nodes, staying):
-        giving = _without(going, out)  # the others have given their parts at the last commit
+    # Workers that are asked to leave before their world has formed leave at once. Such a round has no last
+    # commit, at which those that the round left out gave their parts.
+    if round.planned and staying and staying.keys() <= {*parted}:
+        giving = _without(going, out)
     else:
         there = _without(_parts(round, nodes, seats), _have_given(round, nodes))
         giving = _without(there, heirs)
@@ -98,15 +111,6 @@ def _parts(round: Round, nodes: Mapping[str, Node], seats: _Slots) -> _Slots:
         if node.sharded and node.fenced < number <= node.released
         if (both := slots if slots == node.holders else _both(node.holders, slots))
     }
-
-
-def _have_entered(round: Round, nodes: Mapping[str, Node], seats: _Slots) -> bool:
-    """Return whether the workers of these seats have parts, and have agreed on the state in this round.
-    Workers that are asked to leave before their world has formed leave at once, so such a round has no last
-    commit."""
-    ages = [node.age for name in seats if (node := nodes.get(name)) is not None]
-    agreed = [age for age in ages if age is not None and age.agreed == round.number]
-    return len(agreed) == len(seats) and not _without(seats, _parts(round, nodes, seats))
 
 
 def _have_given(round: Round, nodes: Mapping[str, Node]) -> _Slots:

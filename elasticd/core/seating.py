@@ -35,10 +35,18 @@ def available(node: Node, last: Round | None) -> bool:
     return last is None or node.released >= last.number or _seat(node, last) is None
 
 
-def candidates(nodes: Iterable[Node], spec: Spec, round: Round | None, *, live: bool = False) -> list[Node]:
+def candidates(
+    nodes: Sequence[Node], spec: Spec, round: Round | None, *, live: bool = False
+) -> Sequence[Node]:
     """Return the nodes that may be in the next round, each with the slots that can get work. ``live``:
     members of ``round`` count although they have not released it."""
-    return [offer for node in nodes if (offer := candidate(node, spec, round, live=live)) is not None]
+    if not (live or spec.drain):  # then nearly all nodes of a large job can get work in all their slots
+        number, whole = round.number if round is not None else 0, not spec.inplace
+        plain = [n.released >= number and not n.draining and (whole or n.ready == n.slots) for n in nodes]
+        if all(plain):
+            return nodes
+    offers = [candidate(node, spec, round, live=live) for node in nodes]
+    return [offer for offer in offers if offer is not None]
 
 
 def candidate(node: Node, spec: Spec, round: Round | None, *, live: bool = False) -> Node | None:
@@ -242,14 +250,17 @@ def workers_at_hand(
     return form_in_any_memory(nodes, last, Limits(1, limits.max), quarantines, now).workers
 
 
-def seat(places: Iterable[tuple[str, str, Sequence[int]]], last: Members) -> Members:
+def seat(
+    places: Iterable[tuple[str, str, Sequence[int]]], last: Members, first: Members | None = None
+) -> Members:
     """Return the members with consecutive ranks. ``places``: a node's name, its incarnation and its slots.
-    Who has the same seat as in ``last`` is the same object, and so are members that are all the same."""
-    members: list[Member] = []
+    Who has the same seat as in ``last`` is the same object, and so are members that are all the same.
+    ``first``: members that keep their ranks, with which the members begin."""
+    members: list[Member] = [*first] if first is not None else []
     before = last.by_node
     ascending: dict[tuple[int, ...], tuple[int, ...]] = {}  # most nodes have the same slots
-    rank = 0
-    for place, (name, incarnation, given) in enumerate(places):
+    rank = first.workers if first is not None else 0
+    for place, (name, incarnation, given) in enumerate(places, len(members)):
         member = before.get(name)
         if member is not None and member.slots == given:
             slots = member.slots

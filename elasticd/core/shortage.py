@@ -47,8 +47,11 @@ def with_room(nodes: Sequence[Node], members: Members) -> list[Node] | None:
     if state is None:
         return None
     seats, of_each = members.by_node, state.of_each(members.workers)
-    known = (node for node in nodes if node.memory and node.name in seats)
-    if all(len(seats[node.name].slots) * of_each <= node.memory for node in known):
+    if not any(
+        node.memory < len(seat.slots) * of_each
+        for node in nodes
+        if node.memory and (seat := seats.get(node.name)) is not None
+    ):
         return None
     if has_none_for_one_state(nodes):
         return []  # no world has room

@@ -440,7 +440,7 @@ class _Picture:
         if spec is None or self.budget is None or busy or not self.complete:
             return None
         closing = round is not None and round.phase is Phase.CLOSING
-        nodes = seating.candidates(self.nodes.values(), spec, round, live=closing)
+        nodes = seating.candidates([*self.nodes.values()], spec, round, live=closing)
         limits, quarantines = spec.limits, self.budget.quarantines
         until = round.since + spec.policy.join_timeout_s if round else math.inf
         most = seating.form_in_any_memory(nodes, round, limits, quarantines, self.now)

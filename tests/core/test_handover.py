@@ -10,7 +10,9 @@ import pytest
 from elasticd.core import handover
 from elasticd.core.age import Age
 from elasticd.core.facts import Member, Members, Node, Phase, RankRange, Round
-from tests.core.build import life, members, node, round
+from elasticd.core.leader.roll import Mark, Registered, Roll
+from elasticd.core.persistent_map import PersistentMap
+from tests.core.build import life, members, node, round, spec
 
 LAST = round(4, {"a": 2}, Phase.CLOSING)
 HEIRS = members({"b": 2})
@@ -23,7 +25,14 @@ def holding(name: str, *slots: int, step: int = 9, draining: bool = True, fenced
 
 def _passing(last: Round, nodes: Mapping[str, Node], heirs: Members, unit: int = 1) -> Members:
     newest = max((n.age for n in nodes.values() if n.age is not None), default=None)
-    return handover.members(last, nodes, heirs, newest, unit)
+    return handover.members(last, nodes, heirs, newest, _parted(last, nodes), unit)
+
+
+def _parted(last: Round, nodes: Mapping[str, Node]) -> PersistentMap[Member]:
+    registered = {name: Registered(one, 1, 0.0) for name, one in nodes.items()}
+    return Roll().follow(spec(), last, PersistentMap(registered), PersistentMap(), PersistentMap())[
+        Mark.PARTED
+    ]
 
 
 def passing(*nodes: Node) -> tuple[Member, ...]:

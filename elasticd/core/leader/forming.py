@@ -8,6 +8,7 @@ from typing import NamedTuple
 from elasticd.core import handover, seating, shortage
 from elasticd.core.facts import Budget, Members, Outcome, Phase, RankRange, Round, Spec
 from elasticd.core.leader.plan import Plan, end, write
+from elasticd.core.leader.roll import Mark
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Put
 from elasticd.core.reasons import BelowMemory, BelowMinimum, Reason, RoundFormed, Settling
@@ -105,7 +106,8 @@ def _formed(view: View, spec: Spec, round: Round, members: Members, now: float) 
     giving: tuple[RankRange, ...] = ()
     if spec.inplace:
         nodes = {name: registered.node for name, registered in view.nodes.to_dict().items()}
-        passing = handover.members(round, nodes, members, view.roll.newest_age, spec.limits.unit)
+        parted = view.roll[Mark.PARTED]
+        passing = handover.members(round, nodes, members, view.roll.newest_age, parted, spec.limits.unit)
     if passing:
         giving, members = seating.ranks_without(passing, members), passing
     host = view.nodes[members[0].node].node

@@ -54,6 +54,7 @@ class Mark(StrEnum):
     LEFT = auto()  # has no worker in the round any more
     DECLINED = auto()  # has left the round without taking part
     OUTLIVING = auto()  # has left the round with the state that the round's workers agreed on
+    PARTED = auto()  # outliving, and each of its workers in the round holds a part of a sharded state
     FENCED = auto()  # its workers were killed, since its lease was running out
     LEAVING = auto()  # is to leave the job
     TO_REPORT = auto()  # its release came, and the report that belongs to the release did not
@@ -154,23 +155,25 @@ class Roll:
     def newest_holders(self, nodes: Sequence[Node]) -> Mapping[str, tuple[int, ...]]:
         """Return the slots of these nodes, and perhaps of others, that hold the newest state on these
         nodes."""
-        if not self.holders:
-            return {}
-        names = {node.name for node in nodes}
-        held = (self.holders[age] for age in sorted(self.holders, reverse=True))
-        return next((slots.to_dict() for slots in held if any(name in names for name in slots)), {})
+        for age in sorted(self.holders, reverse=True):
+            holders = self.holders[age].to_dict()
+            if not holders.keys().isdisjoint(node.name for node in nodes):
+                return holders
+        return {}
 
-    def candidates(self, *, live: bool = False) -> list[Node]:
+    def candidates(self, *, live: bool = False) -> Sequence[Node]:
         """Return ``seating.candidates`` of all nodes: members in the order of ranks, then the other nodes in
         order of arrival."""
         assert self.spec is not None
         assert self.round is not None
         known, members = self.nodes.to_dict(), self.round.by_node
-        others = {*(known.keys() - members.keys()), *self[Mark.REPLACED]}
-        there = [known[name].node for name in members if name in known and name not in others]
-        newcomers = sorted([known[name] for name in others], key=attrgetter("created"))
-        there += [newcomer.node for newcomer in newcomers]
-        return seating.candidates(there, self.spec, self.round, live=live)
+        replaced = {*self[Mark.REPLACED]}
+        there = [one for one in map(known.get, members) if one is not None]
+        if replaced:
+            there = [one for one in there if one.node.name not in replaced]
+        newcomers = [known[name] for name in {*(known.keys() - members.keys()), *replaced}]
+        there += sorted(newcomers, key=attrgetter("created"))
+        return seating.candidates([one.node for one in there], self.spec, self.round, live=live)
 
     def world_without(self, quarantines: Sequence[Quarantine], now: float) -> int:
         """Return the size of the largest world without the slots in quarantine."""
@@ -340,6 +343,8 @@ class Roll:
                 marks.append(Mark.HOLDING)
             if node.age is not None and node.age.agreed == round.number:
                 marks.append(Mark.OUTLIVING)
+                if node.sharded and node.fenced < round.number and _has_all_parts(node, member):
+                    marks.append(Mark.PARTED)
         if node.draining or (spec.drain and seating.is_drained(node, spec)):
             marks.append(Mark.LEAVING)
         if node.fenced >= round.number:
@@ -449,6 +454,10 @@ def _told(report: Report) -> list[Mark]:
             Mark.ASTRAY: report.astray is not None,
         }
     return [mark for mark, holds in told.items() if holds]
+
+
+def _has_all_parts(node: Node, member: Member) -> bool:
+    return node.holders == member.slots or set(node.holders) >= set(member.slots)
 
 
 def _ends(node: Node, report: Report | None) -> int:
