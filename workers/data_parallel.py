@@ -18,7 +18,6 @@ device is the loss of the process, and so of all devices.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from digits import digest, network, options_parser, quality, read_digits, say
 from elasticd import worker
 from gpt import positive
-from restarting import add_snapshot_dir, join_world, load_snapshot, run, save_snapshot
+from restarting import add_snapshot_dir, join_world, leave, load_snapshot, run, save_snapshot
 
 
 def main() -> None:
@@ -76,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("data_parallel", main))
+    leave(run("data_parallel", main))

@@ -22,7 +22,6 @@ do nothing.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from digits import digest, network, options_parser, quality, read_digits, say
 from elasticd import worker
 from gpt import positive
-from restarting import add_snapshot_dir, join_world, load_snapshot, run, save_snapshot
+from restarting import add_snapshot_dir, join_world, leave, load_snapshot, run, save_snapshot
 
 
 def parse_options() -> argparse.Namespace:
@@ -92,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("ddp", main))
+    leave(run("ddp", main))

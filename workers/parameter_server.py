@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +37,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from digits import network, options_parser, quality, read_digits, say
 from gpt import positive
-from restarting import add_snapshot_dir, join_world, load_snapshot, run, save_snapshot
+from restarting import add_snapshot_dir, join_world, leave, load_snapshot, run, save_snapshot
 
 Exchange = Callable[[Tensor, int], tuple[Tensor, int]]
 
@@ -146,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("parameter_server", main))
+    leave(run("parameter_server", main))

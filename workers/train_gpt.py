@@ -54,7 +54,7 @@ from gpt import (
     share,
     windows,
 )
-from restarting import add_snapshot_dir, is_lost_peer, join_world, load_snapshot, save_snapshot
+from restarting import add_snapshot_dir, is_lost_peer, join_world, leave, load_snapshot, save_snapshot
 
 # ---------------------------------------------------------------- training
 
@@ -237,4 +237,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

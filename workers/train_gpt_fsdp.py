@@ -51,7 +51,7 @@ from gpt import (
     windows,
     writable_folder,
 )
-from restarting import is_lost_peer, join_world
+from restarting import is_lost_peer, join_world, leave
 from train_gpt import StopRequest, agree, require_same_text, say
 
 
@@ -168,4 +168,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

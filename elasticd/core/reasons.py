@@ -265,7 +265,7 @@ class WorkersStopping:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
-    """A worker ended. ``log``: the path of its output, if it failed."""
+    """A worker ended. ``log``: the path of its output, if it failed. ``noticed_at``: when this node noticed."""
 
     round: int
     slot: int
@@ -274,6 +274,7 @@ class WorkerEnded:
     message: str
     hung: bool = False
     log: str = ""
+    noticed_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

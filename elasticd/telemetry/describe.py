@@ -609,6 +609,8 @@ def event(reason: r.Reason) -> LogEvent:
             flat[f.name] = list(value)
         elif f.name == "until" and isinstance(value, float):
             flat["until"] = datetime.fromtimestamp(value, UTC).isoformat(timespec="milliseconds")
+        elif f.name == "noticed_at" and isinstance(value, float):
+            flat["noticed_at"] = datetime.fromtimestamp(value, UTC).isoformat() if value else None
         elif isinstance(value, float):
             flat[f.name] = round(value, 3)
         elif f.name not in ("hung", "more") or value:

@@ -60,11 +60,13 @@ def recovery(workers: str, kills: int, megabytes: str, sharded: bool) -> None:
 @click.option("--workers", default=3, help="More than the most copies of a shard, 2.")
 @click.option("--turns", default=3)
 @click.option("--steps", default=200, help="Of each kind in each turn.")
-def redundancy(workers: int, turns: int, steps: int) -> None:
-    """A step with 0, 1 and 2 copies of each shard, beside plain FSDP2."""
+@click.option("--copies", default="0,1,2", help="Of each shard: numbers, with commas.")
+@click.option("--rows", default=64, help="Of a worker's batch: how much a step computes for each parameter.")
+def redundancy(workers: int, turns: int, steps: int, copies: str, rows: int) -> None:
+    """A step with copies of each shard, beside plain FSDP2."""
     from tests.bench.sharded import redundancy as measure
 
-    for line in measure(workers, turns, steps):
+    for line in measure(workers, turns, steps, [int(n) for n in copies.split(",")], rows):
         click.echo(line)
 
 

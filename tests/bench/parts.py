@@ -18,12 +18,13 @@ Part = tuple[str, float]  # the name of a part, and the time at which it was ove
 
 def events(log: Path) -> list[Event]:
     """Return the events that an agent logged as JSON; other lines are skipped. ``at``: seconds since the
-    epoch."""
+    epoch, of a death when the agent noticed, as its line is written only after the agent has acted."""
     found = []
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith("{") and '"event"' in line:
             event = json.loads(line)
-            event["at"] = datetime.fromisoformat(event["timestamp"]).timestamp()
+            at = event.get("noticed_at", event["timestamp"])
+            event["at"] = datetime.fromisoformat(at).timestamp()
             found.append(event)
     return found
 
@@ -35,7 +36,7 @@ def decided(log: Sequence[Event], killed_at: float, wall_s: float) -> list[Part]
     for event, name in names.items():
         at = [e["at"] - wall_s for e in log if e["event"] == event and e["at"] - wall_s >= killed_at]
         if at:
-            parts.append((name, at[0]))
+            parts.append((name, min(at)))
     return parts
 
 

@@ -145,22 +145,26 @@ class StepCost(NamedTuple):
     cpu_s: float
 
 
-def redundancy(workers: int, turns: int, count: int) -> Iterator[str]:
-    """Yield what a step costs with and without copies, beside plain FSDP2.
+def redundancy(workers: int, turns: int, count: int, numbers: Sequence[int], rows: int) -> Iterator[str]:
+    """Yield what a step costs with these numbers of copies, beside plain FSDP2. ``rows``: of the batch of a
+    worker.
 
     The machine's speed changes. So plain FSDP2 is measured before and after every two ways, and these are
     compared with the mean of its two times. Every second turn is in the opposite order.
     """
-    ways = [Way(copies, every) for copies in (0, 1, 2) for every in EVERY]
-    ways += [Way(copies, 1, overlap=True) for copies in (1, 2)]
+    ways = [Way(copies, every) for copies in numbers for every in EVERY]
+    ways += [Way(copies, 1, overlap=True) for copies in numbers if copies]
     ratios: dict[Way, list[StepCost]] = {way: [] for way in ways}
-    yield f"a step of {workers} workers (one node, gloo, FSDP2; {count} steps each time)"
+    batch = {"BENCH_BATCH": str(rows)}
+    plainly, in_place = partial(_plain, batch=batch), partial(_in_place, batch=batch)
+    where = "one node, gloo, FSDP2"
+    yield f"a step of {workers} workers with {rows} rows each ({where}; {count} steps each time)"
     for turn in range(turns):
         order = ways if turn % 2 == 0 else ways[::-1]
-        before = cost(_plain, workers, count)
-        for pair in zip(order[::2], order[1::2], strict=True):
-            costs = [cost(partial(_in_place, way=way), workers, count) for way in pair]
-            after = cost(_plain, workers, count)
+        before = cost(plainly, workers, count)
+        for pair in _pairs(order):
+            costs = [cost(partial(in_place, way=way), workers, count) for way in pair]
+            after = cost(plainly, workers, count)
             plain = StepCost(*(fmean(of) for of in zip(before, after, strict=True)))
             yield f"  turn {turn + 1}: {_said(plain, 'plain FSDP2 under torchrun')}"
             for way, took in zip(pair, costs, strict=True):
@@ -199,12 +203,18 @@ def sent_bytes(workers: int, copies: int) -> int:
     return sum(size * len(its) for size, its in zip(sizes, guards, strict=True))
 
 
-def _plain(workers: int, steps: Path, log: Path) -> Launched:
-    return launch.torchrun_alone(workers, steps, log, job=(JOB,), env={"PYTHONPATH": launch.ROOT})
+def _pairs(ways: Sequence[Way]) -> list[Sequence[Way]]:
+    """Return the ways in pairs; the last may be alone."""
+    return [ways[first : first + 2] for first in range(0, len(ways), 2)]
 
 
-def _in_place(workers: int, steps: Path, log: Path, *, way: Way) -> Launched:
-    env = {"BENCH_REDUNDANCY": str(way.copies), "BENCH_EVERY": str(way.every)}
+def _plain(workers: int, steps: Path, log: Path, *, batch: Mapping[str, str]) -> Launched:
+    env = {"PYTHONPATH": launch.ROOT, **batch}
+    return launch.torchrun_alone(workers, steps, log, job=(JOB,), env=env)
+
+
+def _in_place(workers: int, steps: Path, log: Path, *, way: Way, batch: Mapping[str, str]) -> Launched:
+    env = {"BENCH_REDUNDANCY": str(way.copies), "BENCH_EVERY": str(way.every), **batch}
     env["BENCH_OVERLAP"] = str(int(way.overlap))
     return launch.elasticd_in_place(workers, steps, log, spares=0, job=JOB_IN_PLACE, env=env)
 

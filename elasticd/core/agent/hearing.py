@@ -318,7 +318,7 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
     if by_itself:
         log = exit.log if exit.failed else ""
         do.reasons.append(
-            WorkerEnded(event.round, exit.slot, exit.rank, exit.code, exit.message, exit.hung, log)
+            WorkerEnded(event.round, exit.slot, exit.rank, exit.code, exit.message, exit.hung, log, exit.at)
         )
     if missed or (end is Life.FAILED and _trains(do)):
         leave(do, False, SIGTERM, do.state.policy.broken_s)
