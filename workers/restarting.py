@@ -59,8 +59,8 @@ def run(program: str, main: Callable[[], None]) -> int:
     return 0
 
 
-def leave(status: int) -> NoReturn:
-    """End this process with its exit status.
+def leave(status: int | None) -> NoReturn:
+    """End this process with its exit status; None is 0, as for ``sys.exit``.
 
     A worker that has lost a peer has nothing left to write, so it ends at once. The worker that replaces it
     waits for that, and Python may take half a second to put torch's modules away.

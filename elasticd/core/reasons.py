@@ -265,7 +265,8 @@ class WorkersStopping:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
-    """A worker ended. ``log``: the path of its output, if it failed. ``noticed_at``: when this node noticed."""
+    """A worker ended, which this node noticed at ``noticed_at``. ``log``: the path of its output, if it
+    failed."""
 
     round: int
     slot: int

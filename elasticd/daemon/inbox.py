@@ -7,19 +7,28 @@ import signal
 from collections.abc import Callable, Iterable
 from types import FrameType
 
-from elasticd.core.agent_messages import Signalled, Tick
+from elasticd.core.agent_messages import LeaseChanged, Signalled, Tick
 from elasticd.daemon.driver import Driver, Happening
 
 
 class Inbox:
-    """Events from any thread and from signal handlers, served on one thread."""
+    """Events from any thread and from signal handlers, served on one thread.
+
+    News of the lease comes before all else: it moves the time at which the workers are killed. The leader of
+    a large job may have thousands of other events to handle.
+    """
 
     def __init__(self) -> None:
         # SimpleQueue.put is reentrant, so that a signal handler may interrupt another put.
-        self._queue: queue.SimpleQueue[Happening] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Happening | None] = queue.SimpleQueue()  # None: see ``_of_the_lease``
+        self._of_the_lease: queue.SimpleQueue[LeaseChanged] = queue.SimpleQueue()
 
     def post(self, event: Happening) -> None:
-        self._queue.put(event)
+        if isinstance(event, LeaseChanged):
+            self._of_the_lease.put(event)
+            self._queue.put(None)
+        else:
+            self._queue.put(event)
 
     def serve(
         self,
@@ -35,15 +44,25 @@ class Inbox:
         due = routine(clock())
         while driver.left is None:
             wake_at = due if driver.wake_at is None else min(due, driver.wake_at)
-            try:
-                event: Happening = self._queue.get(timeout=max(0.0, wake_at - clock()))
-            except queue.Empty:
-                event = Tick()
+            event = self._next(max(0.0, wake_at - clock()))
+            if event is None:
+                continue
             now = clock()
             if not isinstance(event, Tick) or (driver.wake_at is not None and now >= driver.wake_at):
                 driver.handle(event, now)
             if now >= due:
                 due = routine(now)
+
+    def _next(self, within_s: float) -> Happening | None:
+        """Return the next event, or a Tick after this time; None if there may be news of the lease."""
+        try:
+            return self._of_the_lease.get_nowait()
+        except queue.Empty:
+            pass
+        try:
+            return self._queue.get(timeout=within_s)
+        except queue.Empty:
+            return Tick()
 
 
 class Signals:

@@ -115,7 +115,9 @@ REFORMING = "a re-forming, all failed"
 UNITS = "a forming of units, few places"
 RESIZE = "a resize, sharded"
 HANDOVER = "a handover, sharded"
-OF_ONE_NODE = (QUIET, REPORT, TOLD, PACES, STANDSTILL, STILL, LOST, RELEASE, FAILURE)
+IN_PLACE = "a release, sharded"
+GIVING = "a release of a handover"
+OF_ONE_NODE = (QUIET, REPORT, TOLD, PACES, STANDSTILL, STILL, LOST, RELEASE, FAILURE, IN_PLACE, GIVING)
 OF_ALL_NODES = (PERIOD, JUDGED, FORMING, REFORMING, UNITS, RESIZE, HANDOVER)
 ONCE = (LOST, *OF_ALL_NODES)  # these happen once or twice, in several events
 
@@ -491,9 +493,9 @@ class Leader:
         self.see(kind, {"spec": self._spec})
         self._expect(Phase.CLOSING)
 
-    def release(self, last_kind: str) -> None:
+    def release(self, last_kind: str, kind: str = "") -> None:
         """All nodes release the round, and form the next one."""
-        self._release("", last_kind, failing=False)
+        self._release(kind, last_kind, failing=False)
 
     def fail_everywhere(self) -> None:
         """All workers fail. Their nodes release the round with their reports, and form the next one."""
@@ -502,11 +504,13 @@ class Leader:
     def _release(self, kind: str, last_kind: str, *, failing: bool) -> None:
         number, members = self.round.number, {m.node: m for m in self.round.members}
         others = [name for name in self.names[1:] if name in members]
+        phase = Phase.LIVE if self.round.handover else Phase.CLOSING
         released = [self._released(members[name], number, failing) for name in others]
-        for facts in released[: ONE_BY_ONE - 1]:
+        # Those that are measured come when nearly all others have released the round.
+        self.see("", dict(chain.from_iterable(facts.items() for facts in released[:-ONE_BY_ONE])))
+        for facts in released[-ONE_BY_ONE:-1]:
             self.see(kind, facts)
-        self.see("", dict(chain.from_iterable(facts.items() for facts in released[ONE_BY_ONE - 1 : -1])))
-        self._expect(Phase.CLOSING)
+        self._expect(phase)
         self.see(last_kind, released[-1])
         self._expect(Phase.LIVE)
         if self.round.number != number + 1:
@@ -642,9 +646,10 @@ def _handover(nodes: int, counting: bool, until: float) -> Leader:
     leader.form("")
     leader.scale(RESIZE, 3 * nodes // 4)
     leader.scale("", nodes // 2)
-    leader.release(HANDOVER)
+    leader.release(HANDOVER, IN_PLACE)
     if not leader.round.handover:
         raise Missing("there is no handover")
+    leader.release("", GIVING)
     return leader
 
 

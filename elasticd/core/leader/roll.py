@@ -126,10 +126,14 @@ class Roll:
     def some(self, mark: Mark, *, but: Mark | None = None) -> tuple[tuple[str, ...], int]:
         """Return at most ``SHOWN_MAX`` of ``names``, and the number of the others."""
         mine, others = self[mark], self[but] if but is not None else NOBODY
-        few, many = sorted((mine, others), key=len)
-        count = len(mine) - sum(name in many for name in few)
         shown = islice((name for name in mine if name not in others), SHOWN_MAX)
-        return in_rank_order(mine[name] for name in shown), max(0, count - SHOWN_MAX)
+        return in_rank_order(mine[name] for name in shown), max(0, self.count(mark, but=but) - SHOWN_MAX)
+
+    def count(self, mark: Mark, *, but: Mark | None = None) -> int:
+        """Return the number of ``names``, which is known sooner than the names of nearly all members."""
+        mine, others = self[mark], self[but] if but is not None else NOBODY
+        few, many = sorted((mine, others), key=len)
+        return len(mine) - sum(name in many for name in few)
 
     def needed(self, mark: Mark) -> Iterator[Member]:
         """Yield the members with the mark, except the members that may go. A node whose workers have finished

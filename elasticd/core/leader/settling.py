@@ -120,8 +120,9 @@ def _await_members(view: View, spec: Spec, round: Round, now: float) -> Plan | N
     roll = view.roll
     if roll[Mark.HOLDING]:
         trained = round.handover or roll[Mark.FINISHED] or roll[Mark.RETURNED]
-        never_came = spec.inplace and not trained and roll.names(Mark.LEFT, but=Mark.OUTLIVING)
-        if round.planned and (_is_disturbed(roll) or never_came):
+        # Who is outliving has left.
+        some_never_came = not trained and len(roll[Mark.LEFT]) > len(roll[Mark.OUTLIVING])
+        if round.planned and (_is_disturbed(roll) or (spec.inplace and some_never_came)):
             # Workers that still save, or have yet to join or to leave, may wait for lost workers, or for
             # workers that have declined the round.
             return write(view, replace(round, planned=False), view.budget)

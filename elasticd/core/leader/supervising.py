@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
 
 from elasticd.core import budget as budgets
@@ -38,12 +37,12 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
         return close(view, round, failure.exit.cause, False, now, failure=failure, anew=anew)
 
     lost = roll.names(view.mark_of_lost(now), but=Mark.FINISHED)
-    idle = roll.names(Mark.LEFT, but=Mark.FINISHED)
     if round.handover:
         absent = dict.fromkeys((*lost, *roll.names(Mark.DECLINED), *roll.names(Mark.FENCED)))
-        return _see_handed_over(view, round, idle, tuple(absent), now)
-    if idle or lost:
+        return _see_handed_over(view, round, tuple(absent), now)
+    if lost or roll.count(Mark.LEFT, but=Mark.FINISHED):
         wait = None if lost else await_reports(view, now)
+        idle = roll.names(Mark.LEFT, but=Mark.FINISHED)
         return wait or close(view, round, Cause.NODE_LOST, False, now, nodes=(*idle, *lost))
     if roll[Mark.BROKEN]:
         return close(view, round, Cause.WORLD_BROKEN, False, now, nodes=tuple(sorted(roll[Mark.BROKEN])))
@@ -142,14 +141,12 @@ def _await_heirs(view: View, spec: Spec, round: Round, leaving: tuple[str, ...],
     return write(view, replace(round, leaving=leaving, leave_by=leave_by), view.budget)
 
 
-def _see_handed_over(
-    view: View, round: Round, idle: Collection[str], lost: tuple[str, ...], now: float
-) -> Plan:
+def _see_handed_over(view: View, round: Round, lost: tuple[str, ...], now: float) -> Plan:
     """Wait until the workers of a handover round have left by themselves. They wait for all members, so the
     round closes at once without those that are lost, take no part, or were killed by their fence."""
     if lost:
         return close(view, round, Cause.NODE_LOST, False, now, nodes=lost)
-    if len(idle) < len(round.members):
+    if view.roll.count(Mark.LEFT, but=Mark.FINISHED) < len(round.members):
         return Plan(reasons=(AwaitingRelease(*view.roll.some(Mark.HOLDING)),))
     cause = Cause.SCALED if round.cause is Cause.SCALED else Cause.NODE_DRAINED
     return close(view, round, cause, True, now)
