@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from elasticd.checkpoint.replication.replicas import Offer, newest_whole
 from elasticd.core.facts import Limits
 from elasticd.core.gathered import HEARD_PER_S
 from elasticd.daemon.config import Command, CommandKind, RunConfig
@@ -31,6 +32,7 @@ from tests.bench.scale import (
     RESIZE,
     SHARDS,
     UNITS,
+    WORKERS,
     Leader,
     Missing,
     Planning,
@@ -91,6 +93,30 @@ def test_a_plan_of_a_checkpoint_costs_rank_0_a_few_lines_and_bytes_a_rank_and_th
     assert many - few < 30 * 3200
     assert large.received - small.received <= 24 * 3200 and large.given - small.given < 75 * 3200
     assert large.share <= small.share
+
+
+def test_a_survey_of_the_states_in_memory_costs_a_few_lines_a_rank() -> None:
+    """Each node offers the shards of its own ranks, and of another node's."""
+
+    def cost(nodes: int) -> int:
+        world = nodes * WORKERS
+        offers = [
+            Offer(
+                f"n{n}",
+                "step-7",
+                1,
+                7,
+                world,
+                frozenset((n * WORKERS + i) % world for i in range(2 * WORKERS)),
+            )
+            for n in range(nodes)
+        ]
+        with counted() as count:
+            found = newest_whole(offers)
+        assert found is not None and {len(nodes) for nodes in found.holders} == {2}
+        return count()
+
+    assert cost(500) - cost(100) < 10 * 400 * WORKERS
 
 
 class _NoView:

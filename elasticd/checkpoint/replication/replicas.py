@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from elasticd.checkpoint.shared_memory import Memory
@@ -159,12 +160,19 @@ def newest_whole(offers: Iterable[Offer], least: tuple[int, int] = (0, 0)) -> Wh
         first = some[0]
         if any((o.age, o.world) != (first.age, first.world) for o in some):
             continue  # the offers contradict each other
-        by_rank = tuple(
-            tuple(dict.fromkeys(sorted(o.node for o in some if rank in o.ranks)))
-            for rank in range(first.world)
-        )
-        if first.world < 1 or not all(by_rank) or first.age < least:
+        if first.world < 1 or first.age < least:
             continue
-        if best is None or first.age > (best.round, best.step):
-            best = WholeState(name, first.round, first.step, by_rank)
+        nodes = _nodes_by_rank(some, first.world)
+        if all(nodes) and (best is None or first.age > (best.round, best.step)):
+            best = WholeState(name, first.round, first.step, nodes)
     return best
+
+
+def _nodes_by_rank(offers: Iterable[Offer], world: int) -> tuple[tuple[str, ...], ...]:
+    """Return the nodes that hold the shard of each rank, in order."""
+    nodes: list[dict[str, None]] = [{} for _ in range(world)]
+    for offer in sorted(offers, key=attrgetter("node")):
+        for rank in offer.ranks:
+            if 0 <= rank < world:
+                nodes[rank][offer.node] = None
+    return tuple(map(tuple, nodes))
