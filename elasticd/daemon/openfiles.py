@@ -20,6 +20,8 @@ MARGIN = 16  # with fewer free files, a round's store, a worker's pipes or gRPC 
 LOOK_S = 1.0
 BASE = 128  # files of the agent itself: the reserve, etcd, HTTP, logs, libraries
 OF_A_SLOT = 12  # files per slot: a worker's inherited files, its pipes, copies of its output, its link
+BASE_OF_A_WORKER = 512  # files of a worker, besides connections: data, logs, libraries, pipes of its loaders
+OF_A_PEER = 2  # files of a worker per worker of the world: a connection, and one of another group
 OF_A_WORKER = 2  # files per worker of the job: each connects to the agent that hosts the round's store
 
 
@@ -37,6 +39,16 @@ def raise_limit(slots: int, workers: int) -> int:
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return soft
+
+
+def of_a_worker(soft: int, workers: int) -> int:
+    """Return the soft limit of the workers: ``soft``, unless a worker's connections may take more than half
+    of that. ``workers``: of the largest world. Gloo connects each worker to each other."""
+    hard, connections = resource.getrlimit(resource.RLIMIT_NOFILE)[1], OF_A_PEER * workers
+    if soft == resource.RLIM_INFINITY or 2 * connections <= soft:
+        return soft
+    needed = max(soft, BASE_OF_A_WORKER + connections)
+    return needed if hard == resource.RLIM_INFINITY else min(needed, hard)
 
 
 class Reserve:

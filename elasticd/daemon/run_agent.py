@@ -98,7 +98,8 @@ class _LocalAgent:
         self._log = log.get("elasticd.agent")
         self._handled = [signal.Signals[name] for name in config.signals]
         self._snapshot = ""  # the newest checkpoint that the script wrote itself
-        worker_files = openfiles.raise_limit(config.slots, config.limits.min)
+        soft = openfiles.raise_limit(config.slots, config.limits.min)
+        worker_files = openfiles.of_a_worker(soft, config.limits.max)
         self.warden = cleanup.enter_context(Warden.start(worker_files))
         self._inbox = Inbox()
         self._reserve = openfiles.Reserve(self._inbox.post)

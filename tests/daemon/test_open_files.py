@@ -1,5 +1,5 @@
 """An agent may open as many files as it needs. Its workers keep the limit that they would have without the
-agent."""
+agent, unless their world is so large that they need more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from elasticd.channel.warden_messages import Ended
+from elasticd.daemon.openfiles import of_a_worker
 from elasticd.procs.warden_client import Warden
 
 PATIENCE_S = 60.0
@@ -45,6 +48,18 @@ def test_a_hard_limit_of_files_that_is_too_low_is_refused_before_any_process_sta
         "a process may have 256 files open here, and an agent of 100 slots in a world of at"
     )
     assert "raise the hard limit" in refusal and refusal.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("soft", "workers", "files"), [(1024, 8, 1024), (1024, 256, 1024), (1024, 1000, 2512), (64, 8, 64)]
+)
+def test_a_worker_may_open_a_connection_to_each_other_worker(soft: int, workers: int, files: int) -> None:
+    assert of_a_worker(soft, workers) == files
+
+
+def test_a_worker_s_limit_is_never_above_the_hard_limit() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert of_a_worker(1024, 10**9) == hard
 
 
 def test_a_worker_has_the_limit_it_would_have_had_and_a_service_the_agents(tmp_path: Path) -> None:
