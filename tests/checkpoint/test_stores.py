@@ -53,6 +53,7 @@ def test_a_written_file_is_read_back_with_its_checksums(store):
     assert file.digests == [block_digest(BIG[at : at + BLOCK]) for at in range(0, len(BIG), BLOCK)]
     store.write("step/empty", memoryview(b""))
     assert store.sizes("step") == {"a": len(BIG), "empty": 0}
+    assert sorted(store.files("step")) == ["a", "empty"]
     assert store.names() == ["step"]
     opened = store.open("step/a")
     into = bytearray(100_000)

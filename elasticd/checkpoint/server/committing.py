@@ -217,6 +217,6 @@ def _receipt(world: SavingWorld, save: PendingSave) -> str:
 def _receipts(store: CheckpointStore, folder: str) -> set[str]:
     """Return the names of the receipts in the folder."""
     try:
-        return {name for name in store.sizes(folder) if name.endswith(_RECEIPT)}
+        return {name for name in store.files(folder) if name.endswith(_RECEIPT)}
     except FileNotFoundError:
         return set()

@@ -8,7 +8,7 @@ between parts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Protocol
@@ -69,6 +69,10 @@ class CheckpointStore(Protocol):
 
     def sizes(self, folder: str) -> Mapping[str, int]:
         """Return the sizes of the files in a folder, by name. May be empty if there is no such folder."""
+
+    def files(self, folder: str) -> Collection[str]:
+        """Return the names of the files in a folder, which on a disk is faster than their sizes. May be empty
+        if there is no such folder."""
 
     def open(self, name: str) -> Opened: ...
 

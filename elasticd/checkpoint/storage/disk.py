@@ -55,6 +55,9 @@ class Disk:
         with os.scandir(self.path / folder) as entries:
             return {entry.name: entry.stat().st_size for entry in entries}
 
+    def files(self, folder: str) -> list[str]:
+        return os.listdir(self.path / folder)
+
     def open(self, name: str) -> OnDisk:
         return OnDisk(os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC))
 

@@ -92,7 +92,7 @@ def is_finished(store: CheckpointStore, name: str) -> bool:
     """Return whether the checkpoint has a manifest, which is written last. The content is not checked. Raises
     OSError."""
     try:
-        return MANIFEST in store.sizes(name)
+        return MANIFEST in store.files(name)
     except FileNotFoundError:  # another process has just removed the folder
         return False
 

@@ -113,6 +113,9 @@ class Remote:
             entries = self._fs.ls(self._at(folder), detail=True)
         return {e["name"].rpartition("/")[2]: e["size"] for e in entries if e["type"] == "file"}
 
+    def files(self, folder: str) -> list[str]:
+        return [*self.sizes(folder)]
+
     def open(self, name: str) -> _Ranges:
         return _Ranges(self, name)
 
