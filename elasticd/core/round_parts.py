@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import groupby
 from operator import attrgetter
 from typing import Final
 from zlib import crc32
@@ -118,6 +119,6 @@ def fits(round: Round) -> bool:
 
 def _digest(members: Sequence[Member]) -> str:
     """Return a digest of the members. Their ranks follow from their slots."""
-    shapes = {slots: str(slots) for slots in {m.slots for m in members}}
-    told = "\n".join([f"{m.node} {m.incarnation} {shapes[m.slots]}" for m in members])
-    return blake2b(told.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    alike = groupby(members, attrgetter("slots"))  # most nodes have the same slots
+    told = [f"{slots} {' '.join([f'{m.node} {m.incarnation}' for m in run])}" for slots, run in alike]
+    return blake2b("\n".join(told).encode(errors="surrogatepass"), digest_size=8).hexdigest()

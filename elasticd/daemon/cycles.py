@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 THRESHOLDS: Final = (10_000, 5, 20)  # by default (700, 10, 10) in Python 3.11
@@ -27,6 +28,16 @@ def look_rarely() -> None:
     gc.set_threshold(*THRESHOLDS)
     if not any(isinstance(one, _LongLooks) for one in gc.callbacks):
         gc.callbacks.append(_LongLooks())
+
+
+@contextmanager
+def not_now() -> Iterator[None]:
+    """Keep Python from looking for cycles meanwhile, for a decision that others wait for."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class _LongLooks:

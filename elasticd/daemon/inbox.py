@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 
 from elasticd.core.agent_messages import LeaseChanged, Signalled, Tick
+from elasticd.daemon import cycles
 from elasticd.daemon.driver import Driver, Happening
 
 
@@ -49,7 +50,8 @@ class Inbox:
                 continue
             now = clock()
             if not isinstance(event, Tick) or (driver.wake_at is not None and now >= driver.wake_at):
-                driver.handle(event, now)
+                with cycles.not_now():
+                    driver.handle(event, now)
             if now >= due:
                 due = routine(now)
 

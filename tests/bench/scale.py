@@ -81,6 +81,7 @@ from elasticd.core.ports import (
 )
 from elasticd.core.state_memory import StateMemory
 from elasticd.core.straggler import PERIODS
+from elasticd.daemon import cycles
 from elasticd.daemon.driver import JUDGE_S, Driver, Happening
 from elasticd.daemon.gathering import Gathering, PacesTold
 from elasticd.daemon.leader_link import telemetry_messages
@@ -363,7 +364,7 @@ class Leader:
         self.settle(kind)
 
     def _handle(self, kind: str, event: Happening) -> None:
-        with self._costing(kind):
+        with self._costing(kind), cycles.not_now():
             self.driver.handle(event, self._now)
 
     @contextmanager

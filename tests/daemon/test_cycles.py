@@ -58,3 +58,15 @@ def test_an_agent_that_begins_a_second_job_does_not_count_looks_twice() -> None:
     registered = len(gc.callbacks)
     cycles.look_rarely()
     assert len(gc.callbacks) == registered
+
+
+def test_python_looks_for_no_cycles_during_a_decision_and_does_so_again_afterwards() -> None:
+    def decide() -> None:
+        with cycles.not_now():
+            looked.append(gc.isenabled())
+            raise ZeroDivisionError
+
+    looked: list[bool] = []
+    with pytest.raises(ZeroDivisionError):
+        decide()
+    assert looked == [False] and gc.isenabled()
