@@ -49,10 +49,13 @@ def members(
     if newest is None:
         return Members()
     beside = {heir.node: heir.slots for heir in heirs}
-    if any(nodes[name].age == newest and _both(nodes[name].holders, slots) for name, slots in beside.items()):
+    hold = any(nodes[n].age == newest and _both(nodes[n].holders, slots) for n, slots in beside.items())
+    if hold and newest.agreed >= round.number:
         giving = _parts_left_out(round, nodes, beside, parted, unit)
     else:
-        holding = seating.newest_holders(nodes.values())
+        # The state is in workers that leave, or is older than the last round, which never began to train. So
+        # workers that were not in that round may have parts, too.
+        holding = {} if hold else seating.newest_holders(nodes.values())
         having = {**holding, **_parts_of_the_same_state(nodes, newest)}
         able = {name: slots for name, slots in having.items() if _can_give(round, nodes[name])}
         giving = _without(_without(able, _have_given(round, nodes)), beside)

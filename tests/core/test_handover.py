@@ -158,6 +158,15 @@ def test_a_worker_of_an_earlier_round_gives_nothing_and_neither_does_one_that_st
     assert giving({"a": 2, "b": 2}, *ALL[:2], parts("c", 0, 1, released=3)) == []
 
 
+def test_after_a_round_that_never_began_to_train_workers_of_the_round_before_give_their_parts() -> None:
+    """Round 4 had only workers of node a, and ended before they had agreed on the state."""
+    last = round(4, {"a": 2}, Phase.CLOSING)
+    heir, other = parts("a", 0, agreed=3), parts("c", 0, agreed=3)
+    older = replace(parts("d", 0), age=Age(2, 7))
+    found = _passing(last, {n.name: n for n in (heir, other, older)}, members({"a": 2}), unit=2)
+    assert [(m.node, m.slots) for m in found] == [("a", (0, 1)), ("c", (0,))]
+
+
 def test_parts_that_make_no_whole_state_are_passed_on_once() -> None:
     """Workers of a unit have died, and the parts of the others are not enough. The next round begins without
     a state."""

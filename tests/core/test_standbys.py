@@ -7,6 +7,7 @@ from signal import SIGKILL
 
 from elasticd.core import leader, seating
 from elasticd.core.age import Age
+from elasticd.core.agent.standbys import KEEP_S
 from elasticd.core.agent_messages import (
     LeaveRound,
     StartStandbys,
@@ -147,6 +148,35 @@ def test_a_round_formed_on_a_worker_that_is_being_sent_away_is_given_up() -> Non
     seat = replace(members({"a": 2})[0], slots=(0, 3))
     one.sees("round", replace(ROUND, number=2, members=(seat,), store="a.example:1234"))
     assert not one.all_of(StartWorkers) and one.state.released.round == 2
+
+
+def holding_parts() -> Agent:
+    """Return a node whose two workers have left a round after a failure, each with a part of the state."""
+    one = working()
+    one.sees("round", closing(ROUND))
+    for slot in (0, 1):
+        one.told(WorkerWaiting(slot, 1, age=Age(1, 5), sharded=True))
+    one.store_closed(1234)
+    one.answered(Tag.NODE)
+    return one
+
+
+def test_a_round_formed_on_a_worker_that_has_ended_with_its_part_is_given_up() -> None:
+    """The leader has not heard of the worker's end. Another node may have a copy of the part."""
+    one = holding_parts()
+    one.exits(0, exit(1, 1, code=-9))
+    one.sees("round", replace(ROUND, number=2, store="a.example:1234"))
+    assert not one.all_of(StartWorkers) and one.state.released.round == 2
+
+
+def test_parts_are_kept_for_a_while_beside_a_full_world_that_follows_a_failure() -> None:
+    """That world may fail before it has formed, and the next may need the parts."""
+    one = holding_parts()
+    one.sees("spec", replace(IN_PLACE, limits=Limits(1, 1)))
+    one.sees("round", replace(round(2, {"b": 1}), cause=Cause.WORKER_FAILED, since=NOW))
+    assert not one.all_of(StopWorkers)
+    one.at(NOW + KEEP_S)
+    assert one.one(StopWorkers).slots == (0, 1)
 
 
 def test_a_worker_that_ends_just_before_its_round_begins_fails_in_this_round() -> None:

@@ -66,9 +66,10 @@ def follow_the_round(do: Decisions) -> None:
         return
     store_closed = member.hosts_store and not round.store.endswith(f":{state.store_port}")
     waiting = {slot: state.standbys[slot] for slot in member.slots if slot in state.standbys}
-    if store_closed or Life.STOPPING in waiting.values():
+    has_lost_parts = state.features.sharded and not state.waiting >= {*member.slots}
+    if store_closed or Life.STOPPING in waiting.values() or has_lost_parts:
         # The round was formed on an old record of this node: the store has closed since, or the workers are
-        # being ended.
+        # being ended, or one has ended whose part of the state another node may have, too.
         _decline(do, round)
         return
     fresh = [slot for slot in member.slots if slot not in waiting]

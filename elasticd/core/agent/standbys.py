@@ -13,6 +13,7 @@ from elasticd.core.facts import Exit, Phase
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.reasons import StandbyFailed, StandbysStarted
 
+KEEP_S = 30.0  # how long a worker is kept for the part that it holds, after a round that ended with a failure
 RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # the waits before a process that did not become ready is replaced
 
 
@@ -28,7 +29,7 @@ def keep_standbys(do: Decisions, stays: bool) -> None:
         return
     wanted, full = _wanted(state)
     have = len(state.standbys)
-    if have > wanted and full:
+    if have > wanted and full and not _parts_may_be_needed(do):
         kept = [slot for slot in sorted(state.standbys) if state.standbys[slot] is not Life.STOPPING]
         _dismiss(do, kept[wanted:])
     busy = state.standbys.keys() | state.alive
@@ -50,6 +51,17 @@ def keep_standbys(do: Decisions, stays: bool) -> None:
         do.set(standbys={**do.state.standbys, **dict.fromkeys(chosen, become(None, Life.STARTING))})
         do.actions.append(StartStandbys(tuple(chosen)))
         do.reasons.append(StandbysStarted(tuple(chosen)))
+
+
+def _parts_may_be_needed(do: Decisions) -> bool:
+    """Whether this node's waiting workers hold parts of a state with which another world may have to go on.
+    A world that follows a failure may fail before it has formed."""
+    state, round = do.state, do.state.round
+    held = state.features.sharded and state.waiting & state.ages.keys()
+    if not held or round is None or not round.cause.failure or do.now >= (until := round.since + KEEP_S):
+        return False
+    do.wakes.append(until)
+    return True
 
 
 def _wanted_at_all(state: AgentState) -> bool:
