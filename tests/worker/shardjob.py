@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,7 @@ def train(
         samples = StepSamples(STEPS, BATCH, batch_of)
         options["data"] = worker.Data(samples, shuffle=False, consistent=consistent, **cut)
     state = make(**options)
+    beginning = weakref.ref(state._committed.shards.generations[0].own)
 
     @worker.run
     def run(state: worker.State) -> None:
@@ -171,6 +173,7 @@ def train(
             state.optimizer.zero_grad()
             state.schedule.step()
             commit(state, journal)
+            journal.write(keeps_beginning=beginning() is not None)
             journal.write(losses=[step, loss, norm.full_tensor().item()])
             if accident.point == "saved" and state.step == accident.step:
                 state._committed.saves.checkpoints.wait()
@@ -330,11 +333,11 @@ def laid_out_twice() -> tuple[Any, Any, int]:
     references = sys.getrefcount(group)
     net = Net()
     state = worker.State(net, torch.optim.SGD(net.body.parameters(), lr=0.1), shard=shard)
-    of = state._committed.shards.model
+    of, [initial] = state._committed.shards.model, state._committed.shards.generations
     found, trainable = [], of.trainable
     for turn in range(2):
         of.lay_out(trainable, turn)
-        of.fill(of.initial, of.initial_slots)
+        of.fill(initial.own, initial.small.slots)
         if turn == 0:
             state.model.scale, state.model.note = 1.5, "unknown to the template"
             state.optimizer.add_param_group({"params": [*state.model.frozen.parameters()], "lr": 0.5})

@@ -27,6 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the losses and the outcome of an undisturbed training in one process."""
     folder = tmp_path_factory.mktemp("undisturbed")
     outcome = outcome_alone(shardjob.train, folder)
+    assert not any(reads(folder, "alone", "keeps_beginning"))
     return {"outcome": outcome, "losses": reads(folder, "alone", "losses")}
 
 
@@ -48,7 +49,8 @@ def assert_like(
     again: Sequence[int] = (),
 ) -> None:
     """Check that the survivors have committed each step once, with the losses and the outcome of the
-    undisturbed training. ``again``: the commits that they have made twice."""
+    undisturbed training, and that none keeps the whole model after a commit. ``again``: the commits that they
+    have made twice."""
     for name in map(str, survivors):
         hand = crew.hands[int(name)]
         assert hand.status == 0, (folder / f"{name}.err").read_text()
@@ -58,6 +60,7 @@ def assert_like(
         for step, *numbers in reads(folder, name, "losses"):
             assert [step, *numbers] == close(undisturbed["losses"][step], rounding)
         assert reads(folder, name, "outcome")[-1] == close(undisturbed["outcome"], rounding)
+        assert not any(reads(folder, name, "keeps_beginning")), "the whole model is in the host's memory"
 
 
 OTHERS = [("forward", 0), ("summed", 2), ("stepped", 1)]

@@ -21,6 +21,7 @@ from elasticd.worker.world.group import device, world_size
 from elasticd.worker.world.round_mesh import RoundMesh
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
+Slots = dict[str, dict[int, dict[str, Any]]]  # by optimizer, by the parameter's number, and by name
 _NAME = "model"
 _FSDP = "torch.distributed.fsdp."
 _SIMPLE = (bool, int, float, str, type(None))
@@ -30,8 +31,9 @@ class ShardedModel:
     """The model of a State, and the optimizers that train it.
 
     torch has no function that undoes ``fully_shard``. So the script's module becomes a template without
-    memory, on the meta device. For each world a copy of the template is sharded, and the optimizers are given
-    the copy's parameters. Between worlds the optimizers have the template's parameters, and no state.
+    memory, on the meta device (see ``empty``). For each world a copy of the template is sharded, and the
+    optimizers are given the copy's parameters. Between worlds the optimizers have the template's parameters,
+    and no state.
 
     The mesh is made anew for each world (see ``RoundMesh``), so ``shard`` must use the mesh that it is given.
 
@@ -44,15 +46,18 @@ class ShardedModel:
         self._template = template = contents.modules[_NAME]
         self._mesh = RoundMesh()
         self.names = [name for name, _ in template.named_parameters()]
-        parameters = [*template.parameters()]
-        self.sizes = [p.numel() for p in parameters]
-        self._parameters: list[torch.Tensor] = list(parameters)
+        self._parameters: list[torch.Tensor] = [*template.parameters()]
+        self.sizes = [p.numel() for p in self._parameters]
         self._groups = self._numbered_groups()
         self._refuse_parameters_elsewhere()
-        self.initial = HostShard(self.kinds(), whole(self.sizes))
-        self.initial_slots = self.slots()
-        self.copy_to(self.initial)
-        self._make_template(parameters)
+
+    def empty(self) -> tuple[HostShard, Slots]:
+        """Free the memory of the script's module. Return what the module and the optimizers had: a copy of
+        their tensors, whole, and the rest of the optimizers' state (see ``slots``)."""
+        had, slots = HostShard(self.kinds(), whole(self.sizes)), self.slots()
+        self.copy_to(had)
+        self._make_template()
+        return had, slots
 
     # ------------------------------------------------------------ worlds
 
@@ -144,11 +149,11 @@ class ShardedModel:
                         kinds |= {TensorKind(numbers[id(p)], name, slot, dtype) for slot, dtype in found}
         return tuple(kinds)
 
-    def slots(self) -> dict[str, dict[int, dict[str, Any]]]:
+    def slots(self) -> Slots:
         """Return a copy of the optimizers' state that is not sharded, by the parameter's number and by name.
         These are numbers, and tensors of one number, which are the same in all workers. Raises TypeError for
         other tensors."""
-        found: dict[str, dict[int, dict[str, Any]]] = {}
+        found: Slots = {}
         for name, optimizer in self._contents.optimizers.items():
             of = found[name] = {}
             for number, parameter in enumerate(self._parameters):
@@ -166,7 +171,7 @@ class ShardedModel:
             room.copy_(_local(tensor).reshape(-1))
 
     @torch.no_grad()
-    def fill(self, shard: HostShard, slots: dict[str, dict[int, dict[str, Any]]]) -> None:
+    def fill(self, shard: HostShard, slots: Slots) -> None:
         """Give the model and the optimizers this state."""
         optimizers = self._contents.optimizers
         for name, of in slots.items():
@@ -263,11 +268,11 @@ class ShardedModel:
 
     # ------------------------------------------------------------
 
-    def _make_template(self, parameters: list[nn.Parameter]) -> None:
+    def _make_template(self) -> None:
         """Free the memory of the script's module. Parameters that modules share stay shared."""
         bare = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            for p in parameters
+            for p in self._template.parameters()
         }
         for module in self._template.modules():
             for name, parameter in module._parameters.items():

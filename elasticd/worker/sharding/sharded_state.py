@@ -38,7 +38,8 @@ class ShardedState:
     """The commits of a sharded model that a worker can go back to, or give to others.
 
     ``redundancy``: how many other workers have each shard too, as replicas or as copies. ``generations``: the
-    last commits, the newest last. At the beginning there is one, with the script's initial state, whole.
+    last commits, the newest last. At the beginning there is one, with the script's initial state, whole. The
+    worker's first commit, or an agreement on a later step, drops this one.
     ``sizes``: how much memory the state takes in the present world, with what the optimizers will keep.
     ``overlap``: a commit does not wait for its copies. The next commit does, so that after a loss the workers
     may go back to the commit before.
@@ -48,8 +49,8 @@ class ShardedState:
         if redundancy < 0:
             raise ValueError(f"redundancy is {redundancy}: give the number of copies of a shard, 0 or more")
         self.model, self.redundancy, self.overlap = model, redundancy, overlap
-        small = SmallState({}, model.initial_slots, model.trainable)
-        self.generations = [Generation(INITIAL, small, model.initial)]
+        initial, slots = model.empty()
+        self.generations = [Generation(INITIAL, SmallState({}, slots, model.trainable), initial)]
         self._guards: Sequence[Sequence[int]] = ()
         self._spans: Sequence[Spans] = ()
         self._groups: Sequence[tuple[int, ...]] = ()
