@@ -348,6 +348,15 @@ def test_two_workers_at_once_are_lost_without_loss_if_there_are_two_copies(crew,
     assert_like(crew, tmp_path, (0, 3), undisturbed)
 
 
+def test_losses_before_the_first_commit_have_the_rest_begin_again(crew, tmp_path, undisturbed):
+    """One of four workers dies in the first step. More than there are copies die when they begin it again."""
+    again = Accident("start", 0, int, then=Accident("start", 0))
+    second = Accident("start", 0, int, then=Accident("start", 0))
+    crew.begin(tmp_path, NOTHING, again, second, Accident("summed", 0), job=shardjob.train)
+    crew.all_ended()
+    assert_like(crew, tmp_path, (0,), undisturbed)
+
+
 def test_a_worker_that_should_have_stayed_and_leaves_hands_over_before_the_next_world(
     crew, tmp_path, undisturbed
 ):

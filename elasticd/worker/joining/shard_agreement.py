@@ -67,7 +67,8 @@ def agree_on_shards(state: CommittedState, shards: ShardedState, world: World) -
     state.begin()
     brought = _brought(state, shards, world)
     point = newest_whole_point(brought[0].sizes, [its.held for its in brought])
-    fresh = all((held.point.step, held.point.marks) == (0, 0) for its in brought for held in its.held)
+    at_start = all((held.point.step, held.point.marks) == (0, 0) for its in brought for held in its.held)
+    fresh = at_start and any(_has(its, INITIAL) for its in brought)
     source = next((rank for rank, its in enumerate(brought) if _has(its, point or INITIAL)), 0)
     if len({its.began for its in brought}) > 1:
         joins = state.holds is Holds.NONE
@@ -98,7 +99,8 @@ def pass_on(state: CommittedState, shards: ShardedState, world: World, *, gives:
     if mine is None:
         own = HostShard(small.kinds, nothing(shards.model.sizes))
         mine = Generation(point, small.state, own, ranks=world.size)
-        shards.generations = [mine]
+        shards.drop_all_but(point)
+        shards.generations.append(mine)
         state.last.take(small.state.kept)
         state.step = point.step
         state.agree(point.round)
@@ -173,8 +175,7 @@ def _take(
     state.last.take(small.state.kept)
     state.step = choice.point.step
     shards.enter([its.node for its in brought], wanted)
-    source = shards.generation(choice.point)
-    shards.generations = [source] if source is not None else []
+    shards.drop_all_but(choice.point)
     _add(state, shards, world, SmallState(state.last.kept, small.state.slots, small.state.trainable), own)
 
 

@@ -74,6 +74,13 @@ class ShardedState:
     def generation(self, point: CommitPoint) -> Generation | None:
         return next((its for its in self.generations if its.point == point), None)
 
+    def drop_all_but(self, point: CommitPoint) -> None:
+        """Drop all commits but the one to go on from. Before the first step the script's initial state stays
+        in its place: every worker has that whole, so that the workers can begin again whoever is lost."""
+        begins = (point.step, point.marks) == (INITIAL.step, INITIAL.marks)
+        kept = (self.generation(INITIAL) if begins else None) or self.generation(point)
+        self.generations = [kept] if kept is not None else []
+
     def enter(self, nodes: Sequence[str], spans: Sequence[Spans]) -> None:
         """Begin a world. ``nodes``, ``spans``: the node of each rank, and its part of the model."""
         self._spans, self._groups = spans, replicas(spans)
