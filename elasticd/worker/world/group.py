@@ -488,6 +488,8 @@ def _abort_communicators() -> None:
     nccl: Any = None
     with contextlib.suppress(RuntimeError, AttributeError):  # there is no NCCL backend, or no world
         nccl = world._get_backend(torch.device("cuda"))
+    if not hasattr(nccl, "_group_start"):  # gloo, which aborts nothing
+        nccl = None
     if nccl is not None:
         nccl._group_start()
     for group in groups:
