@@ -11,8 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from elasticd import worker
+from elasticd.checkpoint.client.tensors import full_of
+from elasticd.worker.world.group import device
 from tests.gpu.sharing import share_the_gpu
 from tests.worker.jobs import Gate, Journal, begin, commit
 
@@ -25,6 +29,17 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def shard(model: Any, mesh: DeviceMesh) -> None:
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def use_gloo() -> None:
+    """Let gloo carry what is on the GPU too, in all groups to come."""
+    init = dist.init_process_group
+    dist.init_process_group = lambda _, **options: init("gloo", **options)
+
+
 def alone(_address: str, folder: str) -> None:
     """Train without an agent, in a world of one."""
     work("", folder, "alone")
@@ -34,13 +49,24 @@ def alone_consistently(_address: str, folder: str) -> None:
     work_consistently("", folder, "alone")
 
 
-def work(address: str, folder: str, name: str, dies_at: int = -1, waits_at: int = -1) -> None:
+def work(
+    address: str,
+    folder: str,
+    name: str,
+    dies_at: int = -1,
+    waits_at: int = -1,
+    *,
+    gloo: bool = False,
+    **options: Any,
+) -> None:
     """Train. Each rank computes the same gradients, whose mean is exact. ``waits_at``: where the worker waits
-    once for the test."""
+    once for the test. ``gloo``: without NCCL. All other options go to State."""
     share_the_gpu()
+    if gloo:
+        use_gloo()
     begin(address, folder, name)
     journal = Journal(folder, name)
-    torch.cuda.set_device(0)
+    assert device().index == 0, "a worker asks before LOCAL_RANK is its rank in a world"
     model, optimizer = model_and_optimizer()
     there = torch.ones(1, device="cuda")  # as long as the CUDA context lives
 
@@ -63,9 +89,11 @@ def work(address: str, folder: str, name: str, dies_at: int = -1, waits_at: int 
             optimizer.step()
             worker.report(loss=loss)
             commit(state, journal)
+            journal.write(losses=[step, loss.item()])
+        journal.write(outcome=weights(state.model))
 
-    train(worker.State(model=model, optimizer=optimizer))
-    journal.write(outcome=weights(model), pid=os.getpid(), there=there.item())
+    train(worker.State(model=model, optimizer=optimizer, **options))
+    journal.write(pid=os.getpid(), there=there.item())
 
 
 def work_consistently(address: str, folder: str, name: str) -> None:
@@ -91,4 +119,6 @@ def work_consistently(address: str, folder: str, name: str) -> None:
 
 
 def weights(model: nn.Module) -> list[Any]:
-    return [parameter.double().flatten().tolist() for parameter in model.parameters()]
+    """Return all values of the parameters. All workers of a world call it together."""
+    whole = [full_of(parameter.detach()) for parameter in model.parameters()]
+    return [parameter.double().flatten().tolist() for parameter in whole]

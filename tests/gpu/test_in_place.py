@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.jobs import STEPS, alone, alone_consistently, work, work_consistently
+import pytest
+
+from elasticd.channel.worker_messages import Source
+from tests.gpu.jobs import STEPS, alone, alone_consistently, shard, work, work_consistently
 from tests.worker.crew import Crew, Hand
 from tests.worker.jobs import Gate, reads
 
@@ -47,6 +50,37 @@ def test_a_survivor_alone_in_a_sum_on_the_gpu_goes_on_at_once_and_takes_in_a_new
     assert reads(tmp_path, "2", "entered") == [7], "what it needs is in the survivor's memory"
     assert set(reads(tmp_path, "0", "backend")) == {"ProcessGroupNCCL"}
     assert reads(tmp_path, "0", "there") == [1.0], "in the same CUDA context"
+
+
+@pytest.mark.parametrize("gloo", [True, False], ids=["gloo", "nccl"])
+def test_a_survivor_of_a_sharded_model_goes_on_with_the_lost_shard_and_takes_in_a_newcomer(
+    crew: Crew, tmp_path: Path, gloo: bool
+) -> None:
+    """The losses and the weights are those of one worker that has the whole model, within rounding."""
+    expected = outcome_of(alone, tmp_path / "alone")
+    losses = reads(tmp_path / "alone", "alone", "losses")
+    gate = Gate(tmp_path / "gate")
+    stays = crew.start(work, str(tmp_path), "0", waits_at=6, gloo=gloo, shard=shard)
+    goes = crew.start(work, str(tmp_path), "1", dies_at=3, gloo=gloo, shard=shard)
+    crew.form(stays, goes)
+    crew.until(lambda: len(crew.settled) == 2)
+    assert goes.status == -9 and crew.settled[1] == (2, 1)
+    gate.until_somebody_waits()
+    comes = crew.start(work, str(tmp_path), "2", gloo=gloo, shard=shard)
+    crew.grow(comes)
+    gate.open()
+    for name, hand in (("0", stays), ("2", comes)):
+        has_ended_well(crew, tmp_path, name, hand)
+        for step, loss in reads(tmp_path, name, "losses"):
+            assert [step, loss] == pytest.approx(losses[step], rel=1e-4)
+        [weights] = reads(tmp_path, name, "outcome")
+        for mine, whole in zip(weights, expected[0], strict=True):
+            assert mine == pytest.approx(whole, rel=1e-4, abs=1e-5)
+    assert reads(tmp_path, "0", "committed") == list(range(1, STEPS + 1)), "each step once"
+    assert reads(tmp_path, "0", "world") == [2, 1, 2]
+    assert [told.source for told in stays.entered] == [Source.SCRIPT, Source.COPY, Source.SURVIVOR]
+    assert reads(tmp_path, "0", "there") == [1.0], "in the same CUDA context"
+    assert set(reads(tmp_path, "0", "backend")) == {"ProcessGroupGloo" if gloo else "ProcessGroupNCCL"}
 
 
 def test_a_communicator_of_one_is_made_anew_as_often_as_need_be(crew: Crew, tmp_path: Path) -> None:
