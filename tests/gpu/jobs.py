@@ -23,9 +23,9 @@ from tests.worker.jobs import Gate, Journal, begin, commit
 STEPS = 12
 
 
-def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer(on: str = "cuda") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1)).to(on)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -57,17 +57,19 @@ def work(
     waits_at: int = -1,
     *,
     gloo: bool = False,
+    built_on: str = "cuda",
     **options: Any,
 ) -> None:
     """Train. Each rank computes the same gradients, whose mean is exact. ``waits_at``: where the worker waits
-    once for the test. ``gloo``: without NCCL. All other options go to State."""
+    once for the test. ``gloo``: without NCCL. ``built_on``: where the script makes the model. All other
+    options go to State."""
     share_the_gpu()
     if gloo:
         use_gloo()
     begin(address, folder, name)
     journal = Journal(folder, name)
     assert device().index == 0, "a worker asks before LOCAL_RANK is its rank in a world"
-    model, optimizer = model_and_optimizer()
+    model, optimizer = model_and_optimizer(built_on)
     there = torch.ones(1, device="cuda")  # as long as the CUDA context lives
 
     @worker.run

@@ -52,21 +52,26 @@ def test_a_survivor_alone_in_a_sum_on_the_gpu_goes_on_at_once_and_takes_in_a_new
     assert reads(tmp_path, "0", "there") == [1.0], "in the same CUDA context"
 
 
-@pytest.mark.parametrize("gloo", [True, False], ids=["gloo", "nccl"])
+@pytest.mark.parametrize(
+    ("gloo", "built_on"),
+    [(True, "cuda"), (False, "cuda"), (False, "cpu")],
+    ids=["gloo", "nccl", "from the CPU"],
+)
 def test_a_survivor_of_a_sharded_model_goes_on_with_the_lost_shard_and_takes_in_a_newcomer(
-    crew: Crew, tmp_path: Path, gloo: bool
+    crew: Crew, tmp_path: Path, gloo: bool, built_on: str
 ) -> None:
     """The losses and the weights are those of one worker that has the whole model, within rounding."""
     expected = outcome_of(alone, tmp_path / "alone")
     losses = reads(tmp_path / "alone", "alone", "losses")
+    more = {"gloo": gloo, "built_on": built_on, "shard": shard}
     gate = Gate(tmp_path / "gate")
-    stays = crew.start(work, str(tmp_path), "0", waits_at=6, gloo=gloo, shard=shard)
-    goes = crew.start(work, str(tmp_path), "1", dies_at=3, gloo=gloo, shard=shard)
+    stays = crew.start(work, str(tmp_path), "0", waits_at=6, **more)
+    goes = crew.start(work, str(tmp_path), "1", dies_at=3, **more)
     crew.form(stays, goes)
     crew.until(lambda: len(crew.settled) == 2)
     assert goes.status == -9 and crew.settled[1] == (2, 1)
     gate.until_somebody_waits()
-    comes = crew.start(work, str(tmp_path), "2", gloo=gloo, shard=shard)
+    comes = crew.start(work, str(tmp_path), "2", **more)
     crew.grow(comes)
     gate.open()
     for name, hand in (("0", stays), ("2", comes)):
