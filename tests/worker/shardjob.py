@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint  # importing this module also finds parts of DTensors
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -93,6 +94,10 @@ def make(feature: str = "", **options: Any) -> worker.State:
     torch.manual_seed(3)
     model = Net().double()
     model.recomputes = feature == "recomputed"
+    if feature == "wrapped":
+        model.body = checkpoint_wrapper(model.body)
+    if feature == "compiled before":
+        model.body = torch.compile(model.body, backend=count_graphs)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
@@ -167,20 +172,63 @@ def train(
             step = begun if isinstance(begun, int) else begun.number
             state.model.scale = 1.0 + 0.01 * step
             loss = gradients(state, begun, accident)
-            norm = nn.utils.clip_grad_norm_(state.model.parameters(), 0.5)
-            state.optimizer.step()
-            accident("stepped", step)
-            state.optimizer.zero_grad()
-            state.schedule.step()
+            norm = update(state, step, accident)
             commit(state, journal)
             journal.write(keeps_beginning=beginning() is not None)
-            journal.write(losses=[step, loss, norm.full_tensor().item()])
+            journal.write(losses=[step, loss, norm])
             if accident.point == "saved" and state.step == accident.step:
                 state._committed.saves.checkpoints.wait()
             accident("saved", state.step)
         journal.write(outcome=outcome(state), graphs=len(graphs))
 
     run(state)
+
+
+def update(state: worker.State, step: int, accident: Accident) -> float:
+    """Make the optimizer's step. Return the norm of the gradients."""
+    norm: Any = nn.utils.clip_grad_norm_(state.model.parameters(), 0.5)
+    state.optimizer.step()
+    accident("stepped", step)
+    state.optimizer.zero_grad()
+    state.schedule.step()
+    return norm.full_tensor().item()
+
+
+def train_in_halves(
+    address: str, folder: str, name: str, accident: Accident = NOTHING, *, sums_once: bool, unit: int = 1
+) -> None:
+    """Train as ``train`` does, with two backward passes in each step. ``sums_once``: the script has FSDP2 add
+    gradients up in the second only."""
+    journal = begin(address, folder, name)
+    hear_of_leaving()
+
+    @worker.run
+    def run(state: worker.State) -> None:
+        loss = torch.zeros((), dtype=torch.float64)
+        for half in state.steps(STEPS, accumulate=2):
+            if half.turn == 0:
+                accident("start", half.step)
+                state.model.scale = 1.0 + 0.01 * half.step
+                drawn = torch.rand(1, dtype=torch.float64).item()
+                state.drawn += drawn
+                loss.zero_()
+            if sums_once:
+                state.model.set_requires_gradient_sync(half.last)
+            state.model.train(half.turn == 0)  # which counts the calls
+            mine = batch_of(half.step).chunk(worker.world_size())[worker.rank()].chunk(2)[half.turn]
+            part = (state.model(mine) - drawn).square().mean() / 2
+            part.backward()
+            loss += part.detach() / worker.world_size()
+            if half.last:
+                accident("summed", half.step)
+                dist.all_reduce(loss)
+                norm = update(state, half.step, accident)
+                commit(state, journal)
+                journal.write(losses=[half.step, loss.item(), norm])
+        state.model.train()
+        journal.write(outcome=outcome(state))
+
+    run(make(unit=unit))
 
 
 def outcome(state: worker.State) -> dict[str, Any]:

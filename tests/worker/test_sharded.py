@@ -4,7 +4,7 @@ step."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,21 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
         ("recomputed", {}, 1e-9),
         ("offloaded", {}, 1e-9),
         ("compiled", {}, 1e-9),
+        ("wrapped", {}, 1e-9),
+        ("compiled before", {}, 1e-9),
         ("", {"virtual_ranks": 3, "accumulate": 2}, 1e-9),
         ("", {"virtual_ranks": 2, "unit": 2}, 1e-9),
     ],
-    ids=["mixed precision", "recomputed activations", "offload", "compiled", "accumulation", "hybrid"],
+    ids=[
+        "mixed precision",
+        "recomputed activations",
+        "offload",
+        "compiled",
+        "checkpoint_wrapper",
+        "torch.compile",
+        "accumulation",
+        "hybrid",
+    ],
 )
 def test_torch_features_of_a_sharded_model_survive_a_new_layout(
     crew, tmp_path, undisturbed, feature, more, rounding
@@ -102,7 +113,17 @@ def test_torch_features_of_a_sharded_model_survive_a_new_layout(
     one_dies_and_a_newcomer_joins(crew, tmp_path, feature=feature, **more)
     ended = [0, *range(2, len(crew.hands))]
     assert_like(crew, tmp_path, ended, undisturbed, rounding)
-    assert all((reads(tmp_path, str(n), "graphs")[-1] > 0) == (feature == "compiled") for n in ended)
+    compiles = feature.startswith("compiled")
+    assert all((reads(tmp_path, str(n), "graphs")[-1] > 0) == compiles for n in ended)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sums_once", [False, True], ids=["sums each time", "sums once"])
+def test_a_script_that_accumulates_gradients_itself_survives_a_new_layout(
+    crew, tmp_path, undisturbed, sums_once
+):
+    one_dies_and_a_newcomer_joins(crew, tmp_path, job=shardjob.train_in_halves, sums_once=sums_once)
+    assert_like(crew, tmp_path, (0, 2, 3), undisturbed)
 
 
 @pytest.mark.slow
@@ -136,16 +157,18 @@ def test_in_consistent_mode_what_torch_does_with_a_sharded_model_keeps_its_bits(
         assert (reads(tmp_path, name, "graphs")[-1] > 0) == (feature == "compiled")
 
 
-def one_dies_and_a_newcomer_joins(crew: Crew, folder: Path, *, unit: int = 1, **options: Any) -> None:
+def one_dies_and_a_newcomer_joins(
+    crew: Crew, folder: Path, *, unit: int = 1, job: Callable[..., None] = shardjob.train, **options: Any
+) -> None:
     """Train with two workers for each worker of a unit, but at least three. Let worker 1 die. Later a
     newcomer joins the others."""
     size = max(3, 2 * unit)
     gate = Gate(folder / "gate")
     accidents = Accident("start", 5, gate.wait_and_leave), Accident("summed", 2), *[NOTHING] * (size - 2)
-    crew.begin(folder, *accidents, job=shardjob.train, unit=unit, **options)
+    crew.begin(folder, *accidents, job=job, unit=unit, **options)
     crew.until(lambda: crew.round == 2)
     gate.until_somebody_waits()
-    crew.grow(crew.start(shardjob.train, str(folder), str(size), unit=unit, **options))
+    crew.grow(crew.start(job, str(folder), str(size), unit=unit, **options))
     gate.open()
     crew.all_ended()
     assert crew.settled == [(1, size), (2, size - 1), (3, size)]
