@@ -145,15 +145,18 @@ def train(
     accident: Accident = NOTHING,
     *,
     saver: str = "",
+    node: str = "",
     virtual_ranks: int = 0,
     accumulate: int = 1,
     consistent: bool = False,
     **options: Any,
 ) -> None:
-    """Run the whole script. Without an address: in a world of its own. ``virtual_ranks``: 0, or the number of
+    """Run the whole script. Without an address: in a world of its own. ``node``: the name of the saver's
+    node, if savers have copies of each other's shards. ``virtual_ranks``: 0, or the number of
     virtual ranks if the samples come from worker.Data, each rank in ``accumulate`` batches, and are noted for
     an audit. ``consistent``: in consistent mode."""
     journal = begin(address, folder, name, saver)
+    os.environ["ELASTICD_HOLDER"] = node
     hear_of_leaving()
     trip(accident)
     if virtual_ranks:

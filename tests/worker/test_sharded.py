@@ -4,6 +4,8 @@ step."""
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -436,18 +438,33 @@ def test_a_lost_shard_without_a_checkpoint_ends_the_job_with_a_sentence(crew, tm
     assert "give State redundancy=1 or more, or checkpoints" in said
 
 
-def test_a_lost_shard_comes_from_the_newest_checkpoint(crew, tmp_path, saver, undisturbed):
-    gate = Gate(tmp_path / "gate")
-    more = {"saver": saver, "checkpoints": str(tmp_path / "run"), "redundancy": 0}
-    accidents = NOTHING, Accident("saved", 4, gate.wait), NOTHING
-    crew.begin(tmp_path, *accidents, job=shardjob.train, **more)
+@pytest.mark.parametrize(
+    ("nodes", "copies", "source"),
+    [("aaa", False, Source.MEMORY), ("abc", True, Source.PEER), ("aba", False, Source.DISK)],
+)
+def test_a_lost_shard_comes_from_the_newest_checkpoint(
+    crew, tmp_path, savers, undisturbed, nodes, copies, source
+):
+    """Worker 1 is lost, and what its node's saver has if no other worker is there. ``nodes``: of each worker.
+    ``copies``: each saver has copies of another's shards."""
+    gate, run, peers = Gate(tmp_path / "gate"), str(tmp_path / "run"), tmp_path / "peers"
+    peers.mkdir()
+    more = [{"node": node, "peers": str(peers)} if copies else {} for node in sorted({*nodes})]
+    of = dict(zip(sorted({*nodes}), (savers.saver(linger_s=None, **each) for each in more), strict=True))
+    for number, node in enumerate(nodes):
+        accident = Accident("saved", 4, gate.wait) if number == 1 else NOTHING
+        options = {"saver": of[node][0], "node": node if copies else "", "checkpoints": run, "redundancy": 0}
+        crew.start(shardjob.train, str(tmp_path), str(number), accident, **options)
+    crew.form()
     gate.until_somebody_waits()
+    if nodes.count(nodes[1]) == 1:
+        os.kill(of[nodes[1]][1], signal.SIGKILL)
     crew.hands[1].process.kill()
     crew.all_ended()
     for name in "02":
         assert crew.hands[int(name)].status == 0, (tmp_path / f"{name}.err").read_text()
         assert reads(tmp_path, name, "outcome")[-1] == close(undisturbed["outcome"])
-    assert crew.hands[0].entered[-1].source == Source.MEMORY
+        assert crew.hands[int(name)].entered[-1].source == source
 
 
 def test_what_cannot_be_sharded_anew_is_refused_in_a_sentence(tmp_path):
