@@ -49,7 +49,6 @@ def state_of(
             alone=config.etcd is None,
             began_at=began_at,
             memory=config.memory if config.memory is not None else memory_limit(),
-            crowded=config.slots > len(os.sched_getaffinity(0)),
         ),
         store_port,
     )

@@ -7,7 +7,7 @@ from signal import SIGKILL
 
 from elasticd.core import leader, seating
 from elasticd.core.age import Age
-from elasticd.core.agent.standbys import KEEP_S, SURVIVORS_FIRST_S
+from elasticd.core.agent.standbys import KEEP_S
 from elasticd.core.agent_messages import (
     LeaveRound,
     StartStandbys,
@@ -135,25 +135,6 @@ def test_a_worker_that_finished_is_not_missed() -> None:
     one = working()
     one.exits(1, exit(1, 1, code=0))
     assert not one.all_of(StartStandbys)
-
-
-def test_on_a_crowded_node_survivors_have_the_cores_before_a_process_starts_in_place_of_the_dead() -> None:
-    for crowded in (False, True):
-        one = working()
-        one.state = replace(one.state, config=replace(one.state.config, crowded=crowded))
-        one.exits(1, replace(exit(1, 1, code=-9), at=one.now))
-        assert len(one.all_of(StartStandbys)) == (not crowded)
-        if crowded:
-            assert one.wake_at == one.now + SURVIVORS_FIRST_S
-            one.at(one.now + SURVIVORS_FIRST_S)
-            assert one.one(StartStandbys).slots == (1,)
-
-
-def test_a_clock_that_was_set_back_since_a_worker_ended_delays_no_process() -> None:
-    one = working()
-    one.state = replace(one.state, config=replace(one.state.config, crowded=True))
-    one.exits(1, replace(exit(1, 1, code=-9), at=one.now + 3600))
-    assert one.one(StartStandbys).slots == (1,)
 
 
 def test_a_round_formed_on_a_worker_that_is_being_sent_away_is_given_up() -> None:

@@ -137,8 +137,7 @@ class AgentConfig:
     before joining. If ``etcd_wait_s`` is None, an etcd that does not answer soon counts as mistyped.
     ``spares``: extra waiting workers that this node keeps, if it can. ``alone``: etcd is this agent's own, so
     no other agent can replace its workers. ``began_at``: the agent's start, in seconds since the epoch.
-    ``memory``: the bytes that this node's workers may use together; 0: not known. ``crowded``: the workers
-    have fewer cores than they are.
+    ``memory``: the bytes that this node's workers may use together; 0: not known.
     """
 
     etcd_grace_s: float
@@ -148,7 +147,6 @@ class AgentConfig:
     alone: bool = False
     began_at: float = 0.0
     memory: int = 0
-    crowded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from elasticd.core.lifecycle import Life, become
 from elasticd.core.reasons import StandbyFailed, StandbysStarted
 
 KEEP_S = 30.0  # how long a worker is kept for the part that it holds, after a round that ended with a failure
-SURVIVORS_FIRST_S = 0.05
 RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # the waits before a process that did not become ready is replaced
 
 
@@ -39,9 +38,9 @@ def keep_standbys(do: Decisions, stays: bool) -> None:
     for slot in state.me.slots:
         if slot in busy or len(chosen) >= wanted - have:
             continue
-        starts_at, pid = _starts_at(do, slot), in_the_way(state, slot)
-        if do.now < starts_at:
-            do.wakes.append(starts_at)
+        setback, pid = state.setbacks.get(slot), in_the_way(state, slot)
+        if setback is not None and do.now < setback.retry_at:
+            do.wakes.append(setback.retry_at)
         elif pid is not None:
             later[slot] = pid
         else:
@@ -52,22 +51,6 @@ def keep_standbys(do: Decisions, stays: bool) -> None:
         do.set(standbys={**do.state.standbys, **dict.fromkeys(chosen, become(None, Life.STARTING))})
         do.actions.append(StartStandbys(tuple(chosen)))
         do.reasons.append(StandbysStarted(tuple(chosen)))
-
-
-def _starts_at(do: Decisions, slot: int) -> float:
-    """Return the time at which a process may start in the slot.
-
-    On a crowded node, a process that starts takes time from the survivors of a failure, which form the next
-    world and make a step meanwhile. So they are first.
-    """
-    state = do.state
-    setback, report = state.setbacks.get(slot), state.report
-    starts_at = setback.retry_at if setback is not None else 0.0
-    if state.config.crowded and report is not None and (state.waiting or state.alive):
-        ended = (exit.at for exit in report.exits if exit.slot == slot)
-        # An exit has the time of another clock, which may have been set since.
-        return max([starts_at, *(at + SURVIVORS_FIRST_S for at in ended if at <= do.now)])
-    return starts_at
 
 
 def _parts_may_be_needed(do: Decisions) -> bool:
