@@ -13,7 +13,7 @@ import math
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -128,14 +128,14 @@ class Text:
     checksum: int
 
 
-def standard_library() -> list[Path]:
+def standard_library() -> list[str]:
     """Return the sources of this Python, without its tests and installed packages."""
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    sources = []
+    sources: list[str] = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = [name for name in folders if name not in skipped]  # the walk enters only these
-        sources += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(sources)
+        sources += [f"{folder}{os.sep}{name}" for name in names if name.endswith(".py")]
+    return sorted(sources, key=lambda path: path.split(os.sep))
 
 
 def read_text(data: Path | None) -> Text:
@@ -143,6 +143,7 @@ def read_text(data: Path | None) -> Text:
 
     Raises ValueError, with one sentence, if there is too little text to train on.
     """
+    files: Sequence[str | Path]
     if data is None:
         files = standard_library()
     elif data.is_dir():
@@ -150,7 +151,7 @@ def read_text(data: Path | None) -> Text:
     else:
         files = [data]
     try:
-        contents = [c for c in (p.read_bytes() for p in files) if b"\0" not in c]  # a NUL: not text
+        contents = [c for c in map(content_of, files) if b"\0" not in c]  # a NUL: not text
     except OSError as error:
         raise ValueError(f"cannot read {error.filename}: {error.strerror}") from error
 
@@ -164,6 +165,11 @@ def read_text(data: Path | None) -> Text:
     if len(held_out) < 4096:
         raise ValueError(f"{data or 'the standard library'} has too little text: at least 80 KiB is needed")
     return Text(as_tensor(train), as_tensor(held_out), zlib.crc32(held_out, zlib.crc32(train)))
+
+
+def content_of(path: str | Path) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
 
 
 def as_tensor(data: bytes) -> Tensor:

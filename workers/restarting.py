@@ -96,10 +96,12 @@ def load_snapshot(folder: Path | None, local_rank: int, device: torch.device) ->
     """
     path = folder / "snapshot.pt" if folder is not None and local_rank == 0 else None
     found = path.read_bytes() if path is not None and path.exists() else b""
+    snapshot: dict[str, Any] | None = None
     step = -1
     if found:
         try:
-            step = torch.load(io.BytesIO(found), weights_only=True)["step"]
+            snapshot = torch.load(io.BytesIO(found), map_location=device, weights_only=True)
+            step = snapshot["step"]
         except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
             raise ValueError(f"cannot read the snapshot {path}; remove it to start afresh") from error
 
@@ -112,9 +114,8 @@ def load_snapshot(folder: Path | None, local_rank: int, device: torch.device) ->
     content = as_tensor(found) if source == dist.get_rank() else torch.empty(size, dtype=torch.uint8)
     content = content.to(device)
     dist.broadcast(content, source)
-    snapshot: dict[str, Any] = torch.load(
-        io.BytesIO(content.cpu().numpy().tobytes()), map_location=device, weights_only=True
-    )
+    if source != dist.get_rank():
+        snapshot = torch.load(io.BytesIO(content.cpu().numpy().data), map_location=device, weights_only=True)
     return snapshot
 
 
