@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -51,6 +52,8 @@ from elasticd.telemetry.liveview import PlainView, TerminalView
 from elasticd.telemetry.termination import TerminationLog
 
 END_S = 5.0  # the time for workers to end after SIGKILL
+# How long a busy thread keeps a thread with news waiting. By default this is 5 ms.
+THREAD_TURN_S = 0.0005
 
 
 def run(
@@ -75,6 +78,7 @@ def run(
 def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, str]:
     """Return the exit code and the text of the closing screen."""
     cycles.look_rarely()
+    sys.setswitchinterval(THREAD_TURN_S)
     with ExitStack() as cleanup:
         agent = _LocalAgent(config, view, manager, cleanup)
         agent.announce()
