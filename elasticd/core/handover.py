@@ -50,11 +50,12 @@ def members(
         return Members()
     beside = {heir.node: heir.slots for heir in heirs}
     hold = any(nodes[n].age == newest and _both(nodes[n].holders, slots) for n, slots in beside.items())
-    if hold and newest.agreed >= round.number:
+    never_began = newest.agreed < round.number and not (round.planned or round.handover)
+    if hold and not never_began:
         giving = _parts_left_out(round, nodes, beside, parted, unit)
     else:
-        # The state is in workers that leave, or is older than the last round, which never began to train. So
-        # workers that were not in that round may have parts, too.
+        # The state is in workers that leave, or is older than the last round, which failed before it began to
+        # train. So workers that were not in that round may have parts, too.
         holding = {} if hold else seating.newest_holders(nodes.values())
         having = {**holding, **_parts_of_the_same_state(nodes, newest)}
         able = {name: slots for name, slots in having.items() if _can_give(round, nodes[name])}

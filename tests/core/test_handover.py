@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd.core import handover
+from elasticd.core import handover, seating
 from elasticd.core.age import Age
 from elasticd.core.facts import Member, Members, Node, Phase, RankRange, Round
 from elasticd.core.leader.roll import Mark, Registered, Roll
@@ -165,6 +165,30 @@ def test_after_a_round_that_never_began_to_train_workers_of_the_round_before_giv
     older = replace(parts("d", 0), age=Age(2, 7))
     found = _passing(last, {n.name: n for n in (heir, other, older)}, members({"a": 2}), unit=2)
     assert [(m.node, m.slots) for m in found] == [("a", (0, 1)), ("c", (0,))]
+
+
+def test_a_worker_that_gave_before_a_handover_is_not_called_again() -> None:
+    """Six nodes become four, and two before the round has ended. Only c and d have yet to give."""
+    last = replace(
+        round(4, dict.fromkeys("abcdef", 1), Phase.CLOSING, planned=True), left_out=(RankRange(4, 6),)
+    )
+    nodes = {name: replace(parts(name, 0), slots=(0,)) for name in "abcdef"}
+    heirs = members({"a": 1, "b": 1})
+    passing = _passing(last, nodes, heirs)
+    assert [m.node for m in passing] == ["a", "b", "c", "d"]
+    passed = round(5, {}, Phase.CLOSING, planned=True)
+    passed = replace(passed, members=passing, handover=True, left_out=seating.ranks_without(passing, heirs))
+    nodes |= {m.node: replace(nodes[m.node], released=5) for m in passing}
+    assert _passing(passed, nodes, heirs) == ()
+
+
+def test_a_planned_end_before_its_round_began_calls_nobody_of_an_earlier_round() -> None:
+    last = replace(
+        round(5, {"a": 1, "b": 1, "c": 1}, Phase.CLOSING, planned=True), left_out=(RankRange(2, 3),)
+    )
+    nodes = {name: replace(parts(name, 0, agreed=4, released=5), slots=(0,)) for name in "abc"}
+    nodes["d"] = replace(parts("d", 0, agreed=4, released=4), slots=(0,), draining=True)
+    assert [m.node for m in _passing(last, nodes, members({"a": 1, "b": 1}))] == ["a", "b", "c"]
 
 
 def test_parts_that_make_no_whole_state_are_passed_on_once() -> None:

@@ -98,6 +98,16 @@ def test_two_planned_changes_in_quick_succession_need_no_copies_of_parts(kind: s
     assert _sizes(result)[-1] == (1 if kind == "scale" else 2)
 
 
+@pytest.mark.parametrize("late_s", LATE_S)
+@pytest.mark.parametrize("first", [0.5, 0.7])
+def test_workers_that_leave_in_two_groups_each_give_their_parts_once(late_s: float, first: float) -> None:
+    job = _job(sharded=True, step_s=0.2)
+    faults = Fault(10.0, "scale", "n0", much=first), Fault(10.0 + late_s, "scale", "n1", much=0.0)
+    result = directed(*faults, setup=Setup((1,) * 6, Limits(1, 6), job=job))
+    assert result.invariants.steps == 200
+    assert sum(_handed_over(result)) <= 1 and _sizes(result)[-1] == 1
+
+
 def test_a_leaving_worker_hands_over_to_a_worker_that_waits_for_a_whole_unit() -> None:
     job = _job(sharded=True, unit=2)
     setup = Setup((1, 1), Limits(2, 2, unit=2), job=job)
