@@ -581,10 +581,16 @@ class SimWorker:
 
     def _abort(self, number: int, planned: bool = False) -> None:
         """Leave the round of this number. A worker that is told twice may have left already, and be in the
-        next round. A worker that has lost the others cannot leave as planned, and says so."""
+        next round. If the world has begun to train since, the worker leaves as planned at the next step. A
+        worker that has lost the others cannot leave as planned, and says so."""
+        world = self.world
         if self.deaf:
             self._unheard.append(partial(self._abort, number, planned))
         elif self.alive and self.acts and self.leaving and self.round == number:
+            trains = world is not None and world.running and world.workers.get(self.rank) is self
+            if planned and world is not None and trains and not self.awaits_news:
+                world.told_to_leave()
+                return
             if planned and self.awaits_news:
                 self.procs.tell(WorkerBroke(self.slot, number, fails=False))
             self.come_out()

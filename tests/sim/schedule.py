@@ -415,7 +415,9 @@ def _play(cluster: Cluster, invariants: Invariants, schedule: Schedule) -> None:
     clock = cluster.clock
     cluster.start_all(within_s=2.0)
     planned = all(fault.kind in PLANNED for fault in schedule.faults)
-    cluster.only_planned = planned and not schedule.setup.job.stuck
+    # A worker that is late to leave, because it hangs or is in the script's own code, is killed in the end.
+    late = schedule.setup.job.stuck or schedule.setup.job.dwells
+    cluster.only_planned = planned and not late
     cluster.troubled = any(fault.kind not in SLOWNESS for fault in schedule.faults)
     for fault in schedule.faults:
         clock.after(fault.at_s, partial(ALL_KINDS[fault.kind][1], cluster, fault))
