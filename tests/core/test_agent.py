@@ -220,14 +220,15 @@ def taken(**more: Any) -> Agent:
     one.sees("round", None)
     one.holds_lease()
     one.sees("nodes/a", replace(node("a", life_number=0), **more))
+    assert not one.did, "the holder of the name may lead"
+    one.sees("leader", Leadership("a", life("a", 0)))
     return one
 
 
 def test_an_agent_takes_the_place_of_an_earlier_one_on_its_machine_whose_process_is_gone() -> None:
     one = taken()
-    assert one.one(CheckProcess) == CheckProcess(4711, life("a", 0))
-    one.sees("leader", Leadership("a", life("a", 0)))
     leads_at = one.revision
+    assert one.one(CheckProcess) == CheckProcess(4711, life("a", 0))
     one.told(ProcessGone(life("a", 0)))
     write = one.wrote(Tag.SUCCEED)
     assert write.guards == (Unchanged("nodes/a", leads_at - 1), Unchanged("leader", leads_at))

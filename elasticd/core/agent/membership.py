@@ -204,7 +204,8 @@ def register(do: Decisions) -> None:
         if state.departure is not None and state.crew is None:
             return
         if isinstance(key.fact, Node) and key.fact.incarnation != state.me.incarnation:
-            _wait_for_name(do, key.fact)
+            if "leader" in state.seen:  # the holder of the name may lead, and is then replaced as leader, too
+                _wait_for_name(do, key.fact)
         elif key.fact is None:
             put = Put(state.me.key, _record(state), leased=True)
             do.transact(Tag.NODE, (Unchanged(state.me.key, 0), *_guards_of_crew(state)), (put,))
