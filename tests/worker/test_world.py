@@ -201,6 +201,7 @@ def waits_end() -> Iterator[None]:
     while waits._Substitute.idle:
         waits._Substitute.idle.pop().calls.put(None)
     for thread in {*threading.enumerate()} - before:
+        thread._started.wait()  # type: ignore[attr-defined]  # another thread may just be starting it
         thread.join()
     for name, method in waits._METHODS.items():
         setattr(dist.ProcessGroup, name, method)
