@@ -31,9 +31,11 @@ class Trained:
 
 
 def killed(cluster: Cluster, program: str, *arguments: str, limits: tuple[int, int] = (2, 2)) -> Trained:
-    """Train with as many workers as the larger limit. Kill one of them after step 6."""
+    """Train with as many workers as the larger limit. Kill one of them after step 6. If the others can go on
+    alone, they do so before the replacement joins them."""
     cluster.limits = limits
-    agent = start(cluster, program, *arguments, accident="kill:6", slots=max(limits))
+    accident = "outlive:6" if min(limits) < max(limits) else "kill:6"
+    agent = start(cluster, program, *arguments, accident=accident, slots=max(limits))
     return ended(cluster, agent)
 
 

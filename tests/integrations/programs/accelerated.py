@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from noted import LENGTH, TOKENS, Numbered, after_step, evaluate, note, note_committed
+from noted import LENGTH, TOKENS, Numbered, after_step, evaluate, let_others_train, note, note_committed
 
 KIND, OUTPUT, ACCUMULATE, EVERY, EPOCHS = sys.argv[1:6]
 
@@ -84,4 +84,5 @@ def plain():
 
 
 if __name__ == "__main__":
+    let_others_train()
     {"plain": plain, "elastic": elastic, "in_place": in_place}[KIND]()

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from noted import LENGTH, TOKENS, Numbered, after_step, note
+from noted import LENGTH, TOKENS, Numbered, after_step, let_others_train, note
 
 KIND, OUTPUT, ACCUMULATE, EVERY, EPOCHS = sys.argv[1:6]
 
@@ -74,5 +74,6 @@ def plain(loader):
 
 
 if __name__ == "__main__":
+    let_others_train()
     kinds = {"plain": plain, "elastic": elastic, "in_place": in_place}
     kinds[KIND](DataLoader(Numbered(), batch_size=2, shuffle=True))

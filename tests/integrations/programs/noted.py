@@ -3,7 +3,8 @@ on, and accidents.
 
 Environment variables: LEDGER is a folder for the notes. ACCIDENT is KIND:NUMBER, and happens in the first
 round of a job. "evaluate" kills rank 1 in the evaluation of the epoch with this number. "kill" kills rank 1
-after so many steps. "wait" has all workers wait after so many steps for a file named "go", and three steps
+after so many steps. "outlive" does so, too, and a worker that starts afterwards first lets the others train
+without it. "wait" has all workers wait after so many steps for a file named "go", and three steps
 later for a file named "closing".
 """
 
@@ -59,10 +60,22 @@ def after_step(step):
     """Have the accident, if it is due after so many steps."""
     if os.environ["ELASTICD_ROUND"] != "1":
         return
-    if (KIND, os.environ["RANK"], step) == ("kill", "1", int(AFTER)):
+    if KIND in ("kill", "outlive") and (os.environ["RANK"], step) == ("1", int(AFTER)):
+        (FOLDER / "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     until = {0: "go", 3: "closing"}.get(step - int(AFTER))
     if KIND == "wait" and until:
         (FOLDER / f"waits-{os.environ['RANK']}").touch()
         while not (FOLDER / until).exists():
             time.sleep(0.02)
+
+
+def let_others_train():
+    """In a worker that starts after the accident "outlive": wait until the others train without it."""
+    if KIND == "outlive" and (FOLDER / "killed").exists():
+        while not any(_has_later_round(notes) for notes in FOLDER.glob("notes-*")):
+            time.sleep(0.02)
+
+
+def _has_later_round(notes):
+    return any(not line.startswith("1 ") for line in notes.read_text().splitlines())

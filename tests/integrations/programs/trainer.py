@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from noted import LENGTH, TOKENS, Numbered, after_step, note
+from noted import LENGTH, TOKENS, Numbered, after_step, let_others_train, note
 
 KIND, OUTPUT, ACCUMULATE, EVERY, EPOCHS = sys.argv[1:6]
 if KIND == "plain":
@@ -61,4 +61,5 @@ def main():
 
 
 if __name__ == "__main__":
+    let_others_train()
     main()
