@@ -165,7 +165,12 @@ USED: Final = (
     ),
     Private(
         "torch.autograd.Variable._execution_engine.queue_callback",
-        "worker/gradients/wrapping.py, worker/boot/elasticd_waits.py: a call at the end of a backward pass.",
+        "worker/gradients/wrapping.py, replicated.py, worker/boot/elasticd_waits.py: a call at the end of a "
+        "backward pass.",
+    ),
+    Private(
+        "torch._C._current_graph_task_id",
+        "worker/gradients/replicated.py: the backward pass that is under way.",
     ),
     *(
         Private(

@@ -78,8 +78,11 @@ def shard(model: Net, mesh: DeviceMesh, feature: str = "") -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if feature == "compiled":
         model.body.compile(backend=count_graphs)
+    if feature == "left out":  # a parameter that two layers share, and a bias, are replicated
+        options["ignored_params"] = {model.inner.weight, model.head.bias}
     fully_shard(model.body, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+    if feature != "layers only":  # else all but one layer is replicated
+        fully_shard(model, mesh=mesh, **options)
 
 
 graphs: list[torch.fx.GraphModule] = []  # the graphs that this process has compiled
@@ -170,7 +173,7 @@ def train(
     @worker.run
     def run(state: worker.State) -> None:
         journal.write(entered=state.step, world=worker.world_size())
-        journal.write(mesh=[*next(state.model.parameters()).device_mesh.shape])
+        journal.write(mesh=[*state.model.body.weight.device_mesh.shape])
         for begun in state.steps(STEPS):
             step = begun if isinstance(begun, int) else begun.number
             state.model.scale = 1.0 + 0.01 * step
@@ -189,12 +192,30 @@ def train(
 
 def update(state: worker.State, step: int, accident: Accident) -> float:
     """Make the optimizer's step. Return the norm of the gradients."""
-    norm: Any = nn.utils.clip_grad_norm_(state.model.parameters(), 0.5)
+    norm = clip(state.model, 0.5)
     state.optimizer.step()
     accident("stepped", step)
     state.optimizer.zero_grad()
     state.schedule.step()
-    return norm.full_tensor().item()
+    return whole(norm).item()
+
+
+def clip(model: nn.Module, norm_max: float) -> torch.Tensor:
+    """Clip the gradients. torch clips sharded and whole gradients apart, so that the norm is taken first."""
+    sharded = [p for p in model.parameters() if hasattr(p, "full_tensor")]
+    replicated = [p for p in model.parameters() if not hasattr(p, "full_tensor")]
+    if not replicated:
+        return nn.utils.clip_grad_norm_(sharded, norm_max)
+    kinds = [[p for p in its if p.grad is not None] for its in (sharded, replicated)]
+    norms = [whole(nn.utils.get_total_norm([p.grad for p in its])) for its in kinds]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for its in kinds:
+        nn.utils.clip_grads_with_norm_(its, norm_max, norm)
+    return norm
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def train_in_halves(
@@ -238,13 +259,13 @@ def outcome(state: worker.State) -> dict[str, Any]:
     """Return all values that training has led to, the same on all ranks."""
     model = state.model
     moments = [
-        state.optimizer.state[p][slot].full_tensor().flatten().tolist()
+        whole(state.optimizer.state[p][slot]).flatten().tolist()
         for p in model.parameters()
         if p in state.optimizer.state
         for slot in ("exp_avg", "exp_avg_sq")
     ]
     return {
-        "weights": [p.full_tensor().flatten().tolist() for p in model.parameters()],
+        "weights": [whole(p).flatten().tolist() for p in model.parameters()],
         "moments": moments,
         "steps": [values["step"].item() for values in state.optimizer.state.values()],
         "calls": model.calls.item(),
@@ -287,7 +308,8 @@ def trip(accident: Accident) -> None:
 # ---------------------------------------------------------------- without an agent
 
 REFUSED = {
-    "whole": "shard= leaves body.weight whole",
+    "whole": "shard= shards no parameter: call fully_shard",
+    "half of a pair": "shard= gives modules that share a parameter a parameter each",
     "other modules": "shard= gives the model other modules",
     "another model": "shard= must shard the module that it is given",
     "second dimension": "shard= lays body.weight out as (Shard(dim=1),): State keeps",
@@ -337,12 +359,18 @@ def wrapping(model: Net, mesh: DeviceMesh) -> None:
     shard(model, mesh)
 
 
+def one_of_two(model: Net, mesh: DeviceMesh) -> None:
+    """Shard one of two modules that share a parameter."""
+    fully_shard(model.tied, mesh=mesh)
+
+
 def refusals() -> dict[str, str]:
     """Return the error message of each State that is refused, by name."""
     model, optimizer = Net, torch.optim.AdamW
     replicas = worker.mesh(1)
     given: dict[str, dict[str, Any]] = {
         "whole": {"shard": lambda model, mesh: None},
+        "half of a pair": {"shard": one_of_two},
         "other modules": {"shard": wrapping},
         "another model": {"shard": lambda model, mesh: fully_shard(Net(), mesh=mesh)},
         "second dimension": {"shard": by_columns},

@@ -95,6 +95,9 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
         ("compiled", {}, 1e-9),
         ("wrapped", {}, 1e-9),
         ("compiled before", {}, 1e-9),
+        ("layers only", {}, 1e-9),
+        ("left out", {"unit": 2}, 1e-9),
+        ("left out", {"virtual_ranks": 3, "accumulate": 2}, 1e-9),
         ("", {"virtual_ranks": 3, "accumulate": 2}, 1e-9),
         ("", {"virtual_ranks": 2, "unit": 2}, 1e-9),
     ],
@@ -105,6 +108,9 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
         "compiled",
         "checkpoint_wrapper",
         "torch.compile",
+        "only one layer is sharded",
+        "ignored_params and hybrid",
+        "ignored_params and accumulation",
         "accumulation",
         "hybrid",
     ],
@@ -136,10 +142,21 @@ def test_a_script_that_accumulates_gradients_itself_survives_a_new_layout(
         ("recomputed", {}),
         ("offloaded", {}),
         ("compiled", {}),
+        ("layers only", {}),
+        ("left out", {"unit": 2}),
         ("", {"accumulate": 2}),
         ("bfloat16", {"accumulate": 2, "unit": 2}),
     ],
-    ids=["mixed precision", "recomputed activations", "offload", "compiled", "accumulation", "hybrid"],
+    ids=[
+        "mixed precision",
+        "recomputed activations",
+        "offload",
+        "compiled",
+        "only one layer is sharded",
+        "ignored_params and hybrid",
+        "accumulation",
+        "hybrid",
+    ],
 )
 def test_in_consistent_mode_what_torch_does_with_a_sharded_model_keeps_its_bits(
     crew, tmp_path, feature, more
@@ -439,14 +456,19 @@ def test_a_lost_shard_without_a_checkpoint_ends_the_job_with_a_sentence(crew, tm
 
 
 @pytest.mark.parametrize(
-    ("nodes", "copies", "source"),
-    [("aaa", False, Source.MEMORY), ("abc", True, Source.PEER), ("aba", False, Source.DISK)],
+    ("nodes", "copies", "source", "feature"),
+    [
+        ("aaa", False, Source.MEMORY, ""),
+        ("abc", True, Source.PEER, ""),
+        ("aba", False, Source.DISK, ""),
+        ("aba", False, Source.DISK, "left out"),
+    ],
 )
 def test_a_lost_shard_comes_from_the_newest_checkpoint(
-    crew, tmp_path, savers, undisturbed, nodes, copies, source
+    crew, tmp_path, savers, undisturbed, nodes, copies, source, feature
 ):
     """Worker 1 is lost, and what its node's saver has if no other worker is there. ``nodes``: of each worker.
-    ``copies``: each saver has copies of another's shards."""
+    ``copies``: each saver has copies of another's shards. ``feature``: of the model."""
     gate, run, peers = Gate(tmp_path / "gate"), str(tmp_path / "run"), tmp_path / "peers"
     peers.mkdir()
     more = [{"node": node, "peers": str(peers)} if copies else {} for node in sorted({*nodes})]
@@ -454,6 +476,7 @@ def test_a_lost_shard_comes_from_the_newest_checkpoint(
     for number, node in enumerate(nodes):
         accident = Accident("saved", 4, gate.wait) if number == 1 else NOTHING
         options = {"saver": of[node][0], "node": node if copies else "", "checkpoints": run, "redundancy": 0}
+        options["feature"] = feature
         crew.start(shardjob.train, str(tmp_path), str(number), accident, **options)
     crew.form()
     gate.until_somebody_waits()

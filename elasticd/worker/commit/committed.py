@@ -26,6 +26,7 @@ from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.gradients.consistent import ConsistentReduction
 from elasticd.worker.gradients.rates import ScaledRates
 from elasticd.worker.gradients.reduction import AveragedReduction, Reduction
+from elasticd.worker.gradients.replicated import ReplicatedGradients
 from elasticd.worker.gradients.wrapping import WrappedModels
 from elasticd.worker.samples.auditing import Recorder, recorder
 from elasticd.worker.sharding.sharded_state import ShardedState
@@ -67,6 +68,7 @@ class CommittedState:
         self.step = self.agreed = 0
         self.world: World | None = None
         self.reduction: Reduction = AveragedReduction(models)
+        self._replicated: ReplicatedGradients | None = None
         self.recorder: Recorder | None = None
         self.place = 0, 0
         self.contents, self.models, self.data = contents, models, data
@@ -147,7 +149,7 @@ class CommittedState:
         for scaler in self.contents.scalers:  # initialises the scaler, also in a worker without a batch
             scaler.scale(torch.zeros((), device=self.last.device))
         self.models.enter(world)
-        self.reduction.close()  # of an earlier run function in the same world
+        self._close_reductions()  # of an earlier run function in the same world
         self.uncommitted.enter(world)
         self.comparison.enter(world, self.step)
         if self._is_consistent and self.data is not None:
@@ -156,6 +158,8 @@ class CommittedState:
             sharded = isinstance(self.shards, ShardedState)
             several = world if len(self.models) > 1 else None
             self.reduction = AveragedReduction(self.models, several, is_sharded=sharded)
+            if isinstance(self.shards, ShardedState) and (replicated := self.shards.model.replicated):
+                self._replicated = ReplicatedGradients(replicated)
         if self._rates is not None:
             _, self._rates.times = self.growth
         self.recorder = recorder() if self.counts_samples else None
@@ -182,7 +186,7 @@ class CommittedState:
         if self.saves is not None:
             self.saves.leave()
         self.comparison.leave()
-        self.reduction.close()
+        self._close_reductions()
         self.reduction = AveragedReduction(self.models)
         self.models.leave()
         for parameter in self.contents.parameters():
@@ -194,13 +198,20 @@ class CommittedState:
             if isinstance(self.shards, ShardedState):
                 self.shards.leave()
             self.shards.model.leave()
-            self.last.follow(self.contents)
+            self.lay_out()
         elif undone:
             self.last.go_back()
 
     def lay_out(self) -> None:
-        """Copy the modules of a new layout from now on, if the model is sharded."""
+        """Copy and compare the modules of a new layout from now on, if the model is sharded."""
         self.last.follow(self.contents)
+        self.comparison.follow(self.contents)
+
+    def _close_reductions(self) -> None:
+        self.reduction.close()
+        if self._replicated is not None:
+            self._replicated.close()
+            self._replicated = None
 
     def agree(self, round: int) -> None:
         """Note that all workers of the round have the same whole state."""
@@ -211,6 +222,8 @@ class CommittedState:
         self.uncommitted.before_forward()
         if isinstance(self.reduction, AveragedReduction):
             self.reduction.calls(name)
+        if self._replicated is not None:
+            self._replicated.watch()
 
     # ------------------------------------------------------------ commits
 
@@ -247,7 +260,7 @@ class CommittedState:
 
     def finish(self) -> None:
         """Save the last steps, after the run functions of all workers have returned. Raises WorldChanged."""
-        self.reduction.close()  # from now on the model is the script's
+        self._close_reductions()  # from now on the model is the script's
         if self.recorder is not None:
             self.recorder.learned(self.step, self._learned())
         if self.saves is not None:

@@ -49,18 +49,23 @@ class Comparison:
     """The comparison of a State's values with other workers'.
 
     ``compares``: whether anything is compared. ``exact``: all bits must be equal; otherwise differences by
-    rounding are accepted. All workers call each method together, except ``begin``, ``enter``, ``leave`` and
-    ``digests``.
+    rounding are accepted. All workers call each method together, except ``follow``, ``begin``, ``enter``,
+    ``leave`` and ``digests``.
     """
 
     def __init__(self, contents: Contents, *, compares: bool, exact: bool) -> None:
         self._compares, self._exact = compares, exact
-        self._parameters = _to_compare(contents) if compares else {}
-        self._sampled = SampledParameters([*self._parameters.values()])
+        self.follow(contents)
         self._shared = Shared(contents)
         self._world: World | None = None
         self._every, self._next = 1, 0
         self._began = 0.0, 0
+
+    def follow(self, contents: Contents) -> None:
+        """Compare the parameters of these modules from now on: they are others for each world if the model is
+        sharded. Parameters that are sharded are not compared."""
+        self._parameters = _to_compare(contents) if self._compares else {}
+        self._sampled = SampledParameters([*self._parameters.values()])
 
     def begin(self) -> None:
         """Note the script's initial values."""

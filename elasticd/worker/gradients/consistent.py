@@ -241,7 +241,7 @@ def copies_of_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor
     return [None if p.grad is None else p.grad.clone() for p in parameters]
 
 
-def add_earlier(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+def add_earlier(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
     """Add the gradients from before the step (``copies_of_gradients``) to those of the step, as
     ``backward`` does."""
     for parameter, earlier in zip(parameters, gradients, strict=True):

@@ -54,8 +54,8 @@ def _not_compiled(hook: Hook) -> Hook:
 
 
 class _Unit(NamedTuple):
-    """A module that ``fully_shard`` gathers as one. ``places``: where modules have its parameters: module,
-    name, and the parameter's number."""
+    """A module that ``fully_shard`` gathers as one, or the whole model with the parameters outside of such
+    modules. ``places``: where modules have its parameters: module, name, and the parameter's number."""
 
     module: nn.Module
     places: list[tuple[nn.Module, str, int]]
@@ -103,7 +103,8 @@ class ShardedReduction:
         self._awaited = [0] * len(self._units)  # calls of the unit that the backward pass has yet to leave
         self._loss: torch.Tensor | None = None
         self._hooked: dict[int, tuple[torch.Tensor, torch.utils.hooks.RemovableHandle]] = {}
-        self._end_norms = whole_norms.take_whole(self._parameters[0].device_mesh)
+        mesh = next(p.device_mesh for p in self._parameters if isinstance(p, DTensor))
+        self._end_norms = whole_norms.take_whole(mesh)
         self._trained: list[int] = []
         self._under_way = False
         self._computes = False  # ``backward`` computes gradients
@@ -362,20 +363,19 @@ class ShardedReduction:
 
 
 def _units(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[_Unit]:
-    """Return the modules that fully_shard gathers as one. A parameter that modules share is the first's."""
+    """Return the modules that fully_shard gathers as one, and the whole model. A parameter that modules share
+    is the first's."""
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    units: list[_Unit] = []
+    units = [_Unit(model, [])]
 
-    def visit(module: nn.Module, within: _Unit | None) -> None:
-        unit = within
-        if isinstance(module, FSDPModule):
+    def visit(module: nn.Module, unit: _Unit) -> None:
+        if isinstance(module, FSDPModule) and module is not model:
             unit = _Unit(module, [])
             units.append(unit)
-        if unit is not None:
-            its = module._parameters.items()
-            unit.places.extend((module, name, numbers[id(p)]) for name, p in its if p is not None)
+        its = module._parameters.items()
+        unit.places.extend((module, name, numbers[id(p)]) for name, p in its if p is not None)
         for child in module.children():
             visit(child, unit)
 
-    visit(model, None)
+    visit(model, units[0])
     return units

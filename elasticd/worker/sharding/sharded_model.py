@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from elasticd.checkpoint.client.tensors import is_plain, local_of, require_copyable
 from elasticd.worker.sharding.expected_state import expected_slots
 from elasticd.worker.sharding.host_shards import HostShard, Kinds, TensorKind
-from elasticd.worker.sharding.spans import Span, Spans, nothing, whole
+from elasticd.worker.sharding.spans import Span, Spans, whole
 from elasticd.worker.values.contents import Contents, parameters_of
 from elasticd.worker.values.plaindata import copied, with_tensors
 from elasticd.worker.world.group import device, world_size
@@ -74,6 +74,7 @@ class ShardedModel:
         model.to_empty(device=device())
         for owner, name, buffer in buffers:
             owner[name] = buffer
+        _share_again(model, self._template)
         self._use(model)
 
     def leave(self) -> None:
@@ -125,9 +126,15 @@ class ShardedModel:
         found = []
         for parameter in self._parameters:
             local, offsets = local_of(parameter.detach())
-            first = offsets[0] * (parameter.numel() // parameter.shape[0]) if local.numel() else 0
+            inner = any(offsets) and parameter.numel() // parameter.shape[0]
+            first = offsets[0] * inner if local.numel() else 0
             found.append(Span(first, first + local.numel()))
-        return tuple(found) if found else nothing(self.sizes)
+        return tuple(found)
+
+    @property
+    def replicated(self) -> list[torch.Tensor]:
+        """The parameters that each worker has whole, since ``shard`` leaves them out."""
+        return [p for p in self._parameters if not _is_sharded(p)]
 
     def kinds(self) -> Kinds:
         """Return the tensors of the present state that have the shapes of parameters."""
@@ -200,8 +207,9 @@ class ShardedModel:
 
     def _tensors(self) -> Iterator[tuple[int, str, str, torch.Tensor]]:
         """Yield the tensors of the shapes of parameters, with the parameter's number, the optimizer and the
-        slot."""
-        for number, parameter in enumerate(self._parameters):
+        slot. Those that are sharded come first (see ``ShardedState``)."""
+        numbered = enumerate(self._parameters)
+        for number, parameter in sorted(numbered, key=lambda each: not _is_sharded(each[1])):
             yield number, "", "", parameter  # not detached, since each view of a DTensor takes 20 µs
             for name, optimizer in sorted(self._contents.optimizers.items()):
                 for slot, value in sorted(optimizer.state.get(parameter, {}).items()):
@@ -247,13 +255,15 @@ class ShardedModel:
                 "shard= gives the model other modules: wrap or compile parts of the model before State gets "
                 "it, and have shard= call fully_shard only"
             )
-        parameter: Any  # a DTensor, which has more attributes
-        for name, parameter in model.named_parameters():
-            if not hasattr(parameter, "placements"):
-                raise TypeError(
-                    f"shard= leaves {name} whole, and nobody would add up its gradient: call "
-                    "fully_shard(model, mesh=mesh) on the whole module too, without ignored_params"
-                )
+        if [name for name, _ in model.named_parameters()] != self.names:
+            raise TypeError(
+                "shard= gives modules that share a parameter a parameter each: call fully_shard on a module "
+                "that has all of them"
+            )
+        sharded: list[tuple[str, Any]] = [(n, p) for n, p in model.named_parameters() if _is_sharded(p)]
+        if not sharded:
+            raise TypeError("shard= shards no parameter: call fully_shard(module, mesh=mesh)")
+        for name, parameter in sharded:
             if parameter.device_mesh != mesh:
                 raise TypeError(
                     f"shard= lays {name} out over another mesh than the one that it is given: call "
@@ -279,6 +289,15 @@ class ShardedModel:
                 if parameter is not None:
                     module._parameters[name] = bare[id(parameter)]
         self._use(self._template)
+
+
+def _share_again(model: nn.Module, template: nn.Module) -> None:
+    """Have the modules share whole parameters as in the template. ``to_empty`` has given each module its
+    own."""
+    shared: dict[int, nn.Parameter | None] = {}
+    for ours, its in zip(model.modules(), template.modules(), strict=True):
+        for name, parameter in its._parameters.items():
+            ours._parameters[name] = shared.setdefault(id(parameter), ours._parameters[name])
 
 
 def _let_go_of_groups(model: Any) -> None:
@@ -331,10 +350,12 @@ def _has_shape_of(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def laid_out_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is laid out like a sharded parameter. ``local``: this rank's elements, which are
-    not copied if they are on the parameter's device."""
+    """Return a tensor that is laid out like a parameter. ``local``: this rank's elements, which are not
+    copied if they are on the parameter's device."""
     from torch.distributed.tensor import DTensor  # imported late, since only sharded models need it
 
+    if not _is_sharded(parameter):
+        return local.view(parameter.shape).to(parameter.device)
     like = parameter.to_local()
     return DTensor.from_local(
         local.view(like.shape).to(like.device),
@@ -344,6 +365,10 @@ def laid_out_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "placements")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

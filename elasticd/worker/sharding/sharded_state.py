@@ -13,7 +13,7 @@ from elasticd.worker.agent_link import agentpage
 from elasticd.worker.sharding.host_shards import Generation, HostShard, Kinds, SmallState, size_of
 from elasticd.worker.sharding.moves import guardians, heirs, replicas
 from elasticd.worker.sharding.sharded_model import ShardedModel
-from elasticd.worker.sharding.spans import INITIAL, CommitPoint, Spans, whole
+from elasticd.worker.sharding.spans import INITIAL, CommitPoint, Spans, whole, without_replicated
 from elasticd.worker.sharding.transport import Copies, copy_to_guardians
 from elasticd.worker.world.group import World, gathered
 
@@ -43,6 +43,9 @@ class ShardedState:
     ``sizes``: how much memory the state takes in the present world, with what the optimizers will keep.
     ``overlap``: a commit does not wait for its copies. The next commit does, so that after a loss the workers
     may go back to the commit before.
+
+    Parameters that every rank has whole need no copies. Their tensors come last in a ``HostShard``, so that
+    the rest is one block, which is sent.
     """
 
     def __init__(self, model: ShardedModel, redundancy: int, *, overlap: bool = False) -> None:
@@ -53,6 +56,7 @@ class ShardedState:
         self.generations = [Generation(INITIAL, SmallState({}, slots, model.trainable), initial)]
         self._guards: Sequence[Sequence[int]] = ()
         self._spans: Sequence[Spans] = ()
+        self._copied: Sequence[Spans] = ()  # the part of each rank of which others keep copies
         self._groups: Sequence[tuple[int, ...]] = ()
         self._kinds: Kinds = ()
         self._copies: Copies | None = None  # of the newest commit, on their way
@@ -84,6 +88,7 @@ class ShardedState:
     def enter(self, nodes: Sequence[str], spans: Sequence[Spans]) -> None:
         """Begin a world. ``nodes``, ``spans``: the node of each rank, and its part of the model."""
         self._spans, self._groups = spans, replicas(spans)
+        self._copied = without_replicated(self.model.sizes, spans)
         self._guards = guardians(nodes, self.redundancy, self._groups)
         self._kinds = ()
         self._complete = True
@@ -134,7 +139,7 @@ class ShardedState:
         if any(self._guards):
             with world.or_over():
                 rooms = old.guarded if old is not None else {}
-                self._copies = copy_to_guardians(own, self._guards, self._spans, rooms)
+                self._copies = copy_to_guardians(own, self._guards, self._copied, rooms)
 
     def complete(self, world: World) -> None:
         """Wait until all ranks have the newest commit, and the copies of it. All ranks call it together.
@@ -161,16 +166,19 @@ class ShardedState:
             latest = self.generations[-1]
             to = [(found[rank],) if rank in found else () for rank in range(world.size)]
             with world.or_over():
-                copies = copy_to_guardians(latest.own, to, self._spans, {})
+                copies = copy_to_guardians(latest.own, to, self._copied, {})
                 latest.take_over(copies.await_arrival().values())
 
     def _measure(self, kinds: Kinds, world: World) -> None:
         """Note how much memory the sharded state takes in this world, and say it if it has changed.
         ``kinds``: the tensors of the state."""
         self._whole = size_of(kinds, whole(self.model.sizes))
-        of_ranks = [size_of(kinds, spans) for spans in self._spans]
-        guarded = sum(of_ranks[owner] for owner, guards in enumerate(self._guards) if world.rank in guards)
-        own = of_ranks[world.rank]
+        own = size_of(kinds, self._spans[world.rank])
+        guarded = sum(
+            size_of(kinds, self._copied[owner])
+            for owner, guards in enumerate(self._guards)
+            if world.rank in guards
+        )
         sizes = ShardSizes(own, GENERATIONS * own, GENERATIONS * guarded)
         if sizes == self.sizes:
             return

@@ -59,6 +59,15 @@ def nothing(sizes: Sequence[int]) -> Spans:
     return tuple(Span(0, 0) for _ in sizes)
 
 
+def without_replicated(sizes: Sequence[int], spans: Sequence[Spans]) -> list[Spans]:
+    """Return the spans of each rank, without those of parameters that every rank has whole."""
+    replicated = [all(its[n].size == size for its in spans) for n, size in enumerate(sizes)]
+    none = Span(0, 0)
+    return [
+        tuple(none if whole else span for span, whole in zip(its, replicated, strict=True)) for its in spans
+    ]
+
+
 def missing(size: int, spans: Iterable[Span]) -> int:
     """Return the number of elements, of ``size``, that are in none of the spans."""
     absent = reached = 0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from elasticd.worker.sharding.host_shards import HostShard, Kinds
+from elasticd.worker.sharding.host_shards import HostShard, Kinds, size_of
 from elasticd.worker.sharding.moves import Move, Passing
 from elasticd.worker.sharding.spans import HeldShard, Spans
 
@@ -66,7 +66,8 @@ def copy_to_guardians(
 ) -> Copies:
     """Begin to send this rank's shard to its guardians. All ranks call it together.
 
-    ``guards``: the guardians of each rank. ``spans``: of each rank. ``rooms``: memory to use again.
+    ``guards``: the guardians of each rank. ``spans``: what is sent of each rank's shard: its first tensors.
+    ``rooms``: memory to use again.
     """
     rank = dist.get_rank()
     arriving: dict[int, HostShard] = {}
@@ -75,7 +76,7 @@ def copy_to_guardians(
         for owner, its in enumerate(guards):
             for guardian in its:
                 if rank == owner:
-                    yield _Message(owner, guardian, own.memory)
+                    yield _Message(owner, guardian, own.memory[: size_of(own.kinds, spans[owner])])
                 elif rank == guardian:
                     room = rooms.get(owner)
                     if room is None or not room.suits(own.kinds, spans[owner]):

@@ -1,0 +1,91 @@
+"""The gradients of parameters that a sharded model keeps whole in each worker.
+
+``fully_shard`` averages the gradients of the parameters that it shards, in each backward pass. This module
+averages those of the other parameters, at the end of each backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+from elasticd.worker.gradients.buckets import Gradients, fill
+from elasticd.worker.gradients.consistent import add_earlier
+
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class ReplicatedGradients:
+    """Averages the gradients of these parameters over all workers, in each backward pass. Call ``close`` at
+    the world's end.
+
+    In a pass, either all workers use some of the parameters, or none does.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._earlier: dict[int, Gradients] = {}  # by pass under way: the gradients of earlier passes
+        self.watch()
+
+    def watch(self) -> None:
+        """Watch the parameters that are not frozen. Call the method before each forward pass."""
+        if torch._C._current_graph_task_id() == -1:  # no pass is under way, so those that are noted failed
+            while self._earlier:
+                add_earlier(self._parameters, self._earlier.popitem()[1])
+        for number, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and number not in self._hooks:
+                self._hooks[number] = parameter.register_hook(self._before_gradient)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks, self._earlier = {}, {}
+
+    def _before_gradient(self, _: torch.Tensor) -> None:
+        """Before a pass adds its first gradient, keep the gradients of earlier passes apart."""
+        under_way = torch._C._current_graph_task_id()
+        if under_way not in self._earlier:
+            self._earlier[under_way] = [p.grad for p in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+            _engine.queue_callback(lambda: self._end_pass(under_way))
+
+    @torch.no_grad()
+    def _end_pass(self, under_way: int) -> None:
+        """Replace the gradients of the pass by averages, and add those of earlier passes."""
+        if (earlier := self._earlier.pop(under_way, None)) is not None:
+            average([p for p in self._parameters if p.requires_grad])
+            add_earlier(self._parameters, earlier)
+
+
+def average(parameters: Sequence[torch.Tensor]) -> None:
+    """Replace the gradients of the parameters by their averages over all workers, which call the function
+    together. A parameter of which no worker has a gradient gets none. Raises TypeError for a sparse one."""
+    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+        raise TypeError(
+            "a parameter that shard= leaves whole has a sparse gradient, which State does not average: make "
+            "the module without sparse=True"
+        )
+    size = dist.get_world_size()
+    if size == 1 or not parameters:
+        return
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    used = gradients[0].new_tensor([p.grad is not None for p in parameters], dtype=torch.float32)
+    buckets = [
+        (members, torch.cat([gradients[n].reshape(-1) for n in members]))
+        for members in fill(gradients, range(len(gradients)))
+    ]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in (used, *(flat for _, flat in buckets))]
+    for work in works:
+        work.wait()
+    is_used = used.tolist()
+    for members, flat in buckets:
+        parts = torch.split(flat / size, [gradients[n].numel() for n in members])
+        for number, part in zip(members, parts, strict=True):
+            parameter = parameters[number]
+            parameter.grad = part.view(parameter.shape) if is_used[number] else None
