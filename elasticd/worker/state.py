@@ -17,6 +17,7 @@ from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.data import Data
 from elasticd.worker.gradients.consistent import consistent_arithmetic, refuse_layouts
 from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_parallel, to_wrap
+from elasticd.worker.sharding.initial_values import Init
 from elasticd.worker.sharding.sharded_model import Shard, ShardedModel
 from elasticd.worker.sharding.sharded_state import ShardedState
 from elasticd.worker.splitting.split_model import Split, SplitModel
@@ -41,6 +42,10 @@ class State:
       module, with the mesh. It is called for each world, on a copy of the model. Each worker keeps its shards
       of the last two commits in the host's memory. The given model keeps no memory. See docs/in-place.md for
       what is refused.
+    * init: with ``shard`` and a model on the meta device, a function ``init(name, module)`` that gives the
+      model its initial values, such as random ones or those of a file. It is called for each module that has
+      parameters or buffers of its own. Those are whole then, in the host's memory, and their values are
+      undefined; modules within have no memory. By default the module's ``reset_parameters()`` is called.
     * redundancy: with ``shard``, how many other workers, on other nodes if there are any, also have each
       shard: replicas, or else copies. Up to ``redundancy`` workers can be lost at once without a checkpoint.
     * overlap: with ``shard`` and ``redundancy``, send a commit's copies while the next steps run, and wait
@@ -90,6 +95,7 @@ class State:
         data: Data | None = None,
         wrap: Wrap | None = data_parallel,
         shard: Shard | None = None,
+        init: Init | None = None,
         redundancy: int = 1,
         overlap: bool = False,
         split: Split | None = None,
@@ -114,6 +120,11 @@ class State:
                 "overlap=True sends copies of shards while the next steps run: give shard= and redundancy=1 "
                 "or more, or leave out overlap="
             )
+        if init is not None and (shard is None or not callable(init)):
+            raise TypeError(
+                "init= is a function that gives a model on the meta device its values, for shard=: give both "
+                "functions, or give a value another name"
+            )
         if split is not None:
             if not callable(split):
                 raise TypeError(
@@ -128,7 +139,7 @@ class State:
             if not callable(shard):
                 raise TypeError("shard= is a function that calls fully_shard: give a value another name")
             _refuse_with_shards("shard", data, restore, undo, wrap)
-            sharded = _sharded(contents, shard, unit, data)
+            sharded = _sharded(contents, shard, unit, data, init)
             shards = ShardedState(sharded, redundancy, overlap=overlap)
             wrap = None
         names = to_wrap(contents.modules, contents.trained) if wrap is not None else []
@@ -239,7 +250,9 @@ def _split(contents: Contents, split: Split, unit: int | None, data: Data | None
     return shards
 
 
-def _sharded(contents: Contents, shard: Shard, unit: int | None, data: Data | None) -> ShardedModel:
+def _sharded(
+    contents: Contents, shard: Shard, unit: int | None, data: Data | None, init: Init | None
+) -> ShardedModel:
     """Prepare the model and the data for a sharded model."""
     if data is not None:
         data.divide(unit=1, evens=True)
@@ -247,7 +260,7 @@ def _sharded(contents: Contents, shard: Shard, unit: int | None, data: Data | No
             arithmetic = consistent_arithmetic(contents.modules, wraps=False, device=device())
             refuse_layouts(contents.modules, contents.optimizers, device())
             contents.stateful["_arithmetic"] = arithmetic
-    return ShardedModel(contents, shard, asked_unit(unit))
+    return ShardedModel(contents, shard, asked_unit(unit), init)
 
 
 def _saves_of(

@@ -96,6 +96,10 @@ def count_graphs(graph: torch.fx.GraphModule, _: Any) -> Any:
 def make(feature: str = "", **options: Any) -> worker.State:
     torch.manual_seed(3)
     model = Net().double()
+    if feature == "bare":
+        options["init"] = functools.partial(copy_from, model)
+        with torch.device("meta"):
+            model = Net().double()
     model.recomputes = feature == "recomputed"
     if feature == "wrapped":
         model.body = checkpoint_wrapper(model.body)
@@ -109,6 +113,15 @@ def make(feature: str = "", **options: Any) -> worker.State:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     options = {"shard": functools.partial(shard, feature=feature), **options}
     return worker.State(model=model, optimizer=optimizer, schedule=schedule, drawn=0.0, **options)
+
+
+def copy_from(known: nn.Module, name: str, module: nn.Module) -> None:
+    """Give a module of a model on the meta device the values of another model's."""
+    its = known.get_submodule(name)
+    for mine, value in zip(module.parameters(recurse=False), its.parameters(recurse=False), strict=True):
+        mine.copy_(value)
+    for mine, value in zip(module.buffers(recurse=False), its.buffers(recurse=False), strict=True):
+        mine.copy_(value)
 
 
 def gradients(state: worker.State, step: Step | int, accident: Accident) -> float:
@@ -315,7 +328,12 @@ REFUSED = {
     "second dimension": "shard= lays body.weight out as (Shard(dim=1),): State keeps",
     "hybrid": "shard= lays body.weight out over another mesh",
     "no mesh": "shard= lays body.weight out over another mesh",
-    "meta": "body.weight has no values yet, or is sharded",
+    "sparse": "body.weight has no values yet, or is sharded",
+    "meta": "the model has no reset_parameters(), which would give it values: give State init=",
+    "partly meta": "some of the model's parameters are on the meta device and others are not",
+    "init": "init= gives values to a model on the meta device, and this model has values",
+    "init alone": "init= is a function that gives a model on the meta device its values, for shard=",
+    "no init of a buffer": "calls has got no values, or NaN: have init= write to all",
     "further module": "with shard=, State keeps one module",
     "redundancy": "redundancy is -1",
     "overlap": "overlap=True sends copies of shards while the next steps run: give shard= and",
@@ -359,6 +377,22 @@ def wrapping(model: Net, mesh: DeviceMesh) -> None:
     shard(model, mesh)
 
 
+def partly_bare() -> Net:
+    net = Net()
+    net.head.to("meta")
+    return net
+
+
+def sparse() -> Net:
+    net = Net()
+    net.body.weight = nn.Parameter(net.body.weight.detach().to_sparse())
+    return net
+
+
+def no_init(name: str, module: nn.Module) -> None:
+    """Give the module no values."""
+
+
 def one_of_two(model: Net, mesh: DeviceMesh) -> None:
     """Shard one of two modules that share a parameter."""
     fully_shard(model.tied, mesh=mesh)
@@ -376,7 +410,12 @@ def refusals() -> dict[str, str]:
         "second dimension": {"shard": by_columns},
         "hybrid": {"shard": lambda model, mesh: fully_shard(model, mesh=replicas)},
         "no mesh": {"shard": lambda model, mesh: fully_shard(model)},
+        "sparse": {"model": sparse},
         "meta": {"model": lambda: Net().to("meta")},
+        "partly meta": {"model": partly_bare},
+        "init": {"init": no_init},
+        "init alone": {"init": no_init, "shard": None},
+        "no init of a buffer": {"init": no_init, "model": lambda: Net().to("meta")},
         "further module": {"other": nn.Linear(2, 2)},
         "redundancy": {"redundancy": -1},
         "overlap": {"redundancy": 0, "overlap": True},

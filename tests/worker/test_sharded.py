@@ -95,6 +95,7 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
         ("compiled", {}, 1e-9),
         ("wrapped", {}, 1e-9),
         ("compiled before", {}, 1e-9),
+        ("bare", {}, 1e-9),
         ("layers only", {}, 1e-9),
         ("left out", {"unit": 2}, 1e-9),
         ("left out", {"virtual_ranks": 3, "accumulate": 2}, 1e-9),
@@ -108,6 +109,7 @@ def test_survivors_of_a_death_go_on_with_the_copies_of_the_lost_shard(
         "compiled",
         "checkpoint_wrapper",
         "torch.compile",
+        "meta device",
         "only one layer is sharded",
         "ignored_params and hybrid",
         "ignored_params and accumulation",
@@ -142,6 +144,7 @@ def test_a_script_that_accumulates_gradients_itself_survives_a_new_layout(
         ("recomputed", {}),
         ("offloaded", {}),
         ("compiled", {}),
+        ("bare", {}),
         ("layers only", {}),
         ("left out", {"unit": 2}),
         ("", {"accumulate": 2}),
@@ -152,6 +155,7 @@ def test_a_script_that_accumulates_gradients_itself_survives_a_new_layout(
         "recomputed activations",
         "offload",
         "compiled",
+        "meta device",
         "only one layer is sharded",
         "ignored_params and hybrid",
         "accumulation",
@@ -390,11 +394,12 @@ def test_two_workers_at_once_are_lost_without_loss_if_there_are_two_copies(crew,
     assert_like(crew, tmp_path, (0, 3), undisturbed)
 
 
-def test_losses_before_the_first_commit_have_the_rest_begin_again(crew, tmp_path, undisturbed):
+@pytest.mark.parametrize("feature", ["", "bare"], ids=["whole at the start", "meta device"])
+def test_losses_before_the_first_commit_have_the_rest_begin_again(crew, tmp_path, undisturbed, feature):
     """One of four workers dies in the first step. More than there are copies die when they begin it again."""
     again = Accident("start", 0, int, then=Accident("start", 0))
     second = Accident("start", 0, int, then=Accident("start", 0))
-    crew.begin(tmp_path, NOTHING, again, second, Accident("summed", 0), job=shardjob.train)
+    crew.begin(tmp_path, NOTHING, again, second, Accident("summed", 0), job=shardjob.train, feature=feature)
     crew.all_ended()
     assert_like(crew, tmp_path, (0,), undisturbed)
 
@@ -462,6 +467,7 @@ def test_a_lost_shard_without_a_checkpoint_ends_the_job_with_a_sentence(crew, tm
         ("abc", True, Source.PEER, ""),
         ("aba", False, Source.DISK, ""),
         ("aba", False, Source.DISK, "left out"),
+        ("aba", False, Source.DISK, "bare"),
     ],
 )
 def test_a_lost_shard_comes_from_the_newest_checkpoint(

@@ -29,6 +29,7 @@ from elasticd.worker.sharding.spans import (
     source_of,
 )
 from elasticd.worker.sharding.transport import carry_out, carry_shards
+from elasticd.worker.values.randomness import Sources
 from elasticd.worker.world.group import World, gathered
 
 _log = logging.getLogger(__name__)
@@ -170,7 +171,11 @@ def _take(
     shards.model.lay_out(small.state.trainable, world.number)
     state.lay_out()
     wanted = _wanted(shards, world)
-    own = _moved(shards, world, choice, small, wanted)
+    if choice.point == INITIAL and shards.model.makes_beginning:
+        own = HostShard(small.kinds, wanted[world.rank])
+        shards.model.begin(own, small.random)
+    else:
+        own = _moved(shards, world, choice, small, wanted)
     shards.model.fill(own, small.state.slots)
     state.last.take(small.state.kept)
     state.step = choice.point.step
@@ -248,10 +253,11 @@ def _why_lost(brought: Sequence[Bringing]) -> str:
 
 
 class _Small(NamedTuple):
-    """What is not sharded of the chosen commit, and the tensors that are."""
+    """What is not sharded of the chosen commit, the tensors that are, and the source's random numbers."""
 
     state: SmallState
     kinds: tuple[TensorKind, ...]
+    random: Sources
 
 
 def _small(state: CommittedState, shards: ShardedState, world: World, choice: _Choice) -> _Small:
@@ -267,10 +273,12 @@ def _small(state: CommittedState, shards: ShardedState, world: World, choice: _C
             arrived = receive_snapshot(choice.transfer, world.rank)
         state.refuse_other_optimizers(arrived)
         small = SmallState(state.kept_of(arrived), arrived["slots"], arrived["trainable"])
-        return _Small(small, tuple(TensorKind(*kind) for kind in arrived["kinds"]))
+        kinds = tuple(TensorKind(*kind) for kind in arrived["kinds"])
+        return _Small(small, kinds, arrived["kept"]["random"])
     assert mine is not None
     kept = mine.small.kept or state.last.kept
-    return _Small(SmallState(kept, mine.small.slots, mine.small.trainable), mine.own.kinds)
+    small = SmallState(kept, mine.small.slots, mine.small.trainable)
+    return _Small(small, mine.own.kinds, kept["random"])
 
 
 def _snapshot(state: CommittedState, mine: Generation) -> dict[str, Any]:

@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from elasticd.checkpoint.client.tensors import is_plain, local_of, require_copyable
 from elasticd.worker.sharding.expected_state import expected_slots
 from elasticd.worker.sharding.host_shards import HostShard, Kinds, TensorKind
-from elasticd.worker.sharding.spans import Span, Spans, whole
+from elasticd.worker.sharding.initial_values import Init, InitialValues, is_bare
+from elasticd.worker.sharding.spans import Span, Spans, nothing, whole
 from elasticd.worker.values.contents import Contents, parameters_of
 from elasticd.worker.values.plaindata import copied, with_tensors
+from elasticd.worker.values.randomness import Sources
 from elasticd.worker.world.group import device, world_size
 from elasticd.worker.world.round_mesh import RoundMesh
 
@@ -37,10 +39,11 @@ class ShardedModel:
 
     The mesh is made anew for each world (see ``RoundMesh``), so ``shard`` must use the mesh that it is given.
 
-    ``unit``: the number of workers that hold one model together; 1: all workers.
+    ``unit``: the number of workers that hold one model together; 1: all workers. ``init``: see
+    ``InitialValues``.
     """
 
-    def __init__(self, contents: Contents, shard: Shard, unit: int = 1) -> None:
+    def __init__(self, contents: Contents, shard: Shard, unit: int = 1, init: Init | None = None) -> None:
         _refuse(contents)
         self._contents, self._shard, self.unit = contents, shard, unit
         self._template = template = contents.modules[_NAME]
@@ -50,14 +53,37 @@ class ShardedModel:
         self.sizes = [p.numel() for p in self._parameters]
         self._groups = self._numbered_groups()
         self._refuse_parameters_elsewhere()
+        self._initial = InitialValues(template, init) if is_bare(template) else None
+        if init is not None and self._initial is None:
+            raise TypeError(
+                "init= gives values to a model on the meta device, and this model has values: leave out init="
+            )
 
     def empty(self) -> tuple[HostShard, Slots]:
         """Free the memory of the script's module. Return what the module and the optimizers had: a copy of
-        their tensors, whole, and the rest of the optimizers' state (see ``slots``)."""
+        their tensors, whole, and the rest of the optimizers' state (see ``slots``). Of a module on the meta
+        device, the copy has no element (see ``begin``)."""
+        if self._initial is not None:
+            self._initial.make_buffers()
+            return HostShard(self.kinds(), nothing(self.sizes)), self.slots()
         had, slots = HostShard(self.kinds(), whole(self.sizes)), self.slots()
         self.copy_to(had)
         self._make_template()
         return had, slots
+
+    @property
+    def makes_beginning(self) -> bool:
+        """Whether each worker makes the initial values itself, by ``begin``."""
+        return self._initial is not None
+
+    def begin(self, shard: HostShard, random: Sources) -> None:
+        """Make the initial values of a model on the meta device. Copy the shard's part of them. ``random``:
+        the random numbers to draw, the same in all workers."""
+        assert self._initial is not None
+        for parameter, values in self._initial.parameters(random):
+            span = shard.spans[parameter]
+            for number in shard.of_parameter(parameter):
+                shard.tensor(number).copy_(values.reshape(-1)[span.first : span.end])
 
     # ------------------------------------------------------------ worlds
 
@@ -332,10 +358,10 @@ def _refuse(contents: Contents) -> None:
     if [*contents.modules] != [_NAME]:
         raise TypeError("with shard=, State keeps one module, which is given as model=")
     for name, parameter in contents.modules[_NAME].named_parameters():
-        if not is_plain(parameter):
+        if not (is_plain(parameter) or parameter.is_meta):
             raise TypeError(
-                f"{name} has no values yet, or is sharded: give State a model with its initial values, and "
-                "have shard= call fully_shard"
+                f"{name} has no values yet, or is sharded: give State a model with its initial values or on "
+                "the meta device, and have shard= call fully_shard"
             )
     require_copyable(contents.modules[_NAME], "shard")
     if not contents.parameters():

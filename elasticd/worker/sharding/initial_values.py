@@ -1,0 +1,148 @@
+"""The initial values of a model on the meta device, which has no memory.
+
+Each worker makes all values, one module after another, and keeps its part. So the values are the same for any
+layout, and a worker needs memory for one module besides its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from elasticd.worker.values import randomness
+
+Init = Callable[[str, nn.Module], Any]
+
+
+class InitialValues:
+    """Makes the initial values of a model on the meta device.
+
+    ``init(name, module)`` is called for each module that has parameters or buffers of its own, in the order
+    of ``named_modules()``. Those of the module are then whole, in the host's memory, and their values are
+    undefined. Those of the modules within have no memory. None: each module's ``reset_parameters()``.
+    """
+
+    def __init__(self, model: nn.Module, init: Init | None) -> None:
+        self._model, self._init = model, init
+        self._owners = [(n, m) for n, m in model.named_modules() if [*m.parameters(recurse=False)]]
+        self._with_buffers = [
+            (n, m) for n, m in model.named_modules() if any(b.is_meta for b in m.buffers(recurse=False))
+        ]
+        if init is None:
+            for name, module in (*self._owners, *self._with_buffers):
+                if not callable(getattr(module, "reset_parameters", None)):
+                    raise TypeError(
+                        f"{name or 'the model'} has no reset_parameters(), which would give it values: give "
+                        "State init= for a model on the meta device"
+                    )
+
+    def make_buffers(self) -> None:
+        """Give the model's buffers memory and values. Random numbers continue as if nothing was drawn."""
+        random = randomness.note()
+        for name, module in self._with_buffers:
+            module._buffers.update({k: _blank(b) for k, b in module._buffers.items() if b is not None})
+            self._call(name, module, {k: _blank_parameter(p) for k, p in _own(module).items()})
+            _require_values(name, module._buffers)
+        randomness.resume(random)
+
+    def parameters(self, random: randomness.Sources) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each parameter's number and values. ``random``: the random numbers to draw. Random numbers
+        then continue as if nothing was drawn. Raises TypeError if a parameter gets no values."""
+        outer = randomness.note()
+        randomness.resume(random)
+        try:
+            yield from self._made()
+        finally:
+            randomness.resume(outer)
+
+    def _made(self) -> Iterator[tuple[int, torch.Tensor]]:
+        numbers = {id(p): number for number, p in enumerate(self._model.parameters())}
+        last = {id(p): at for at, (_, module) in enumerate(self._owners) for p in _own(module).values()}
+        whole: dict[int, nn.Parameter] = {}  # by the parameter's id; those that further modules share stay
+        for at, (name, module) in enumerate(self._owners):
+            own = _own(module)
+            for p in own.values():
+                if id(p) not in whole:
+                    whole[id(p)] = _blank_parameter(p)
+            made = self._call(name, module, {key: whole[id(p)] for key, p in own.items()})
+            _require_values(name, made)
+            whole.update((id(p), made[key]) for key, p in own.items())
+            for parameter in {id(p) for p in own.values()}:
+                if last[parameter] == at:
+                    yield numbers[parameter], whole.pop(parameter).detach()
+
+    def _call(
+        self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter]
+    ) -> dict[str, nn.Parameter]:
+        """Call ``init`` for a module with these parameters. Return the parameters that it has then."""
+        bare = dict(module._parameters)
+        inner = [p for child in module.children() for p in child.parameters()]
+        versions = [p._version for p in inner]
+        module._parameters.update(parameters)
+        try:
+            with torch.no_grad():
+                if self._init is not None:
+                    self._init(name, module)
+                else:
+                    reset: Any = module.reset_parameters
+                    reset()
+            now = _own(module)
+        finally:
+            module._parameters.update(bare)
+        if [p._version for p in inner] != versions:
+            raise TypeError(
+                f"init= writes to modules within {name or 'the model'} while it is called for that module, "
+                "and they have no memory then: write to each module's own parameters when it is called for it"
+            )
+        for key, like in parameters.items():
+            if key not in now or (now[key].shape, now[key].dtype) != (like.shape, like.dtype):
+                raise TypeError(
+                    f"init= gives {_path(name, key)} another shape or type than the model has: keep both"
+                )
+        return {key: now[key] for key in parameters}
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {key: p for key, p in module._parameters.items() if p is not None}
+
+
+def is_bare(model: nn.Module) -> bool:
+    """Whether the model is on the meta device. Raises TypeError if only a part of it is."""
+    where = {p.is_meta for p in model.parameters()}
+    if len(where) > 1:
+        raise TypeError(
+            "some of the model's parameters are on the meta device and others are not: build the whole model "
+            "on the meta device, or none of it"
+        )
+    return True in where
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the host's memory that shows whether it was written to."""
+    room = torch.empty_like(tensor, device="cpu")
+    return room.fill_(torch.nan) if _has_nan(room) else room.zero_()
+
+
+def _blank_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(_blank(parameter.detach()), requires_grad=parameter.requires_grad)
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.itemsize > 1
+
+
+def _require_values(name: str, made: dict[str, Any]) -> None:
+    """Raise TypeError for a tensor of numbers that nobody has written to."""
+    for key, tensor in made.items():
+        if tensor is not None and _has_nan(tensor) and bool(tensor.isnan().any()):
+            raise TypeError(
+                f"{_path(name, key)} has got no values, or NaN: have init= write to all parameters and "
+                f"buffers of {name or 'the model'}"
+            )
+
+
+def _path(name: str, key: str) -> str:
+    return f"{name}.{key}".lstrip(".")

@@ -1,0 +1,116 @@
+"""A model on the meta device gets its initial values module by module."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elasticd.worker.sharding.initial_values import InitialValues, is_bare
+from elasticd.worker.values import randomness
+
+
+class Norm(nn.Module):
+    """A module with a parameter and buffers of several types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3))
+        self.register_buffer("mean", torch.empty(3))
+        self.register_buffer("counts", torch.empty(2, dtype=torch.long), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+        nn.init.zeros_(self.mean)
+        self.counts = torch.arange(2)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), Norm(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+
+
+def bare(make: Any = net) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+def values(model: nn.Module, init: Any = None) -> dict[str, torch.Tensor]:
+    initial = InitialValues(model, init)
+    initial.make_buffers()
+    made = dict(initial.parameters(randomness.note()))
+    return {name: made[number] for number, (name, _) in enumerate(model.named_parameters())}
+
+
+def test_the_values_have_the_bits_of_a_model_that_is_built_at_once_and_nothing_is_drawn():
+    torch.manual_seed(5)
+    built = net()
+    torch.manual_seed(5)
+    before, draws = torch.get_rng_state(), random.getstate()
+    model = bare()
+    made = values(model)
+    assert made.keys() == dict(built.named_parameters()).keys()
+    for name, parameter in built.named_parameters():
+        assert torch.equal(made[name], parameter), name
+    assert torch.equal(torch.get_rng_state(), before)
+    assert random.getstate() == draws
+    for name, buffer in built.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    assert is_bare(model), "the parameters took memory"
+
+
+def test_a_parameter_that_modules_share_is_made_once_by_the_last_of_them():
+    def pair() -> nn.Sequential:
+        both = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+        both[1].weight = both[0].weight
+        return both
+
+    seen: list[tuple[str, float]] = []
+
+    def init(name: str, module: nn.Module) -> None:
+        first = module.weight.flatten()[0].item()
+        seen.append((name, 0.0 if first != first else first))
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(int(name) + 1)
+
+    made = values(bare(pair), init)
+    assert seen == [("0", 0.0), ("1", 1.0)]
+    assert {name: value.unique().tolist() for name, value in made.items()} == {
+        "0.weight": [2.0],
+        "0.bias": [1.0],
+    }
+
+
+def without(key: str) -> Any:
+    def init(name: str, module: nn.Module) -> None:
+        for own, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if f"{name}.{own}" != key:
+                tensor.zero_()
+
+    return init
+
+
+def in_one_call(name: str, module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.zero_()
+
+
+def of_another_shape(name: str, module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "init", "sentence"),
+    [
+        (net, without("2.0.bias"), "2.0.bias has got no values, or NaN"),
+        (net, without("1.mean"), "1.mean has got no values, or NaN"),
+        (lambda: nn.TransformerEncoderLayer(4, 2, 4), in_one_call, "writes to modules within self_attn"),
+        (lambda: nn.Linear(2, 3), of_another_shape, "gives weight another shape or type"),
+    ],
+)
+def test_values_that_are_lost_or_missing_are_refused_in_a_sentence(make, init, sentence):
+    with pytest.raises(TypeError, match=sentence):
+        values(bare(make), init)
