@@ -60,7 +60,8 @@ class Event:
 class Plan:
     """``saves``: a saver has the commits. ``virtual_ranks``: 0 if the samples do not come from worker.Data.
     ``consistent``: in consistent mode. ``whole``: in DDP. ``overlap``: copies are sent while the next step
-    runs."""
+    runs. ``blocks_only``: the embedding and the norm are replicated. ``bare``: the model is on the meta
+    device at first."""
 
     workers: int
     redundancy: int
@@ -71,13 +72,17 @@ class Plan:
     consistent: bool = False
     whole: bool = False
     overlap: bool = False
+    blocks_only: bool = False
+    bare: bool = False
 
     def __str__(self) -> str:
         mode = f"HSDP of {self.unit}" if self.unit > 1 else "FSDP2"
         events = ", ".join(map(str, self.events))
         mode = "consistent " * self.consistent + mode
         more = (
-            ", overlap" * self.overlap
+            ", blocks only" * self.blocks_only
+            + ", meta device" * self.bare
+            + ", overlap" * self.overlap
             + ", saves" * self.saves
             + f", Data in {self.virtual_ranks}" * (self.virtual_ranks > 0)
         )
@@ -85,10 +90,13 @@ class Plan:
 
 
 def draw(seed: int) -> Plan:
-    """Return the plan of a seed. Half of the plans with copies send them while the next steps run. Half of
-    the plans have worker.Data, most of these in consistent mode. A fourth have a saver, and lose more workers
-    than there are copies. In most worlds of eight a worker is lost."""
+    """Return the plan of a seed. Half of the plans with copies send them while the next steps run. A third
+    have replicated parameters, and a third begin on the meta device. Half of the plans have worker.Data, most
+    of these in consistent mode. A fourth have a saver, and lose more workers than there are copies. In most
+    worlds of eight a worker is lost."""
     plan, chance = _simple(seed), random.Random(f"more shards {seed}")
+    parts = random.Random(f"parts {seed}")
+    plan = replace(plan, blocks_only=parts.random() < 0.3, bare=parts.random() < 0.3)
     plan = replace(plan, overlap=plan.redundancy > 0 and random.Random(f"overlap {seed}").random() < 0.5)
     if chance.random() < 0.5:
         consistent = random.Random(f"mode {seed}").random() < 0.7
@@ -154,8 +162,8 @@ class Agent(Crew):
         news = self.address + "-news"
         asked = str(self.folder), name, news, STEPS, plan.redundancy, plan.unit
         data = {"virtual_ranks": plan.virtual_ranks, "consistent": plan.consistent}
-        more = {"whole": plan.whole, "overlap": plan.overlap}
-        return self.start(shardgpt.work, *asked, saver=self._saver, **data, **more)
+        more = {"whole": plan.whole, "overlap": plan.overlap, "blocks_only": plan.blocks_only}
+        return self.start(shardgpt.work, *asked, saver=self._saver, bare=plan.bare, **data, **more)
 
     def see_through(self) -> None:
         """Run the training. Raises AssertionError if it does not end."""
@@ -243,13 +251,17 @@ class Agent(Crew):
 
 
 @functools.cache
-def undisturbed(virtual_ranks: int = 0) -> tuple[dict[int, set[float]], list[float | str]]:
+def undisturbed(
+    virtual_ranks: int = 0, *, blocks_only: bool = False
+) -> tuple[dict[int, set[float]], list[float | str]]:
     """Return the losses of each step, and the outcome, of one worker. ``virtual_ranks``: 0, or the number of
-    virtual ranks for a run of the whole model in consistent mode."""
+    virtual ranks for a run of the whole model in consistent mode. ``blocks_only``: gradients are clipped as
+    if only the blocks were sharded."""
     consistent = virtual_ranks > 0
     folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
     try:
         plan = Plan(1, 0, 1, (), virtual_ranks=virtual_ranks, consistent=consistent, whole=consistent)
+        plan = replace(plan, blocks_only=blocks_only)
         with Agent(plan, folder, random.Random(0)) as agent:
             agent.see_through()
             return agent.losses, agent.outcomes[0]
@@ -261,7 +273,8 @@ def run(seed: int, befell: Counter[str] | None = None) -> list[str]:
     """Run the plan of the seed. Return what is wrong with the run. ``befell`` counts the events, and where
     the state came from."""
     plan = draw(seed)
-    losses, outcome = undisturbed(plan.virtual_ranks if plan.consistent else 0)
+    exact = plan.virtual_ranks if plan.consistent else 0
+    losses, outcome = undisturbed(exact, blocks_only=plan.blocks_only)
     folder = Path(tempfile.mkdtemp(prefix="shardchaos-"))
     try:
         with Agent(plan, folder, random.Random(f"victims {seed}")) as agent:

@@ -29,6 +29,7 @@ from elasticd.checkpoint.client.tensors import full_of
 from elasticd.data.auditnotes import FOLDER, VARIABLE
 from elasticd.worker.steps import Step
 from tests.worker.jobs import begin
+from tests.worker.shardjob import copy_from
 from tests.worker.step_samples import StepSamples
 
 BATCH, CONTEXT = 12, 8
@@ -49,9 +50,14 @@ SHAPE = gpt.Shape(layers=2, heads=2, width=12, context=CONTEXT, vocabulary=31)
 
 
 def shard(model: Any, mesh: DeviceMesh) -> None:
+    shard_blocks(model, mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def shard_blocks(model: Any, mesh: DeviceMesh) -> None:
+    """Shard the blocks only: the embedding and the norm are replicated."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
 
 
 @functools.cache
@@ -73,11 +79,14 @@ def work(
     consistent: bool = False,
     whole: bool = False,
     overlap: bool = False,
+    blocks_only: bool = False,
+    bare: bool = False,
 ) -> None:
     """Run the whole script. ``news``: the socket that gets each committed step, the outcome, and each read
     from disk. ``saver``: commits are saved, in its memory and on disk. ``virtual_ranks``: 0, or the number of
     virtual ranks if the samples come from worker.Data and are noted for an audit. ``consistent``: in
-    consistent mode. ``whole``: each worker has the whole model."""
+    consistent mode. ``whole``: each worker has the whole model. ``blocks_only``: only the blocks are sharded.
+    ``bare``: the model is on the meta device at first."""
     begin(address, folder, name, saver)
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     told.connect("\0" + news)
@@ -93,9 +102,18 @@ def work(
         )
     torch.manual_seed(5)
     model = gpt.GPT(SHAPE).double()
+    if bare:
+        options["init"] = functools.partial(copy_from, model)
+        with torch.device("meta"):
+            model = gpt.GPT(SHAPE).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if not whole:
-        options |= {"shard": shard, "redundancy": redundancy, "overlap": overlap, "unit": unit}
+        options |= {
+            "shard": shard_blocks if blocks_only else shard,
+            "redundancy": redundancy,
+            "overlap": overlap,
+            "unit": unit,
+        }
     state = worker.State(model=model, optimizer=optimizer, **options)
 
     @worker.run
@@ -103,7 +121,7 @@ def work(
         for begun in state.steps(steps):
             step = begun if isinstance(begun, int) else begun.number
             loss = learn(state, begun) if isinstance(begun, int) else learn_of_data(state, begun)
-            nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
+            clip(state.model, 1.0, apart=blocks_only)
             state.optimizer.step()
             state.optimizer.zero_grad()
             told.send(json.dumps([name, "step", step, loss]).encode())
@@ -112,6 +130,20 @@ def work(
         told.send(json.dumps([name, "outcome", steps, weights]).encode())
 
     run(state)
+
+
+def clip(model: Any, norm_max: float, *, apart: bool) -> None:
+    """Clip the gradients. ``apart``: those of the blocks and the others apart, after taking one norm."""
+    if not apart:
+        nn.utils.clip_grad_norm_(model.parameters(), norm_max)
+        return
+    named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    of_blocks = [p for name, p in named if name.startswith("blocks.")]
+    kinds = [of_blocks, [p for name, p in named if not name.startswith("blocks.")]]
+    norms = [full_of(nn.utils.get_total_norm([p.grad for p in its])) for its in kinds]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for its in kinds:
+        nn.utils.clip_grads_with_norm_(its, norm_max, norm)
 
 
 def outcome(weights: torch.Tensor, *, exact: bool) -> float | str:
