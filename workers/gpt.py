@@ -85,16 +85,27 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, recompute) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
 
-        features = shape.width // shape.heads // 2
-        speeds = 10000.0 ** (-torch.arange(features) / features)
-        angles = torch.outer(torch.arange(shape.context), speeds)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.shape = shape
+        table = torch.empty(shape.context, shape.width // shape.heads // 2)
+        self.register_buffer("cos", table, persistent=False)
+        self.register_buffer("sin", table.clone(), persistent=False)
+        for name, module in self.named_modules():
+            self.fill(name, module)
 
-        for name, parameter in self.named_parameters():
+    @torch.no_grad()
+    def fill(self, name: str, module: nn.Module) -> None:
+        """Give a module's own parameters and buffers their initial values. ``name``: of the module."""
+        layers, (context, features) = self.shape.layers, self.cos.shape
+        is_residual = name.endswith(("mix", "down"))
+        for parameter in module.parameters(recurse=False):
             if parameter.dim() > 1:
-                is_residual = name.endswith(("mix.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers) if is_residual else 0.02)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_residual else 0.02)
+            else:
+                nn.init.ones_(parameter)
+        if module is self:
+            angles = torch.outer(torch.arange(context), 10000.0 ** (-torch.arange(features) / features))
+            self.cos.copy_(angles.cos())
+            self.sin.copy_(angles.sin())
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]

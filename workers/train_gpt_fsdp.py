@@ -71,7 +71,7 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.shape, self.windows_total = shape, (len(text.train) - 1) // shape.context
         torch.manual_seed(options.seed)
-        model = GPT(self.shape, recompute=options.recompute).to(device)
+        model = GPT(self.shape, recompute=options.recompute)  # fully_shard moves each worker's part
         self.model = spread(model, bf16=device.type == "cuda" if options.bf16 is None else options.bf16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
         self.checkpoints = worker.Checkpoints(options.checkpoints)

@@ -9,14 +9,14 @@
 workers hold one model together (hybrid sharding): choose it if N workers have the memory, since replicas
 need no further copies.
 
-**How**: elasticd.worker shards the model for each world with the function ``spread``. At each commit a worker
-copies its part of the weights and of the optimizer's state to the host's memory, and sends it to
-``--redundancy`` other workers, on other nodes if there are any.
+**How**: elasticd.worker shards the model for each world with the function ``spread``. The model is built
+without memory, and ``GPT.fill`` gives each module its initial values. At each commit a worker copies its part
+of the weights and of the optimizer's state to the host's memory, and sends it to ``--redundancy`` other
+workers, on other nodes if there are any.
 
 **Cost**: that of train_gpt_fsdp.py, the copy, and the time to send it at each commit. The copies need host
-memory for 2 x (1 + redundancy) times a worker's part. At its start each worker has the whole model in host
-memory, for a moment twice. ``--commit-every K`` copies and sends less often, and repeats up to K steps after
-a loss.
+memory for 2 x (1 + redundancy) times a worker's part. ``--commit-every K`` copies and sends less often, and
+repeats up to K steps after a loss.
 
 **When a worker dies**: the others keep their process, take its part from a replica or a copy, shard the model
 anew, and go on from the last commit. The replacement joins at a commit. If more workers are lost at once than
@@ -107,11 +107,14 @@ def main() -> None:
     with parser.checks():
         text = read_text(options.data)
     torch.manual_seed(options.seed)
-    model = GPT(shape, recompute=options.recompute)  # in host memory: State puts a part of it on the device
+    with torch.device("meta"):
+        model = GPT(shape, recompute=options.recompute)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     bf16 = worker.device().type == "cuda" if options.bf16 is None else options.bf16
     shard = functools.partial(spread, bf16=bf16)
-    state = worker.State(model=model, optimizer=optimizer, shard=shard, redundancy=options.redundancy)
+    state = worker.State(
+        model=model, optimizer=optimizer, shard=shard, init=model.fill, redundancy=options.redundancy
+    )
     train(state, text, shape, options)
 
 
