@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import NamedTuple
 
 from elasticd.core.facts import Limits, Members, Node
@@ -67,21 +66,23 @@ def has_none_for_one_state(nodes: Sequence[Node]) -> bool:
     """Whether the nodes together have less memory than one whole state takes. False if that is not known."""
     state = _state_of(nodes)
     known = state is not None and all(node.memory for node in nodes)
-    return known and state is not None and sum(node.memory for node in nodes) < state.own
+    least = state.own + state.replicated if state is not None else 0
+    return known and sum(node.memory for node in nodes) < least
 
 
 def _state_of(nodes: Iterable[Node]) -> StateMemory | None:
     """Return what the job's sharded state takes. Workers may know more after their first step, so the largest
-    counts."""
+    counts, and of equal ones that which knows what is replicated."""
     known = [node.state for node in nodes if node.state is not None]
-    return max(known, key=attrgetter(*StateMemory.__slots__), default=None)
+    return max(known, key=lambda state: (state.own + state.replicated, state.replicated, state), default=None)
 
 
 def _need(state: StateMemory, each: int, have: int, limits: Limits) -> int:
     """Return the size of the smallest world that is larger than ``have`` and holds the state in ``each``
     bytes of each worker; 0 if there is none. ``limits.max`` may be smaller."""
-    if state.unit > 1 or not each:
+    left = each - state.replicated
+    if state.unit > 1 or left <= 0:
         return 0  # each unit holds the whole state, however many units there are
-    least = max(have + 1, -(-(state.own + state.redundancy * state.copy) // each))
+    least = max(have + 1, -(-(state.own + state.redundancy * state.copy) // left))
     least += -least % limits.unit
     return next((size for size in limits.sizes if size >= least), least)

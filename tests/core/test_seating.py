@@ -347,6 +347,7 @@ def sizes(nodes: list[Node], limits: Limits = ANY) -> dict[str, int]:
         (StateMemory(64, 32, 2), 1, 64),
         (StateMemory(96, 48, 1, unit=2), 4, 48),  # each shard has a replica already
         (StateMemory(96, 48, 2, unit=2), 4, 60),
+        (StateMemory(64, 32, 1, replicated=5), 4, 29),
         (StateMemory(96, 48, 0, unit=2), 3, 32),  # no whole units, so all workers hold one state together
     ],
 )
@@ -392,6 +393,13 @@ def test_the_workers_that_are_needed_make_a_world_that_the_limits_know(limits: L
     assert found is not None and (found.have, found.need) == (2, need)
 
 
+def test_the_larger_world_has_room_beside_what_each_worker_has_whole() -> None:
+    known = StateMemory(80 * GB, replicated=4 * GB)
+    nodes = [with_memory("a", 1, 20 * GB, known), with_memory("b", 1, 20 * GB, StateMemory(84 * GB))]
+    found = shortage.find(nodes, seating.form_in_any_memory(nodes, None, ANY, (), NOW), ANY)
+    assert found == (2, 5, 88 * GB, 20 * GB)
+
+
 def test_no_number_of_units_is_enough_where_a_unit_has_no_room() -> None:
     nodes = [with_memory(name, 2, 24 * GB, StateMemory(96 * GB, unit=2)) for name in "abcd"]
     limits = Limits(2, 8, 2)
@@ -400,14 +408,16 @@ def test_no_number_of_units_is_enough_where_a_unit_has_no_room() -> None:
     assert found == (8, 0, 384 * GB, 12 * GB)
 
 
-def _state_memory(in_use: int, kept: int, redundancy: int) -> StateMemory:
-    return StateMemory(in_use + kept, kept, redundancy)
+def _state_memory(in_use: int, kept: int, redundancy: int, replicated: int) -> StateMemory:
+    return StateMemory(in_use + kept, kept, redundancy, replicated=replicated)
 
 
 @given(
     slots=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     memory=st.lists(st.integers(0, 40), min_size=5, max_size=5),
-    state=st.builds(_state_memory, st.integers(0, 99), st.integers(0, 50), st.integers(0, 2)),
+    state=st.builds(
+        _state_memory, st.integers(0, 99), st.integers(0, 50), st.integers(0, 2), st.integers(0, 9)
+    ),
     most=st.integers(1, 12),
 )
 def test_the_world_is_the_largest_of_those_with_room(

@@ -162,6 +162,11 @@ class ShardedModel:
         """The parameters that each worker has whole, since ``shard`` leaves them out."""
         return [p for p in self._parameters if not _is_sharded(p)]
 
+    @property
+    def spans_of_replicated(self) -> Spans:
+        """The whole of each parameter that is replicated, and nothing of the others."""
+        return tuple(Span(0, 0 if _is_sharded(p) else p.numel()) for p in self._parameters)
+
     def kinds(self) -> Kinds:
         """Return the tensors of the present state that have the shapes of parameters."""
         return tuple(TensorKind(n, optimizer, slot, t.dtype) for n, optimizer, slot, t in self._tensors())

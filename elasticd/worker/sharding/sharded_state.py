@@ -62,13 +62,15 @@ class ShardedState:
         self._copies: Copies | None = None  # of the newest commit, on their way
         self._complete = True  # no worker lacks the newest commit, or a copy of it
         self.sizes = ShardSizes(0, 0, 0)
-        self._whole = size_of(model.expected_kinds(), whole(model.sizes))
+        self._sharded = size_of(model.expected_kinds(), whole(model.sizes))  # bytes of all shards together
+        self._replicated = 0  # bytes of what each worker has whole, as far as known
 
     @property
     def memory(self) -> StateMemory:
         """What the state takes of the host's memory."""
-        kept, in_use = GENERATIONS * self._whole, self._whole if self.model.is_in_host_memory else 0
-        return StateMemory(kept + in_use, kept, self.redundancy, self.model.unit)
+        times = GENERATIONS + self.model.is_in_host_memory
+        own, replicated = times * self._sharded, times * self._replicated
+        return StateMemory(own, GENERATIONS * self._sharded, self.redundancy, self.model.unit, replicated)
 
     @property
     def spans(self) -> Sequence[Spans]:
@@ -172,7 +174,8 @@ class ShardedState:
     def _measure(self, kinds: Kinds, world: World) -> None:
         """Note how much memory the sharded state takes in this world, and say it if it has changed.
         ``kinds``: the tensors of the state."""
-        self._whole = size_of(kinds, whole(self.model.sizes))
+        self._replicated = size_of(kinds, self.model.spans_of_replicated)
+        self._sharded = size_of(kinds, whole(self.model.sizes)) - self._replicated
         own = size_of(kinds, self._spans[world.rank])
         guarded = sum(
             size_of(kinds, self._copied[owner])
