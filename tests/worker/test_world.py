@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -167,6 +168,138 @@ def test_a_world_cuts_what_torch_has_connected_and_no_connection_of_the_scripts_
         assert other.recv(64) == b"still there"
     with pytest.raises(RuntimeError):
         store.get("known")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two worlds of this process that share a store, without a group. ``made``: the store clients that they
+    have made."""
+
+    server: dist.TCPStore
+    worlds: list[World]
+    made: list[dist.TCPStore]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made: list[dist.TCPStore] = []
+    connect = World._connect
+
+    def noting(world: World) -> dist.TCPStore:
+        made.append(connect(world))
+        return made[-1]
+
+    monkeypatch.setattr(World, "_connect", noting)
+    worlds = [a_world(server.port), a_world(server.port)]
+    for rank, world in enumerate(worlds):
+        world.rank = rank
+        with world._connecting():
+            world._store = world._connect()
+        world._formed = True
+    yield Pair(server, worlds, made)
+    for world in worlds:
+        world.close()
+
+
+def in_threads(*calls: Callable[[], object]) -> list[object]:
+    """Return what the calls return, each made in a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [asked.result(timeout=60) for asked in [threads.submit(call) for call in calls]]
+
+
+def until_a_wait_holds(client: dist.TCPStore) -> None:
+    """Return once a wait of another thread keeps other calls of the client from their answers."""
+    while True:
+        call = threading.Thread(target=client.add, args=("calls", 1))
+        call.start()
+        call.join(0.1)
+        if call.is_alive():
+            return
+
+
+def test_a_planned_end_makes_no_connection_while_no_worker_waits(pair: Pair) -> None:
+    """torch asks DNS for a name at each connection."""
+    for world in pair.worlds:
+        world.ask_to_leave(going=False)
+    first, second = pair.worlds
+    assert in_threads(lambda: first.ends_with_commit(1), lambda: second.ends_with_commit(1)) == [True, True]
+    assert len(pair.made) == len(pair.worlds)
+
+
+def test_a_planned_end_that_comes_while_a_worker_waits_ends_with_the_same_commit(pair: Pair) -> None:
+    first, second = pair.worlds
+    first._commit = 6
+    waiting = threading.Thread(target=lambda: heard.append(first.wait_for_value("from the other")))
+    heard: list[str] = []
+    waiting.start()
+    while not first._awaited:
+        pass
+    for world in pair.worlds:
+        world.ask_to_leave(going=False)
+    second.set_value("from the other", "7")
+    waiting.join(60)
+    assert heard == ["7"]
+    assert second._await("last step") == "7"
+    assert first.ends_with_commit(7)
+    assert len(pair.made) == len(pair.worlds) + 1, "only the worker that waited needed another client"
+
+
+def test_a_planned_end_that_comes_while_torch_waits_with_the_store_ends_with_the_same_commit(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the script makes a group, and another worker makes it only after its next commit."""
+    monkeypatch.setattr(group_module, "ANSWER_S_MAX", 0.1)
+    first, second = pair.worlds
+    torchs = threading.Thread(target=lambda: first._store.wait(["group"], timedelta(seconds=60)))
+    torchs.start()
+    until_a_wait_holds(first._store)
+    for world in pair.worlds:
+        world.ask_to_leave(going=False)
+    assert second.ends_with_commit(1)
+    second._store.set("group", "")
+    torchs.join(60)
+    assert first.ends_with_commit(1)
+
+
+def test_a_wait_that_comes_while_a_planned_end_is_announced_begins_once_it_is(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced = threading.Event()
+    add = dist.TCPStore.add
+
+    def slowly(store: dist.TCPStore, *args: Any) -> int:
+        announced.wait()
+        return add(store, *args)
+
+    monkeypatch.setattr(dist.TCPStore, "add", slowly)
+    first, second = pair.worlds
+    for world in pair.worlds:
+        world.ask_to_leave(going=False)
+    with ThreadPoolExecutor(2) as threads:
+        ends = [threads.submit(world.ends_with_commit, 1) for world in (first, second)]
+        while not (first._awaited and second._awaited):
+            pass
+        announced.set()
+        assert [end.result(timeout=60) for end in ends] == [True, True]
+    assert len(pair.made) == len(pair.worlds)
+
+
+def test_a_wait_ends_with_the_world_while_a_planned_end_is_being_announced_in_vain(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced = threading.Event()
+    monkeypatch.setattr(dist.TCPStore, "add", lambda *_: announced.wait())
+    first, _ = pair.worlds
+    first.ask_to_leave(going=False)
+    with ThreadPoolExecutor(1) as threads:
+        ends = threads.submit(first.ends_with_commit, 1)
+        while not first._awaited:
+            pass
+        first.abort()
+        assert ends.result(timeout=60)
+    assert pair.server.get("last step") == b"left", "the other workers end their waits, too"
+    announced.set()
 
 
 def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_waited_for(

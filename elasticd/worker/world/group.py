@@ -125,6 +125,8 @@ class World:
         self.sums_begun = self.sums = 0  # backward passes since the last commit: begun, and completed
         self._address = enter.env["MASTER_ADDR"], int(enter.env["MASTER_PORT"])
         self._lock = threading.Lock()
+        self._told = threading.Condition(self._lock)
+        self._telling = False
         self._commit = 0
         self._last_commit: int | None = None
         self._leaving = False
@@ -283,15 +285,21 @@ class World:
             if self._leaves_early or self._leaving:
                 return
             self._leaving = True
-            commit = self._commit
+            # A client makes one call at a time. So the client of the training thread serves only if that
+            # thread does not wait with it, and lets that thread wait only once this is done.
+            self._telling = not self._awaited
+            commit = str(self._commit)
 
         def write_commit() -> None:
-            # A new client, since a client makes one call at a time, and the other may be waiting.
-            store = self._connect()
-            store.set(f"step of {self.rank}", str(commit))
-            if store.add("told", 1) == self.size:
-                commits = store.multi_get([f"step of {rank}" for rank in range(self.size)])
-                store.compare_set("last step", "", str(max(map(int, commits)) + 1))
+            try:
+                store = self._client_that_answers(f"step of {self.rank}", commit)
+                if store.add("told", 1) == self.size:
+                    commits = store.multi_get([f"step of {rank}" for rank in range(self.size)])
+                    store.compare_set("last step", "", str(max(map(int, commits)) + 1))
+            finally:
+                with self._told:
+                    self._telling = False
+                    self._told.notify_all()
 
         _use_store_in_thread(write_commit)
 
@@ -302,6 +310,7 @@ class World:
                 return
             self.over = True
             awaited = self._awaited
+            self._told.notify_all()
         if awaited:
             # This ends the wait in all workers, unless the awaited value came first.
             told = _use_store_in_thread(lambda: self._connect().compare_set(awaited, "", _LEFT))
@@ -315,6 +324,7 @@ class World:
         ``forget``."""
         with self._lock:
             self.over = True
+            self._told.notify_all()
         self._cut()
 
     def forget(self) -> None:
@@ -357,6 +367,19 @@ class World:
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S_MAX)
         )
 
+    def _client_that_answers(self, key: str, value: str) -> dist.TCPStore:
+        """Set the value with the client of the training thread, or else with a new client, and return the
+        client. A new client costs a connection, for which torch asks DNS for a name. It is needed if the
+        training thread waits, here or within torch, as while the script makes a group."""
+        if self._telling:
+            answered = _use_store_in_thread(lambda: self._store.set(key, value))
+            with contextlib.suppress(queue.Empty):
+                if answered.get(timeout=ANSWER_S_MAX):
+                    return self._store
+        store = self._connect()
+        store.set(key, value)
+        return store
+
     def _await(self, key: str) -> str:
         """Wait for a value that is the same for all workers. The value is set once: by a worker that knows
         it, or by the first worker that must leave, to ``_LEFT``."""
@@ -365,6 +388,10 @@ class World:
                 return _LEFT
             self._awaited = key
         try:
+            with self._told:
+                self._told.wait_for(lambda: self.over or not self._telling)
+            if self.over:
+                return _LEFT
             self._store.wait([key], _FOREVER)
             return self._store.get(key).decode()
         finally:
