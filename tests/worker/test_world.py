@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import queue
 import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -202,16 +203,26 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         world.close()
 
 
-def in_threads(*calls: Callable[[], object]) -> list[object]:
-    """Return what the calls return, each made in a thread of its own."""
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return [asked.result(timeout=60) for asked in [threads.submit(call) for call in calls]]
+ANSWER_S_MAX = 20.0  # for a wait that has all it needs
+
+
+def begun(call: Callable[[], object]) -> queue.SimpleQueue[object]:
+    """Make the call in another thread. The queue gets what the call returns."""
+    answer: queue.SimpleQueue[object] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answer.put(call()), daemon=True).start()
+    return answer
+
+
+def end_together(worlds: list[World], commit: int) -> bool:
+    """Whether all workers leave their world with the commit."""
+    ends = [begun(functools.partial(world.ends_with_commit, commit)) for world in worlds]
+    return all(end.get(timeout=ANSWER_S_MAX) for end in ends)
 
 
 def until_a_wait_holds(client: dist.TCPStore) -> None:
     """Return once a wait of another thread keeps other calls of the client from their answers."""
     while True:
-        call = threading.Thread(target=client.add, args=("calls", 1))
+        call = threading.Thread(target=client.add, args=("calls", 1), daemon=True)
         call.start()
         call.join(0.1)
         if call.is_alive():
@@ -222,26 +233,21 @@ def test_a_planned_end_makes_no_connection_while_no_worker_waits(pair: Pair) -> 
     """torch asks DNS for a name at each connection."""
     for world in pair.worlds:
         world.ask_to_leave(going=False)
-    first, second = pair.worlds
-    assert in_threads(lambda: first.ends_with_commit(1), lambda: second.ends_with_commit(1)) == [True, True]
+    assert end_together(pair.worlds, 1)
     assert len(pair.made) == len(pair.worlds)
 
 
 def test_a_planned_end_that_comes_while_a_worker_waits_ends_with_the_same_commit(pair: Pair) -> None:
     first, second = pair.worlds
     first._commit = 6
-    waiting = threading.Thread(target=lambda: heard.append(first.wait_for_value("from the other")))
-    heard: list[str] = []
-    waiting.start()
+    heard = begun(lambda: first.wait_for_value("from the other"))
     while not first._awaited:
         pass
     for world in pair.worlds:
         world.ask_to_leave(going=False)
     second.set_value("from the other", "7")
-    waiting.join(60)
-    assert heard == ["7"]
-    assert second._await("last step") == "7"
-    assert first.ends_with_commit(7)
+    assert heard.get(timeout=ANSWER_S_MAX) == "7"
+    assert end_together(pair.worlds, 7)
     assert len(pair.made) == len(pair.worlds) + 1, "only the worker that waited needed another client"
 
 
@@ -251,15 +257,14 @@ def test_a_planned_end_that_comes_while_torch_waits_with_the_store_ends_with_the
     """As while the script makes a group, and another worker makes it only after its next commit."""
     monkeypatch.setattr(group_module, "ANSWER_S_MAX", 0.1)
     first, second = pair.worlds
-    torchs = threading.Thread(target=lambda: first._store.wait(["group"], timedelta(seconds=60)))
-    torchs.start()
+    torchs = begun(lambda: first._store.wait(["group"], timedelta(seconds=60)))
     until_a_wait_holds(first._store)
     for world in pair.worlds:
         world.ask_to_leave(going=False)
-    assert second.ends_with_commit(1)
+    assert end_together([second], 1)
     second._store.set("group", "")
-    torchs.join(60)
-    assert first.ends_with_commit(1)
+    torchs.get(timeout=ANSWER_S_MAX)
+    assert end_together([first], 1)
 
 
 def test_a_wait_that_comes_while_a_planned_end_is_announced_begins_once_it_is(
@@ -273,15 +278,13 @@ def test_a_wait_that_comes_while_a_planned_end_is_announced_begins_once_it_is(
         return add(store, *args)
 
     monkeypatch.setattr(dist.TCPStore, "add", slowly)
-    first, second = pair.worlds
     for world in pair.worlds:
         world.ask_to_leave(going=False)
-    with ThreadPoolExecutor(2) as threads:
-        ends = [threads.submit(world.ends_with_commit, 1) for world in (first, second)]
-        while not (first._awaited and second._awaited):
-            pass
-        announced.set()
-        assert [end.result(timeout=60) for end in ends] == [True, True]
+    ends = begun(lambda: end_together(pair.worlds, 1))
+    while not all(world._awaited for world in pair.worlds):
+        pass
+    announced.set()
+    assert ends.get(timeout=2 * ANSWER_S_MAX)
     assert len(pair.made) == len(pair.worlds)
 
 
@@ -292,12 +295,11 @@ def test_a_wait_ends_with_the_world_while_a_planned_end_is_being_announced_in_va
     monkeypatch.setattr(dist.TCPStore, "add", lambda *_: announced.wait())
     first, _ = pair.worlds
     first.ask_to_leave(going=False)
-    with ThreadPoolExecutor(1) as threads:
-        ends = threads.submit(first.ends_with_commit, 1)
-        while not first._awaited:
-            pass
-        first.abort()
-        assert ends.result(timeout=60)
+    ends = begun(lambda: first.ends_with_commit(1))
+    while not first._awaited:
+        pass
+    first.abort()
+    assert ends.get(timeout=ANSWER_S_MAX)
     assert pair.server.get("last step") == b"left", "the other workers end their waits, too"
     announced.set()
 
