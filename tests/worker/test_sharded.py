@@ -404,6 +404,16 @@ def test_losses_before_the_first_commit_have_the_rest_begin_again(crew, tmp_path
     assert_like(crew, tmp_path, (0,), undisturbed)
 
 
+@pytest.mark.parametrize("feature", ["", "left out"], ids=["all are sharded", "ignored_params"])
+def test_a_loss_before_the_first_commit_is_made_good_from_copies_of_the_initial_values(
+    crew, tmp_path, undisturbed, feature
+):
+    crew.begin(tmp_path, NOTHING, Accident("summed", 0), NOTHING, job=shardjob.train, feature=feature)
+    crew.all_ended()
+    assert_like(crew, tmp_path, (0, 2), undisturbed)
+    assert all(crew.hands[i].entered[-1].source == Source.COPY for i in (0, 2))
+
+
 def test_a_worker_that_should_have_stayed_and_leaves_hands_over_before_the_next_world(
     crew, tmp_path, undisturbed
 ):

@@ -172,7 +172,7 @@ def _take(
     state.lay_out()
     wanted = _wanted(shards, world)
     if choice.point == INITIAL and shards.model.makes_beginning:
-        own = HostShard(small.kinds, wanted[world.rank])
+        own = HostShard(shards.model.in_order(small.kinds), wanted[world.rank])
         shards.model.begin(own, small.random)
     else:
         own = _moved(shards, world, choice, small, wanted)
@@ -294,11 +294,11 @@ def _moved(
     shards: ShardedState, world: World, choice: _Choice, small: _Small, wanted: Sequence[Spans]
 ) -> HostShard:
     """Return this rank's part of the chosen commit, after all parts have moved. Raises WorldChanged."""
-    own = HostShard(small.kinds, wanted[world.rank])
+    own = HostShard(shards.model.in_order(small.kinds), wanted[world.rank])
     held = [shard for _, shard in held_shards(shards.generations)]
     moves = plan_moves(choice.held, choice.point, wanted)
     with world.or_over():
-        carry_out(moves, small.kinds, held, own)
+        carry_out(moves, held, own)
     if world.rank == 0 and choice.point > INITIAL:
         moved = sum(move.span.size for move in moves if move.sender != move.receiver)
         _log.info(

@@ -56,6 +56,11 @@ class HostShard:
         """All tensors, flat, as views. Each commit writes them, so the views are made once."""
         return [self.tensor(number) for number in range(len(self.kinds))]
 
+    @cached_property
+    def numbers(self) -> dict[TensorKind, int]:
+        """The number of each tensor."""
+        return {kind: number for number, kind in enumerate(self.kinds)}
+
     def tensor(self, number: int, span: Span | None = None) -> torch.Tensor:
         """Return the elements of tensor ``number``, flat, as a view. ``span``: only these elements of the
         whole tensor, which this shard must have."""

@@ -26,9 +26,9 @@ class _Message(NamedTuple):
     memory: torch.Tensor | None
 
 
-def carry_out(moves: Iterable[Move], kinds: Kinds, held: Sequence[HostShard], into: HostShard) -> None:
+def carry_out(moves: Iterable[Move], held: Sequence[HostShard], into: HostShard) -> None:
     """Carry out the moves, on all ranks together. ``held``: the shards that this rank holds. ``into``: what
-    this rank wants."""
+    this rank wants, with the tensors in the same order on all ranks."""
     rank = dist.get_rank()
 
     def messages() -> Iterator[_Message]:
@@ -36,7 +36,10 @@ def carry_out(moves: Iterable[Move], kinds: Kinds, held: Sequence[HostShard], in
             if rank not in (move.sender, move.receiver):
                 continue
             for number in into.of_parameter(move.parameter):
-                sent = held[move.shard].tensor(number, move.span) if rank == move.sender else None
+                sent = None
+                if rank == move.sender:
+                    its = held[move.shard]
+                    sent = its.tensor(its.numbers[into.kinds[number]], move.span)
                 room = into.tensor(number, move.span) if rank == move.receiver else None
                 if sent is not None and room is not None:
                     room.copy_(sent)
