@@ -171,6 +171,54 @@ def test_one_digest_comes_out_of_ddp_and_fsdp2_and_hsdp_in_a_world_of_any_size(
             assert found == [whole] * len(found), world
 
 
+class Chain(nn.Module):
+    """A model of layers that share a bias. Each layer is sharded by itself, and the bias is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+        for layer in self.layers:
+            layer.bias = self.layers[0].bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        for part in (*self.layers, self):
+            fully_shard(part, mesh=mesh, ignored_params={self.layers[0].bias})
+
+
+def with_a_shared_bias() -> list[str]:
+    """Return the results in DDP and in FSDP2."""
+    found = []
+    for options in ({}, {"shard": Chain.shard}):
+        torch.manual_seed(3)
+        model = Chain()
+        samples = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1))
+        data = worker.Data(samples, global_batch=BATCH, virtual_ranks=VIRTUAL_RANKS, consistent=True)
+        state = worker.State(
+            model=model, optimizer=torch.optim.AdamW(model.parameters()), data=data, said=[], **options
+        )
+
+        @worker.run
+        def run(state: worker.State) -> str:
+            for step in state.steps():
+                for batch in step:
+                    step.backward(state.model(batch).square().mean())
+                state.optimizer.step()
+                state.optimizer.zero_grad()
+                state.commit()
+            return digest(state)
+
+        found.append(run(state))
+    return found
+
+
+def test_one_digest_comes_out_if_sharded_modules_share_a_parameter_that_is_left_out(tmp_path: Path) -> None:
+    first, second = in_world(2, tmp_path, with_a_shared_bias)
+    assert first == second == [first[0]] * 2
+
+
 def gradients(refused: bool) -> tuple[float, float, str]:
     """Return three things: the gradient of a step of two parts in bfloat16; the gradient of the script's own
     backward pass after the run function; and the error if the script makes such a pass during a step."""

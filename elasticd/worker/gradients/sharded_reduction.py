@@ -363,8 +363,8 @@ class ShardedReduction:
 
 
 def _units(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[_Unit]:
-    """Return the modules that fully_shard gathers as one, and the whole model. A parameter that modules share
-    is the first's."""
+    """Return the whole model, and the modules that fully_shard gathers as one. A parameter that several of
+    them have, which is then replicated, is the whole model's: its gradient arrives at the last of them."""
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     units = [_Unit(model, [])]
 
@@ -378,4 +378,11 @@ def _units(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[_Unit]:
             visit(child, unit)
 
     visit(model, units[0])
+    owners: dict[int, set[int]] = {}
+    for number, unit in enumerate(units):
+        for place in unit.places:
+            owners.setdefault(place[2], set()).add(number)
+    for unit in units[1:]:
+        units[0].places.extend(place for place in unit.places if len(owners[place[2]]) > 1)
+        unit.places[:] = [place for place in unit.places if len(owners[place[2]]) == 1]
     return units
