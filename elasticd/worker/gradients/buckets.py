@@ -54,7 +54,7 @@ class Bucket:
         self._slice = -(-elements // (exchange.size * _ALIGNED)) * _ALIGNED
         self._running = RunningSums(exchange.leaves, exchange.size * self._slice, examples[0])
         self._rows = self._running.rows  # after ``gather``, the first row is the total
-        self._views = [_views(row, examples) for row in self._rows]
+        self._views = [cut(row, examples) for row in self._rows]
         self.arrival_elements = exchange.arriving * self._slice
         self._arrived = self._rows[:0]
         self._works: list[dist.Work] = []
@@ -144,7 +144,7 @@ def fill(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[list[int
     return sorted([*full, *open_.values()], key=lambda members: places[members[-1]])
 
 
-def _views(row: torch.Tensor, examples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def cut(row: torch.Tensor, examples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Cut a row into views, one for each example, with the strides of the tensor's gradient."""
     ends = [0]
     for like in examples:

@@ -6,14 +6,16 @@ averages those of the other parameters, at the end of each backward pass.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from elasticd.worker.gradients.buckets import Gradients, fill
+from elasticd.worker.gradients.buckets import Gradients, cut, fill
 from elasticd.worker.gradients.consistent import add_earlier
 
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -34,9 +36,6 @@ class ReplicatedGradients:
 
     def watch(self) -> None:
         """Watch the parameters that are not frozen. Call the method before each forward pass."""
-        if torch._C._current_graph_task_id() == -1:  # no pass is under way, so those that are noted failed
-            while self._earlier:
-                add_earlier(self._parameters, self._earlier.popitem()[1])
         for number, parameter in enumerate(self._parameters):
             if parameter.requires_grad and number not in self._hooks:
                 self._hooks[number] = parameter.register_hook(self._before_gradient)  # type: ignore[no-untyped-call]
@@ -49,11 +48,19 @@ class ReplicatedGradients:
     def _before_gradient(self, _: torch.Tensor) -> None:
         """Before a pass adds its first gradient, keep the gradients of earlier passes apart."""
         under_way = torch._C._current_graph_task_id()
-        if under_way not in self._earlier:
-            self._earlier[under_way] = [p.grad for p in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
-            _engine.queue_callback(lambda: self._end_pass(under_way))
+        if under_way in self._earlier:
+            return
+        self._earlier[under_way] = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        end = partial(self._end_pass, under_way)
+        weakref.finalize(end, self._give_back, under_way)  # torch drops the call if the pass fails
+        _engine.queue_callback(end)
+
+    def _give_back(self, under_way: int) -> None:
+        """Add the gradients of earlier passes, if the pass has failed."""
+        if (earlier := self._earlier.pop(under_way, None)) is not None:
+            add_earlier(self._parameters, earlier)
 
     @torch.no_grad()
     def _end_pass(self, under_way: int) -> None:
@@ -76,16 +83,19 @@ def average(parameters: Sequence[torch.Tensor]) -> None:
         return
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     used = gradients[0].new_tensor([p.grad is not None for p in parameters], dtype=torch.float32)
-    buckets = [
-        (members, torch.cat([gradients[n].reshape(-1) for n in members]))
-        for members in fill(gradients, range(len(gradients)))
-    ]
-    works = [dist.all_reduce(tensor, async_op=True) for tensor in (used, *(flat for _, flat in buckets))]
+    works = [dist.all_reduce(used, async_op=True)]
+    buckets = []
+    for members in fill(gradients, range(len(gradients))):
+        likes = [parameters[n] for n in members]
+        flat = gradients[members[0]].new_empty(sum(p.numel() for p in likes))
+        parts = cut(flat, likes)
+        torch._foreach_copy_(parts, [gradients[n] for n in members])
+        works.append(dist.all_reduce(flat, async_op=True))
+        buckets.append((members, flat, parts))
     for work in works:
         work.wait()
     is_used = used.tolist()
-    for members, flat in buckets:
-        parts = torch.split(flat / size, [gradients[n].numel() for n in members])
+    for members, flat, parts in buckets:
+        flat.div_(size)
         for number, part in zip(members, parts, strict=True):
-            parameter = parameters[number]
-            parameter.grad = part.view(parameter.shape) if is_used[number] else None
+            parameters[number].grad = part if is_used[number] else None
