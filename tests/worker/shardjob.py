@@ -25,6 +25,7 @@ from elasticd import worker
 from elasticd.data.auditnotes import EVERY, FOLDER, VARIABLE
 from elasticd.worker.joining import shard_agreement
 from elasticd.worker.sharding import sharded_state
+from elasticd.worker.sharding.host_shards import HostShard
 from elasticd.worker.steps import Step
 from tests.worker.jobs import NOTHING, Accident, begin, commit, hear_of_leaving
 from tests.worker.step_samples import StepSamples, noise
@@ -475,3 +476,44 @@ def laid_out_twice() -> tuple[Any, Any, int]:
         nn.utils.clip_grad_norm_(state.model.parameters(), 0.5)
         of.leave()
     return found[0], found[1], sys.getrefcount(group) - references
+
+
+class Unshardable(nn.Module):
+    """A model with a parameter that is one number, and one that is not contiguous. Neither can be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
+        self.last = nn.Linear(2, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).flatten(1)) * self.scale
+
+
+def laid_out_with_odd_parameters() -> list[Any]:
+    """Return the values and strides after a step, and after a change of layout."""
+    net = Unshardable()
+    options = {"shard": lambda model, mesh: fully_shard(model.last, mesh=mesh) and None}
+    state = worker.State(net, torch.optim.AdamW(net.parameters()), **options)
+    of, [initial] = state._committed.shards.model, state._committed.shards.generations
+    of.lay_out(of.trainable, 1)
+    of.fill(initial.own, initial.small.slots)
+    state.model(torch.ones(1, 2, 2, 2)).sum().backward()
+    state.optimizer.step()
+    found = [values_of(state)]
+    kept, slots = HostShard(of.kinds(), of.spans), of.slots()
+    of.copy_to(kept)
+    of.leave()
+    of.lay_out(of.trainable, 2)
+    of.fill(kept, slots)
+    return [*found, values_of(state)]
+
+
+def values_of(state: worker.State) -> list[Any]:
+    tensors = [
+        whole(tensor)
+        for p in state.model.parameters()
+        for tensor in (p.detach(), *(value for _, value in sorted(state.optimizer.state[p].items())))
+    ]
+    return [(tensor.stride(), tensor.tolist()) for tensor in tensors]

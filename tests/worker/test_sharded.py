@@ -515,3 +515,8 @@ def test_a_layout_keeps_what_the_script_has_set_and_lets_go_of_the_process_group
     before, after, references = in_world(1, tmp_path, shardjob.laid_out_twice)[0]
     assert before == after
     assert references == 0, "a world's group stays in memory, with its threads and connections"
+
+
+def test_numbers_and_tensors_in_another_order_of_memory_stay_as_they_are(tmp_path):
+    before, after = in_world(1, tmp_path, shardjob.laid_out_with_odd_parameters)[0]
+    assert before == after

@@ -96,7 +96,12 @@ class ShardedModel:
         model = copy.deepcopy(self._template)
         returned = self._shard(model, mesh)
         self._refuse_result(model, returned, mesh)
-        buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items()]
+        on_device: dict[int, torch.Tensor | None] = {}  # fully_shard moves those of its own modules only
+        buffers = [
+            (m._buffers, name, on_device.setdefault(id(b), b if b is None else b.to(device())))
+            for m in model.modules()
+            for name, b in m._buffers.items()
+        ]
         model.to_empty(device=device())
         for owner, name, buffer in buffers:
             owner[name] = buffer
@@ -152,8 +157,9 @@ class ShardedModel:
         found = []
         for parameter in self._parameters:
             local, offsets = local_of(parameter.detach())
-            inner = any(offsets) and parameter.numel() // parameter.shape[0]
-            first = offsets[0] * inner if local.numel() else 0
+            first = 0
+            if local.numel() and any(offsets):
+                first = offsets[0] * (parameter.numel() // parameter.shape[0])
             found.append(Span(first, first + local.numel()))
         return tuple(found)
 
@@ -201,7 +207,7 @@ class ShardedModel:
             for number, parameter in enumerate(self._parameters):
                 if parameter in optimizer.state:
                     state = optimizer.state[parameter].items()
-                    rest = {slot: value for slot, value in state if not _has_shape_of(value, parameter)}
+                    rest = {slot: value for slot, value in state if not _is_laid_out(slot, value, parameter)}
                     self._refuse_tensors(rest, name, number)
                     of[number] = copied(rest, f"State's {name}.state")
         return found
@@ -248,7 +254,7 @@ class ShardedModel:
             yield number, "", "", parameter  # not detached, since each view of a DTensor takes 20 µs
             for name, optimizer in sorted(self._contents.optimizers.items()):
                 for slot, value in sorted(optimizer.state.get(parameter, {}).items()):
-                    if _has_shape_of(value, parameter):
+                    if _is_laid_out(slot, value, parameter):
                         yield number, name, slot, value
 
     def _place(self, number: int) -> tuple[bool, int]:
@@ -382,20 +388,24 @@ def _refuse(contents: Contents) -> None:
         raise TypeError("with shard=, State needs a model that has parameters")
 
 
-def _has_shape_of(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether the value is laid out like the parameter: both are whole, or both are sharded."""
+def _is_laid_out(slot: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a value of an optimizer's state is laid out like the parameter: both are whole, or both are
+    sharded. The number of steps is not, even if the parameter is a number too."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return False
+    if not value.dim() and slot == "step":
         return False
     return getattr(value, "placements", None) == getattr(parameter, "placements", None)
 
 
 def laid_out_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is laid out like a parameter. ``local``: this rank's elements, which are not
-    copied if they are on the parameter's device."""
+    copied if they are on the parameter's device and the parameter is contiguous."""
     from torch.distributed.tensor import DTensor  # imported late, since only sharded models need it
 
     if not _is_sharded(parameter):
-        return local.view(parameter.shape).to(parameter.device)
+        laid = local.view(parameter.shape).to(parameter.device)
+        return laid if parameter.is_contiguous() else torch.empty_like(parameter).copy_(laid)
     like = parameter.to_local()
     return DTensor.from_local(
         local.view(like.shape).to(like.device),
