@@ -255,6 +255,7 @@ def test_a_leaving_worker_hands_over_what_no_staying_replica_has(
 
 
 A, B, C = (cut(12, part, 3) for part in range(3))
+WHOLE, NONE = (Span(0, 5),), (Span(0, 0),)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +266,18 @@ A, B, C = (cut(12, part, 3) for part in range(3))
         ([[A], [B, C], [C]], [True, True, False], [Passing(0, 0, 2), Passing(1, 0, 2)]),
         ([[], [], [A, B]], [False, False, True], [Passing(2, 0, 0), Passing(2, 1, 1)]),
         ([[A], [B]], [True, True], []),
+        ([[A + WHOLE, B + NONE], [B + WHOLE]], [False, True], []),
+        ([[B + NONE], [B + WHOLE]], [False, True], [Passing(1, 0, 0)]),
     ],
-    ids=["one stays", "there is a copy", "two leave", "all are new", "nobody stays"],
+    ids=[
+        "one stays",
+        "there is a copy",
+        "two leave",
+        "all are new",
+        "nobody stays",
+        "there is a copy without a replicated parameter",
+        "a replicated parameter leaves",
+    ],
 )
 def test_workers_outside_a_later_round_give_each_shard_once_to_a_staying_worker_that_lacks_it(
     held: list[list[Spans]], going: list[bool], passed: list[Passing]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from elasticd.worker.sharding.spans import CommitPoint, HeldShard, Span, Spans
@@ -80,8 +80,9 @@ class Passing(NamedTuple):
 def plan_passing(
     held: Sequence[Sequence[HeldShard]], point: CommitPoint, going: Sequence[bool]
 ) -> list[Passing]:
-    """Return which shards the ranks that go give to ranks that stay, so that these have all shards of one
-    commit. Empty if no rank stays. ``held``: the shards that each rank holds."""
+    """Return which shards the ranks that go give to ranks that stay, so that these have all spans of one
+    commit. Empty if no rank stays. ``held``: the shards that each rank holds. A copy lacks the parameters
+    that each rank has whole."""
     shards = [
         (rank, number, shard.spans)
         for rank, its in enumerate(held)
@@ -89,15 +90,20 @@ def plan_passing(
         if shard.point == point
     ]
     load = {rank: 0 for rank, goes in enumerate(going) if not goes}
-    there = {spans for rank, _, spans in shards if not going[rank]}
+    there = {span for rank, _, spans in shards if not going[rank] for span in _numbered(spans)}
     passed: list[Passing] = []
     for rank, number, spans in shards:
-        if spans not in there and load:
-            there.add(spans)
+        if load and not there.issuperset(_numbered(spans)):
+            there.update(_numbered(spans))
             receiver = min(load, key=lambda other: (load[other], other))
             load[receiver] += 1
             passed.append(Passing(rank, number, receiver))
     return passed
+
+
+def _numbered(spans: Spans) -> Iterator[tuple[int, Span]]:
+    """Yield each parameter's number and span, unless it is empty."""
+    return ((number, span) for number, span in enumerate(spans) if span.size)
 
 
 def replicas(spans: Sequence[Spans]) -> list[tuple[int, ...]]:
