@@ -331,7 +331,9 @@ REFUSED = {
     "no mesh": "shard= lays body.weight out over another mesh",
     "sparse": "body.weight has no values yet, or is sharded",
     "meta": "the model has no reset_parameters(), which would give it values: give State init=",
-    "partly meta": "some of the model's parameters are on the meta device and others are not",
+    "partly meta": "a part of the model is on the meta device, and other parameters are not",
+    "buffer on meta": "a part of the model is on the meta device, and other parameters are not",
+    "optimizer on meta": "optimizer has made sum for weight, which is on the meta device",
     "init": "init= gives values to a model on the meta device, and this model has values",
     "init alone": "init= is a function that gives a model on the meta device its values, for shard=",
     "no init of a buffer": "calls has got no values, or NaN: have init= write to all",
@@ -384,6 +386,12 @@ def partly_bare() -> Net:
     return net
 
 
+def buffer_bare() -> Net:
+    net = Net()
+    net.calls = net.calls.to("meta")
+    return net
+
+
 def sparse() -> Net:
     net = Net()
     net.body.weight = nn.Parameter(net.body.weight.detach().to_sparse())
@@ -414,6 +422,8 @@ def refusals() -> dict[str, str]:
         "sparse": {"model": sparse},
         "meta": {"model": lambda: Net().to("meta")},
         "partly meta": {"model": partly_bare},
+        "buffer on meta": {"model": buffer_bare},
+        "optimizer on meta": {"model": lambda: nn.Linear(2, 2).to("meta"), "optimizer": torch.optim.Adagrad},
         "init": {"init": no_init},
         "init alone": {"init": no_init, "shard": None},
         "no init of a buffer": {"init": no_init, "model": lambda: Net().to("meta")},

@@ -93,6 +93,14 @@ def without(key: str) -> Any:
     return init
 
 
+def test_buffers_that_have_values_keep_them():
+    model = bare()
+    model[1].mean = torch.arange(3.0)
+    InitialValues(model, without("1.mean")).make_buffers()
+    assert model[1].mean.tolist() == [0.0, 1.0, 2.0]
+    assert model[1].counts.tolist() == [0, 0]
+
+
 def in_one_call(name: str, module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter.zero_()
@@ -107,6 +115,7 @@ def of_another_shape(name: str, module: nn.Module) -> None:
     [
         (net, without("2.0.bias"), "2.0.bias has got no values, or NaN"),
         (net, without("1.mean"), "1.mean has got no values, or NaN"),
+        (net, without("1.counts"), "1.counts has got no values, or -9223372036854775808"),
         (lambda: nn.TransformerEncoderLayer(4, 2, 4), in_one_call, "writes to modules within self_attn"),
         (lambda: nn.Linear(2, 3), of_another_shape, "gives weight another shape or type"),
     ],

@@ -506,6 +506,16 @@ def test_a_lost_shard_comes_from_the_newest_checkpoint(
         assert crew.hands[int(name)].entered[-1].source == source
 
 
+def test_workers_that_build_the_model_in_different_ways_are_refused_in_a_sentence(crew, tmp_path):
+    for name, feature in (("0", ""), ("1", "bare")):
+        crew.start(shardjob.train, str(tmp_path), name, feature=feature)
+    crew.form()
+    crew.all_ended()
+    for name in "01":
+        said = (tmp_path / f"{name}.err").read_text().splitlines()[-1]
+        assert "some workers have built the model on the meta device, and others have not" in said
+
+
 def test_what_cannot_be_sharded_anew_is_refused_in_a_sentence(tmp_path):
     said = in_world(1, tmp_path, shardjob.refusals)[0]
     assert [name for name, sentence in said.items() if shardjob.REFUSED[name] not in sentence] == []

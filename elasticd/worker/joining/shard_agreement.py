@@ -171,6 +171,11 @@ def _take(
     shards.model.lay_out(small.state.trainable, world.number)
     state.lay_out()
     wanted = _wanted(shards, world)
+    if choice.point == INITIAL and len({h.spans for b in brought for h in b.held if h.point == INITIAL}) > 1:
+        raise RuntimeError(
+            "some workers have built the model on the meta device, and others have not: build it in the same "
+            "way in each worker"
+        )
     if choice.point == INITIAL and shards.model.makes_beginning:
         own = HostShard(shards.model.in_order(small.kinds), wanted[world.rank])
         shards.model.begin(own, small.random)

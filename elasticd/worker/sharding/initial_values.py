@@ -6,7 +6,7 @@ layout, and a worker needs memory for one module besides its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ class InitialValues:
     """Makes the initial values of a model on the meta device.
 
     ``init(name, module)`` is called for each module that has parameters or buffers of its own, in the order
-    of ``named_modules()``. Those of the module are then whole, in the host's memory, and their values are
-    undefined. Those of the modules within have no memory. None: each module's ``reset_parameters()``.
+    of ``named_modules()``, and may be called again. Those of the module are then whole, in the host's memory,
+    and their values are undefined. Those of the modules within have no memory. None: each module's
+    ``reset_parameters()``.
     """
 
     def __init__(self, model: nn.Module, init: Init | None) -> None:
@@ -43,9 +44,10 @@ class InitialValues:
         """Give the model's buffers memory and values. Random numbers continue as if nothing was drawn."""
         random = randomness.note()
         for name, module in self._with_buffers:
-            module._buffers.update({k: _blank(b) for k, b in module._buffers.items() if b is not None})
+            bare = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
+            module._buffers.update({k: _blank(b) for k, b in bare.items()})
             self._call(name, module, {k: _blank_parameter(p) for k, p in _own(module).items()})
-            _require_values(name, module._buffers)
+            _require_values(name, {k: module._buffers.get(k) for k in bare})
         randomness.resume(random)
 
     def parameters(self, random: randomness.Sources) -> Iterator[tuple[int, torch.Tensor]]:
@@ -110,37 +112,48 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def is_bare(model: nn.Module) -> bool:
-    """Whether the model is on the meta device. Raises TypeError if only a part of it is."""
-    where = {p.is_meta for p in model.parameters()}
-    if len(where) > 1:
+    """Whether the model's parameters are on the meta device. Raises TypeError if only a part of the model
+    is."""
+    parameters = {p.is_meta for p in model.parameters()}
+    if len(parameters) > 1 or (parameters == {False} and any(b.is_meta for b in model.buffers())):
         raise TypeError(
-            "some of the model's parameters are on the meta device and others are not: build the whole model "
+            "a part of the model is on the meta device, and other parameters are not: build the whole model "
             "on the meta device, or none of it"
         )
-    return True in where
+    return parameters == {True}
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in the host's memory that shows whether it was written to."""
     room = torch.empty_like(tensor, device="cpu")
-    return room.fill_(torch.nan) if _has_nan(room) else room.zero_()
+    mark = _mark(room)
+    return room.zero_() if mark is None else room.fill_(mark)
 
 
 def _blank_parameter(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(_blank(parameter.detach()), requires_grad=parameter.requires_grad)
 
 
-def _has_nan(tensor: torch.Tensor) -> bool:
-    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.itemsize > 1
+def _mark(tensor: torch.Tensor) -> float | int | None:
+    """Return a number that a tensor of this type has only where nobody has written to it. None: there is no
+    such number, since any may be meant."""
+    if tensor.itemsize == 1 or not tensor.dtype.is_signed:
+        return None
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.nan
+    return torch.iinfo(tensor.dtype).min
 
 
-def _require_values(name: str, made: dict[str, Any]) -> None:
-    """Raise TypeError for a tensor of numbers that nobody has written to."""
+def _require_values(name: str, made: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise TypeError for a tensor that nobody has written to, or not to all of it."""
     for key, tensor in made.items():
-        if tensor is not None and _has_nan(tensor) and bool(tensor.isnan().any()):
+        if tensor is None or (mark := _mark(tensor)) is None:
+            continue
+        is_nan = mark != mark
+        if bool((tensor.isnan() if is_nan else tensor == mark).any()):
             raise TypeError(
-                f"{_path(name, key)} has got no values, or NaN: have init= write to all parameters and "
-                f"buffers of {name or 'the model'}"
+                f"{_path(name, key)} has got no values, or {'NaN' if is_nan else mark}: have init= write to "
+                f"all parameters and buffers of {name or 'the model'}"
             )
 
 

@@ -64,6 +64,7 @@ class ShardedModel:
         their tensors, whole, and the rest of the optimizers' state (see ``slots``). Of a module on the meta
         device, the copy has no element (see ``begin``)."""
         if self._initial is not None:
+            self._refuse_slots()
             self._initial.make_buffers()
             return HostShard(self.kinds(), nothing(self.sizes)), self.slots()
         had, slots = HostShard(self.kinds(), whole(self.sizes)), self.slots()
@@ -278,6 +279,16 @@ class ShardedModel:
                         f"{name} keeps parameters in its attribute {key}, where State cannot replace them: "
                         "with shard= an optimizer may keep parameters in param_groups only"
                     )
+
+    def _refuse_slots(self) -> None:
+        """Raise TypeError for an optimizer that has tensors for parameters that have no values yet."""
+        for kind in self.kinds():
+            if kind.optimizer:
+                name = self.names[kind.parameter]
+                raise TypeError(
+                    f"{kind.optimizer} has made {kind.slot} for {name}, which is on the meta device: use an "
+                    "optimizer that makes its state in its first step, or build the model on the CPU"
+                )
 
     def _refuse_tensors(self, rest: dict[str, Any], name: str, number: int) -> None:
         """Raise TypeError for a tensor that is more than one number."""
