@@ -24,7 +24,6 @@ def in_two_passes() -> list[Gradient]:
     gradients = ReplicatedGradients(parameters)
     (parameters[0] * (1 + rank)).sum().backward()
     parameters[3].requires_grad_(True)
-    gradients.watch()
     used = [parameters[0], parameters[3], *parameters[1 : 1 + rank]]
     torch.stack([p * (10 + 10 * rank) for p in used]).sum().backward()
     gradients.close()
@@ -40,7 +39,7 @@ def test_each_pass_adds_the_average_over_the_workers(tmp_path):
 def after_a_failed_pass() -> Gradient:
     """Return the gradient after three passes, of which the second fails."""
     [parameter] = parameters = [nn.Parameter(torch.ones(2))]
-    gradients = ReplicatedGradients(parameters)
+    ReplicatedGradients(parameters)
     (parameter * (1 + dist.get_rank())).sum().backward()
 
     def fail(_: torch.Tensor) -> None:
@@ -52,7 +51,6 @@ def after_a_failed_pass() -> Gradient:
         (other * 1 + parameter * 100).sum().backward()  # the gradient of the last product comes first
     kept = parameter.grad.tolist()
     parameter.grad = None
-    gradients.watch()  # as before a forward pass
     (parameter * (1 + dist.get_rank())).sum().backward()
     return [*kept, *parameter.grad.tolist()]
 
@@ -66,11 +64,10 @@ def test_a_failed_pass_loses_no_earlier_gradient_and_the_next_one_is_averaged(tm
 def computed_again() -> Gradient:
     """Return the gradient of a parameter that is used in a pass within a pass."""
     [parameter] = parameters = [nn.Parameter(torch.ones(2))]
-    gradients = ReplicatedGradients(parameters)
+    ReplicatedGradients(parameters)
     scale = 1.0 + dist.get_rank()
 
     def inner(x: torch.Tensor) -> torch.Tensor:
-        gradients.watch()
         return x * parameter
 
     x = torch.ones(2, requires_grad=True)

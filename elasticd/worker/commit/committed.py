@@ -222,8 +222,6 @@ class CommittedState:
         self.uncommitted.before_forward()
         if isinstance(self.reduction, AveragedReduction):
             self.reduction.calls(name)
-        if self._replicated is not None:
-            self._replicated.watch()
 
     # ------------------------------------------------------------ commits
 

@@ -7,7 +7,7 @@ averages those of the other parameters, at the end of each backward pass.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,20 +30,15 @@ class ReplicatedGradients:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._hooks: dict[int, RemovableHandle] = {}
         self._earlier: dict[int, Gradients] = {}  # by pass under way: the gradients of earlier passes
-        self.watch()
-
-    def watch(self) -> None:
-        """Watch the parameters that are not frozen. Call the method before each forward pass."""
-        for number, parameter in enumerate(self._parameters):
-            if parameter.requires_grad and number not in self._hooks:
-                self._hooks[number] = parameter.register_hook(self._before_gradient)  # type: ignore[no-untyped-call]
+        self._hooks = [
+            _hooked(p, self._before_gradient) for p in parameters if p.is_floating_point() or p.is_complex()
+        ]
 
     def close(self) -> None:
-        for hook in self._hooks.values():
+        for hook in self._hooks:
             hook.remove()
-        self._hooks, self._earlier = {}, {}
+        self._hooks, self._earlier = [], {}
 
     def _before_gradient(self, _: torch.Tensor) -> None:
         """Before a pass adds its first gradient, keep the gradients of earlier passes apart."""
@@ -68,6 +63,15 @@ class ReplicatedGradients:
         if (earlier := self._earlier.pop(under_way, None)) is not None:
             average([p for p in self._parameters if p.requires_grad])
             add_earlier(self._parameters, earlier)
+
+
+def _hooked(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Have ``hook`` called before the parameter gets a gradient, also if it is frozen and trains later."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch refuses a hook of a frozen parameter, and keeps one
+    handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(trains)
+    return handle
 
 
 def average(parameters: Sequence[torch.Tensor]) -> None:
