@@ -304,6 +304,30 @@ def test_a_wait_ends_with_the_world_while_a_planned_end_is_being_announced_in_va
     announced.set()
 
 
+def at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the first worker's world end as soon as the worker has said that its function has returned."""
+    add = dist.TCPStore.add
+
+    def adding(store: dist.TCPStore, key: str, number: int) -> int:
+        count = add(store, key, number)
+        if store is pair.worlds[0]._store and key == "returned":
+            pair.worlds[0].abort()
+        return count
+
+    monkeypatch.setattr(dist.TCPStore, "add", adding)
+
+
+@pytest.mark.parametrize("end", [at_once, None], ids=["at once", "later"])
+def test_workers_agree_whether_all_have_returned_however_a_world_ends_meanwhile(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, end: Callable[..., None] | None
+) -> None:
+    if end is not None:
+        end(pair, monkeypatch)
+    returned = [begun(world.end) for world in pair.worlds]
+    [have_returned] = {each.get(timeout=ANSWER_S_MAX) for each in returned}
+    assert have_returned or end is not None
+
+
 def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

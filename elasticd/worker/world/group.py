@@ -233,10 +233,13 @@ class World:
     def end(self) -> bool:
         """Wait until the run functions of all workers have returned, or the world ends. Return whether they
         have returned; the answer is the same on all workers."""
-        try:
+
+        def say_so() -> None:
             if self._store.add("returned", 1) == self.size:
                 self._store.compare_set("outcome", "", "done")
-            return self._await("outcome") == "done"
+
+        try:
+            return self._await("outcome", say_so) == "done"
         except RuntimeError:
             return False
 
@@ -380,9 +383,13 @@ class World:
         store.set(key, value)
         return store
 
-    def _await(self, key: str) -> str:
+    def _await(self, key: str, before: Callable[[], None] = lambda: None) -> str:
         """Wait for a value that is the same for all workers. The value is set once: by a worker that knows
-        it, or by the first worker that must leave, to ``_LEFT``."""
+        it, or by the first worker that must leave, to ``_LEFT``. If the world ends meanwhile, it may have
+        been set before, so only the store knows.
+
+        ``before``: called first, unless the world is over already. The value may depend on that call.
+        """
         with self._lock:
             if self.over:
                 return _LEFT
@@ -390,8 +397,7 @@ class World:
         try:
             with self._told:
                 self._told.wait_for(lambda: self.over or not self._telling)
-            if self.over:
-                return _LEFT
+            before()
             self._store.wait([key], _FOREVER)
             return self._store.get(key).decode()
         finally:
