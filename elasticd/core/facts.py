@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from operator import attrgetter
 from typing import Final
 
 from elasticd.core.age import Age
@@ -245,11 +246,15 @@ class Members(tuple[Member, ...]):
 
     @cached_property
     def by_node(self) -> Mapping[str, Member]:
-        return {m.node: m for m in self}
+        return dict(zip(map(attrgetter("node"), self), self, strict=True))
+
+    @cached_property
+    def slots_by_node(self) -> Mapping[str, tuple[int, ...]]:
+        return dict(map(attrgetter("node", "slots"), self))
 
     @cached_property
     def workers(self) -> int:
-        return sum([len(m.slots) for m in self])
+        return sum(map(len, map(attrgetter("slots"), self)))
 
 
 class Phase(StrEnum):

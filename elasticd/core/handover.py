@@ -48,7 +48,7 @@ def members(
     """
     if newest is None:
         return Members()
-    beside = {heir.node: heir.slots for heir in heirs}
+    beside = heirs.slots_by_node
     hold = any(nodes[n].age == newest and _both(nodes[n].holders, slots) for n, slots in beside.items())
     never_began = newest.agreed < round.number and not (round.planned or round.handover)
     if hold and not never_began:
@@ -88,7 +88,7 @@ def _parts_left_out(
 ) -> _Slots:
     """Return the slots with a part of a sharded state that are not among the heirs, and have not given the
     part away. A worker that was not in the last round has no part, or gave it away before."""
-    seats, out = _seats(round), _left_out(round)
+    seats, out = round.indexed.slots_by_node, _left_out(round)
     going, staying = _without(seats, heirs), _without(seats, out)
     if not going:
         return {}
@@ -125,12 +125,8 @@ def _have_given(round: Round, nodes: Mapping[str, Node]) -> _Slots:
     there = [(member, nodes.get(name)) for name, member in round.by_node.items()]
     wait = {n.name: n.ready for m, n in there if n is not None and n.incarnation == m.incarnation}
     out = _left_out(round)
-    kept = _without(_seats(round), out)
+    kept = _without(round.indexed.slots_by_node, out)
     return out if kept and not _without(kept, wait) else {}
-
-
-def _seats(round: Round) -> _Slots:
-    return {name: member.slots for name, member in round.by_node.items()}
 
 
 def _left_out(round: Round) -> _Slots:
@@ -139,7 +135,9 @@ def _left_out(round: Round) -> _Slots:
     for ranks in round.left_out:
         first = bisect_right(members, ranks.first, key=attrgetter("base_rank")) - 1
         end = bisect_left(members, ranks.end, key=attrgetter("base_rank"))
-        for member in members[first:end]:
+        some = members[first:end]
+        out.update(map(attrgetter("node", "slots"), some[1:-1]))  # of these, all ranks are in the range
+        for member in (some[0], some[-1]) if len(some) > 1 else some:
             begin = member.base_rank
             slots = member.slots[max(0, ranks.first - begin) : ranks.end - begin]
             out[member.node] = (*out[member.node], *slots) if member.node in out else slots

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
+from operator import attrgetter, eq
 
 from elasticd.core import shortage
 from elasticd.core.facts import (
@@ -40,13 +42,20 @@ def candidates(
 ) -> Sequence[Node]:
     """Return the nodes that may be in the next round, each with the slots that can get work. ``live``:
     members of ``round`` count although they have not released it."""
-    if not (live or spec.drain):  # then nearly all nodes of a large job can get work in all their slots
-        number, whole = round.number if round is not None else 0, not spec.inplace
-        plain = [n.released >= number and not n.draining and (whole or n.ready == n.slots) for n in nodes]
-        if all(plain):
-            return nodes
-    offers = [candidate(node, spec, round, live=live) for node in nodes]
-    return [offer for offer in offers if offer is not None]
+    released = round.number if round is not None and not live else 0
+    whole, drained = not spec.inplace, {d.node for d in spec.drain}
+    # nearly all nodes of a large job can get work in all their slots
+    plain = [
+        n.released >= released and not n.draining and (whole or n.ready == n.slots) and n.name not in drained
+        for n in nodes
+    ]
+    if all(plain):
+        return nodes
+    offers = [
+        node if is_plain else candidate(node, spec, round, live=live)
+        for node, is_plain in zip(nodes, plain, strict=True)
+    ]
+    return [*filter(None, offers)]
 
 
 def candidate(node: Node, spec: Spec, round: Round | None, *, live: bool = False) -> Node | None:
@@ -76,13 +85,12 @@ def _seat(node: Node, round: Round | None) -> Member | None:
     return round.member(node.name, node.incarnation) if round is not None else None
 
 
-def _seats(nodes: Iterable[Node], round: Round | None) -> list[Member | None]:
+def _seats(nodes: Sequence[Node], round: Round | None) -> list[Member | None]:
     """Return the seat of each node."""
     there = round.by_node if round is not None else {}
-    return [
-        had if (had := there.get(node.name)) is not None and had.incarnation == node.incarnation else None
-        for node in nodes
-    ]
+    had = map(there.get, map(attrgetter("name"), nodes))
+    is_of = zip(had, map(attrgetter("incarnation"), nodes), strict=True)
+    return [seat if seat is not None and seat.incarnation == own else None for seat, own in is_of]
 
 
 def room(node: Node, limits: Limits, quarantines: Iterable[Quarantine], now: float) -> int:
@@ -113,7 +121,7 @@ def order(nodes: Sequence[Node], last: Round | None) -> tuple[list[Node], list[M
     size = last.world_size if last is not None else 0
     ranks = [seat.base_rank if seat is not None else size for seat in seats]
     numbers = sorted(range(len(nodes)), key=ranks.__getitem__)
-    return [nodes[number] for number in numbers], [seats[number] for number in numbers]
+    return [*map(nodes.__getitem__, numbers)], [*map(seats.__getitem__, numbers)]
 
 
 _Holding = Mapping[str, tuple[int, ...]]
@@ -154,16 +162,16 @@ def form_in_any_memory(
     """
     ordered, seats = order(nodes, last)
     out = {q.node for q in quarantines}
-    usable = [node.slots for node in ordered]
+    usable: list[tuple[int, ...]] = [*map(attrgetter("slots"), ordered)]
     for number in [number for number, node in enumerate(ordered) if node.name in out] if out else ():
         usable[number] = usable_slots(ordered[number], quarantines, now)
-    chosen: Iterable[tuple[Node, Sequence[int]]]
+    best: Iterable[tuple[int, Sequence[int]]]
     if _are_all_in(ordered, usable, last, limits):
-        chosen = zip(ordered, usable, strict=True)
+        best = enumerate(usable)
     else:
         best = _best(ordered, usable, seats, limits, (holding or newest_holders)(ordered))
-        chosen = ((ordered[number], slots) for number, slots in best)
-    places = ((node.name, node.incarnation, slots) for node, slots in chosen if slots)
+    own = attrgetter("name", "incarnation")
+    places = [(*own(ordered[number]), slots) for number, slots in best if slots]
     return seat(places, last.indexed if last is not None else Members())
 
 
@@ -174,8 +182,10 @@ def _are_all_in(
     no unit is divided between nodes. Of a large job this is known sooner than what is best."""
     sizes = list(map(len, usable))
     workers, unit = sum(sizes), limits.unit
+    if limits.largest(workers) != workers:
+        return False
     spares = [node for node, size in zip(nodes, sizes, strict=True) if 0 < node.most < size]
-    if spares or limits.largest(workers) != workers:
+    if spares:
         return False
     if unit == 1:
         return True
@@ -219,7 +229,8 @@ def ranks_without(members: Iterable[Member], others: Members) -> tuple[RankRange
 
 def _ranks_without(members: Iterable[Member], others: Members) -> Iterator[tuple[int, int]]:
     there = others.by_node
-    for member in members:
+    differing = [member for member in members if there.get(member.node) is not member]
+    for member in differing:
         other = there.get(member.node)
         kept = other.slots if other is not None and other.incarnation == member.incarnation else ()
         if not kept:
@@ -250,34 +261,31 @@ def workers_at_hand(
     return form_in_any_memory(nodes, last, Limits(1, limits.max), quarantines, now).workers
 
 
-def seat(
-    places: Iterable[tuple[str, str, Sequence[int]]], last: Members, first: Members | None = None
-) -> Members:
-    """Return the members with consecutive ranks. ``places``: a node's name, its incarnation and its slots.
+_Place = tuple[str, str, Sequence[int]]  # a node's name, its incarnation and its slots
+
+
+def seat(places: Sequence[_Place], last: Members, first: Members | None = None) -> Members:
+    """Return the members with consecutive ranks.
+
     Who has the same seat as in ``last`` is the same object, and so are members that are all the same.
     ``first``: members that keep their ranks, with which the members begin."""
-    members: list[Member] = [*first] if first is not None else []
+    members: list[Member] = [*(first if first is not None else _that_stay(last, places))]
     before = last.by_node
     ascending: dict[tuple[int, ...], tuple[int, ...]] = {}  # most nodes have the same slots
-    rank = first.workers if first is not None else 0
-    for place, (name, incarnation, given) in enumerate(places, len(members)):
-        member = before.get(name)
-        if member is not None and member.slots == given:
-            slots = member.slots
-        else:
-            slots = ascending.get(key := tuple(given)) or ascending.setdefault(key, tuple(sorted(key)))
-        if (
-            member is None
-            or member.base_rank != rank
-            or member.place != place
-            or member.slots != slots
-            or member.incarnation != incarnation
-        ):
-            member = Member(name, incarnation, slots, rank, place)
-        members.append(member)
+    rank = members[-1].base_rank + len(members[-1].slots) if members else 0
+    for name, incarnation, given in places[len(members) :] if first is None else places:
+        slots = ascending.get(key := tuple(given)) or ascending.setdefault(key, tuple(sorted(key)))
+        member, had = Member(name, incarnation, slots, rank, len(members)), before.get(name)
+        members.append(had if had is not None and had == member else member)
         rank += len(slots)
     seated = Members(members)
     return last if seated == last else seated
+
+
+def _that_stay(last: Members, places: Sequence[_Place]) -> Sequence[Member]:
+    """Return the members up to the first that does not have its place in the order again."""
+    same = map(eq, map(attrgetter("node", "incarnation", "slots"), last), places)
+    return last[: sum(takewhile(bool, same))]
 
 
 def newest_holders(nodes: Iterable[Node]) -> Mapping[str, tuple[int, ...]]:

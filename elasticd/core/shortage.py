@@ -45,19 +45,17 @@ def with_room(nodes: Sequence[Node], members: Members) -> list[Node] | None:
     state = _state_of(nodes)
     if state is None:
         return None
-    seats, of_each = members.by_node, state.of_each(members.workers)
-    if not any(
-        node.memory < len(seat.slots) * of_each
-        for node in nodes
-        if node.memory and (seat := seats.get(node.name)) is not None
-    ):
+    seats, of_each = members.slots_by_node, state.of_each(members.workers)
+    most = of_each * max(map(len, seats.values()), default=0)
+    scarce = [node for node in nodes if 0 < node.memory < most]
+    if not any(node.memory < len(seats.get(node.name, ())) * of_each for node in scarce):
         return None
     if has_none_for_one_state(nodes):
         return []  # no world has room
-    most = [(node, node.memory // of_each if node.memory and of_each else len(node.slots)) for node in nodes]
+    rooms = [(node, node.memory // of_each if node.memory and of_each else len(node.slots)) for node in nodes]
     return [
         node if places >= (node.most or len(node.slots)) else replace(node, most=places)
-        for node, places in most
+        for node, places in rooms
         if places
     ]
 
@@ -73,8 +71,9 @@ def has_none_for_one_state(nodes: Sequence[Node]) -> bool:
 def _state_of(nodes: Iterable[Node]) -> StateMemory | None:
     """Return what the job's sharded state takes. Workers may know more after their first step, so the largest
     counts, and of equal ones that which knows what is replicated."""
-    known = [node.state for node in nodes if node.state is not None]
-    return max(known, key=lambda state: (state.own + state.replicated, state.replicated, state), default=None)
+    known = filter(None, map(attrgetter("state"), nodes))
+    different = [StateMemory(*values) for values in {*map(attrgetter(*StateMemory.__slots__), known)}]
+    return max(different, key=lambda its: (its.own + its.replicated, its.replicated, its), default=None)
 
 
 def _need(state: StateMemory, each: int, have: int, limits: Limits) -> int:

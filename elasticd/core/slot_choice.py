@@ -3,9 +3,10 @@ units. Of a large job, nearly all nodes offer slots that are equally good, so th
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, repeat
-from operator import itemgetter
+from itertools import accumulate, groupby, repeat
+from operator import attrgetter, itemgetter
 
 from elasticd.core.facts import Limits, Member, Node, UnitWithin
 
@@ -21,9 +22,9 @@ def offers_of(
 ) -> list[Offer]:
     """Return what each node offers: the slots with the newest state, those that were in the last round, and
     the rest. Of more slots than may be in one world, a node offers the best."""
-    held = map(holding.get, [node.name for node in nodes], repeat(()))
+    held = map(holding.get, map(attrgetter("name"), nodes), repeat(()))
     seated = [seat.slots if seat is not None else () for seat in seats]
-    most = [node.most for node in nodes]
+    most = map(attrgetter("most"), nodes)
     offers: list[Offer] = []
     for offering, alike in groupby(zip(usable, held, seated, most, strict=True)):
         offers += repeat(_offer(*offering), len([*alike]))
@@ -59,13 +60,14 @@ def best_slots(offers: Sequence[Offer], limits: Limits) -> Iterator[tuple[int, S
     runs = [(merit, number, slots) for number, offer in enumerate(offers) for merit, slots in offer]
     runs.sort(key=itemgetter(0))
     chosen: dict[int, Sequence[int]] = {}
-    places = limits.largest(sum([len(slots) for _, _, slots in runs]))
-    for _, number, slots in runs:
-        if not places:
-            break
-        taken = slots[:places]
-        chosen[number] = (*chosen[number], *taken) if number in chosen else taken
-        places -= len(taken)
+    ends = [*accumulate(map(len, map(itemgetter(2), runs)))]
+    places = limits.largest(ends[-1] if ends else 0)
+    whole = bisect_right(ends, places)
+    for _, number, slots in runs[:whole]:
+        chosen[number] = (*chosen[number], *slots) if number in chosen else slots
+    if left := places - (ends[whole - 1] if whole else 0):
+        _, number, slots = runs[whole]
+        chosen[number] = (*chosen.get(number, ()), *slots[:left])
     return ((number, chosen[number]) for number in sorted(chosen))
 
 

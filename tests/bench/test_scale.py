@@ -49,11 +49,11 @@ FEW, MANY = 100, 500  # the rounds of both sizes have their members in parts
 LINES_A_NODE = {  # of a node with 8 workers
     PERIOD: 22,
     JUDGED: 28,
-    FORMING: 42,
-    REFORMING: 42,
-    UNITS: 56,
-    RESIZE: 56,
-    HANDOVER: 88,
+    FORMING: 27,
+    REFORMING: 24,
+    UNITS: 40,
+    RESIZE: 25,
+    HANDOVER: 40,
 }
 
 

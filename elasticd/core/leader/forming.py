@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from elasticd.core import handover, seating, shortage
@@ -105,8 +106,9 @@ def _formed(view: View, spec: Spec, round: Round, members: Members, now: float) 
     passing = Members()
     giving: tuple[RankRange, ...] = ()
     if spec.inplace:
-        nodes = {name: registered.node for name, registered in view.nodes.to_dict().items()}
-        parted = view.roll[Mark.PARTED]
+        known = view.nodes.to_dict()
+        nodes = dict(zip(known, map(attrgetter("node"), known.values()), strict=True))
+        parted = view.roll[Mark.PARTED].to_dict()
         passing = handover.members(round, nodes, members, view.roll.newest_age, parted, spec.limits.unit)
     if passing:
         giving, members = seating.ranks_without(passing, members), passing

@@ -172,12 +172,12 @@ class Roll:
         assert self.round is not None
         known, members = self.nodes.to_dict(), self.round.by_node
         replaced = {*self[Mark.REPLACED]}
-        there = [one for one in map(known.get, members) if one is not None]
+        there = [*filter(None, map(known.get, members))]
         if replaced:
             there = [one for one in there if one.node.name not in replaced]
         newcomers = [known[name] for name in {*(known.keys() - members.keys()), *replaced}]
         there += sorted(newcomers, key=attrgetter("created"))
-        return seating.candidates([one.node for one in there], self.spec, self.round, live=live)
+        return seating.candidates([*map(attrgetter("node"), there)], self.spec, self.round, live=live)
 
     def world_without(self, quarantines: Sequence[Quarantine], now: float) -> int:
         """Return the size of the largest world without the slots in quarantine."""
