@@ -3,7 +3,8 @@ The leader keeps one record per node, and gets news of one node at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, ValuesView
+from itertools import chain
 from typing import TypeVar, overload
 from zlib import crc32
 
@@ -38,14 +39,20 @@ class PersistentMap(Mapping[str, V]):
         return self._parts[_part(key)].get(key, default)
 
     def __iter__(self) -> Iterator[str]:
-        for part in self._parts:
-            yield from part
+        return chain.from_iterable(self._parts)
 
     def __len__(self) -> int:
         return self._size
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and key in self._parts[_part(key)]
+
+    def values(self) -> ValuesView[V]:
+        return _Values(self)
+
+    def parts(self) -> tuple[Mapping[str, V], ...]:
+        """Return the plain mappings that together have all items."""
+        return self._parts
 
     def updated(self, changes: Mapping[str, V | None]) -> PersistentMap[V]:
         """Return the map with the changes; None removes a key."""
@@ -88,6 +95,15 @@ class PersistentMap(Mapping[str, V]):
         for part in self._parts:
             plain.update(part)
         return plain
+
+
+class _Values(ValuesView[V]):
+    """The values, which are not looked up by their keys."""
+
+    _mapping: PersistentMap[V]
+
+    def __iter__(self) -> Iterator[V]:
+        return chain.from_iterable(part.values() for part in self._mapping.parts())
 
 
 def _part(key: str) -> int:

@@ -6,6 +6,8 @@ would misread the value.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any, Final
@@ -21,6 +23,7 @@ from elasticd.core.facts import (
     ForgottenNodes,
     Hang,
     Leadership,
+    Member,
     MemberPart,
     Node,
     Report,
@@ -56,6 +59,13 @@ _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "stalls": Stall,
     "savers": SaverAddress,
     "debug": DebugTails,
+}
+
+
+_SHARED: Final[Mapping[type, Sequence[str]]] = {
+    Node: ("name", "incarnation", "slots", "ready", "holders"),
+    Member: ("node", "incarnation", "slots"),
+    Report: ("node", "incarnation"),
 }
 
 
@@ -128,9 +138,28 @@ def _decoded(key: str, value: bytes) -> Fact | None:
         raise NewerRecord(key, version, VERSION)
     try:
         fact: Fact = _DECODERS[expected].decode(value)
-        return fact
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadRecord(key, str(error)) from error
+    _share_parts(fact)
+    return fact
+
+
+def _share_parts(fact: Fact) -> None:
+    """Have a new fact share its names and slots with other facts.
+
+    Each node is in several records of a large job, and most nodes have the same slots. What is one object
+    takes memory once, and is equal without a look at it.
+    """
+    for one in fact.members if isinstance(fact, MemberPart) else (fact,):
+        for field in _SHARED.get(type(one), ()):
+            value = getattr(one, field)
+            object.__setattr__(one, field, sys.intern(value) if isinstance(value, str) else _first(value))
+
+
+@lru_cache(maxsize=1024)
+def _first(slots: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first slots that are equal to these."""
+    return slots
 
 
 def _printable(value: Any) -> Any:

@@ -97,6 +97,7 @@ HEARD_AGENTS, HEARD_ROUNDS = 200, 8
 SHARDS = (1, 8)
 ONE_BY_ONE = 20  # how many events of a kind are measured; the leader gets the rest at once
 POLICY = Policy(straggler_drain=False)
+SLOTS = tuple(range(WORKERS))  # one object, as in the records that an agent reads
 STATE = StateMemory(20 * 10**9)  # of a sharded model; each node has memory for 50 of it
 FRAMES = "Traceback (most recent call last):\n" + '  File "train.py", line 88, in step\n' * 40  # 1.5 kB
 
@@ -539,9 +540,9 @@ class Leader:
 
 
 def _record(n: int, name: str, sharded: bool) -> Node:
-    address, slots = f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}", tuple(range(WORKERS))
-    node = Node(name, f"{n:032x}", address, slots, 0, 29500, 4711, f"{name}:{n:036x}")
-    return replace(node, ready=slots, memory=10**12) if sharded else node
+    address = f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}"
+    node = Node(name, f"{n:032x}", address, SLOTS, 0, 29500, 4711, f"{name}:{n:036x}")
+    return replace(node, ready=SLOTS, memory=10**12) if sharded else node
 
 
 def _waiting(member: Member) -> tuple[Look, ...]:

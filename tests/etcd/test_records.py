@@ -87,6 +87,21 @@ def test_a_fact_comes_back_as_it_went(kind: type, data: st.DataObject) -> None:
     assert records._decoded(key, value) == fact  # tests the codec alone: some drawn values are not valid
 
 
+def test_the_names_and_slots_of_several_records_are_one_object() -> None:
+    """The leader of a large job has several records of each node."""
+    node = facts.Node("a", "1", "10.0.0.1", (0, 1), 6, 29500, 4711, "h:1", ready=(0, 1), holders=(0, 1))
+    part = facts.MemberPart((facts.Member("a", "1", (0, 1), 0), facts.Member("b", "2", (0, 1), 2)))
+    report = facts.Report("a", "1", 7)
+    known = {"nodes/a": node, "reports/a": report, "members/0000000007.d.0": part}
+    here, told, there = (records.decode(key, records.encode(key, fact)) for key, fact in known.items())
+    assert isinstance(here, facts.Node) and isinstance(told, facts.Report)
+    assert isinstance(there, facts.MemberPart)
+    first, second = there.members
+    assert here.slots is here.ready is here.holders is first.slots is second.slots
+    assert here.name is first.node is told.node and here.incarnation is first.incarnation
+    assert (here, told, there) == (node, report, part)
+
+
 def test_output_that_is_no_text_is_written_as_far_as_it_is() -> None:
     message = b"caf\xe9 \xf0\x9f\x99\x82".decode(errors="surrogateescape")
     fact = facts.Report("n", "i", 1, (facts.Exit(0, 0, 1, 1.0, message=message),))

@@ -64,7 +64,7 @@ def follow(known: PaceComparison, round: Round | None, policy: Policy) -> PaceCo
     """Return the comparison after news of the round. A new round starts without knowledge of its workers."""
     if round is None or round.phase is not Phase.LIVE or round.number == known.round:
         return known
-    told = [paces for paces in known.paces.to_dict().values() if _of_member(round, paces)]
+    told = [paces for paces in known.paces.values() if _of_member(round, paces)]
     own = PersistentMap({paces.node: _own_times(paces) for paces in told if paces.slots})
     bad = PersistentMap({paces.node: paces for paces in told if paces.bad})
     watch = Watch(limit=policy.straggler_ratio)

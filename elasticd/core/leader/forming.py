@@ -106,9 +106,8 @@ def _formed(view: View, spec: Spec, round: Round, members: Members, now: float) 
     passing = Members()
     giving: tuple[RankRange, ...] = ()
     if spec.inplace:
-        known = view.nodes.to_dict()
-        nodes = dict(zip(known, map(attrgetter("node"), known.values()), strict=True))
-        parted = view.roll[Mark.PARTED].to_dict()
+        nodes = dict(zip(view.nodes, map(attrgetter("node"), view.nodes.values()), strict=True))
+        parted = view.roll[Mark.PARTED]
         passing = handover.members(round, nodes, members, view.roll.newest_age, parted, spec.limits.unit)
     if passing:
         giving, members = seating.ranks_without(passing, members), passing

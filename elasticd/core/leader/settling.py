@@ -50,7 +50,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         round, budget, reasons, over = _charge(view, spec, round, failure, goes_on_from, now)
         if over is not None:
             return end(view, round, now, *over, reasons)
-    elif budgets.progressed(round, view.reports.to_dict().values(), commits=spec.inplace):
+    elif budgets.progressed(round, view.reports.values(), commits=spec.inplace):
         budget = budgets.note_progress(budget)
     if round.closing is Cause.WORLD_BROKEN and goes_on_from is not None:
         budget = budgets.note_broken_world(budget, goes_on_from, now)
@@ -94,7 +94,7 @@ def _charge(
     """Charge the budget with the failure. ``goes_on_from``: the newest step that workers hold in memory; None
     if they hold none."""
     assert view.reports is not None
-    roll, budget, reports = view.roll, view.budget, view.reports.to_dict().values()
+    roll, budget, reports = view.roll, view.budget, view.reports.values()
     progressed = budgets.progressed(round, reports, commits=spec.inplace)
     failed = roll.reports_of(Mark.FAILED)
     unrunnable = None if progressed else budgets.why_unrunnable(budget, round, failure, failed)
