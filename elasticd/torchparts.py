@@ -172,6 +172,14 @@ USED: Final = (
         "torch._C._current_graph_task_id",
         "worker/gradients/replicated.py: the backward pass that is under way.",
     ),
+    Private(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "worker/sharding/initial_values.py: sees each operation of init=.",
+    ),
+    Private(
+        "torch.ops.aten.add_.Tensor._schema",
+        "worker/sharding/initial_values.py: which arguments an operation writes to.",
+    ),
     *(
         Private(
             f"torch._C._dynamo.eval_frame.{name}",

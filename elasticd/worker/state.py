@@ -44,9 +44,9 @@ class State:
       what is refused.
     * init: with ``shard`` and a model on the meta device, a function ``init(name, module)`` that gives the
       model its initial values, such as random ones or those of a file: the same ones in all workers. It is
-      called for each module that has parameters or buffers of its own, and may be called again. Those are
-      whole then, in the host's memory, and their values are undefined; modules within have no memory. By
-      default the module's ``reset_parameters()`` is called.
+      called for each module, and may be called again. The module's own parameters and buffers are whole then,
+      in the host's memory, and their values are undefined; modules within have no memory. By default the
+      module's ``reset_parameters()`` is called.
     * redundancy: with ``shard``, how many other workers, on other nodes if there are any, also have each
       shard: replicas, or else copies. Up to ``redundancy`` workers can be lost at once without a checkpoint.
     * overlap: with ``shard`` and ``redundancy``, send a commit's copies while the next steps run, and wait

@@ -71,6 +71,8 @@ def test_a_parameter_that_modules_share_is_made_once_by_the_last_of_them():
     seen: list[tuple[str, float]] = []
 
     def init(name: str, module: nn.Module) -> None:
+        if not name:
+            return
         first = module.weight.flatten()[0].item()
         seen.append((name, 0.0 if first != first else first))
         for parameter in module.parameters(recurse=False):
@@ -106,6 +108,13 @@ def in_one_call(name: str, module: nn.Module) -> None:
         parameter.zero_()
 
 
+def through_data(name: str, module: nn.Module) -> None:
+    """As some models scale the weights of layers within."""
+    for key, parameter in module.named_parameters():
+        if key.endswith("out_proj.weight"):
+            parameter.data.normal_()
+
+
 def of_another_shape(name: str, module: nn.Module) -> None:
     module.weight = nn.Parameter(torch.zeros(1))
 
@@ -116,7 +125,8 @@ def of_another_shape(name: str, module: nn.Module) -> None:
         (net, without("2.0.bias"), "2.0.bias has got no values, or NaN"),
         (net, without("1.mean"), "1.mean has got no values, or NaN"),
         (net, without("1.counts"), "1.counts has got no values, or -9223372036854775808"),
-        (lambda: nn.TransformerEncoderLayer(4, 2, 4), in_one_call, "writes to modules within self_attn"),
+        (lambda: nn.TransformerEncoderLayer(4, 2, 4), in_one_call, "writes to modules within the model"),
+        (lambda: nn.TransformerEncoderLayer(4, 2, 4), through_data, "writes to modules within the model"),
         (lambda: nn.Linear(2, 3), of_another_shape, "gives weight another shape or type"),
     ],
 )

@@ -6,11 +6,12 @@ layout, and a worker needs memory for one module besides its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elasticd.worker.values import randomness
 
@@ -20,20 +21,20 @@ Init = Callable[[str, nn.Module], Any]
 class InitialValues:
     """Makes the initial values of a model on the meta device.
 
-    ``init(name, module)`` is called for each module that has parameters or buffers of its own, in the order
-    of ``named_modules()``, and may be called again. Those of the module are then whole, in the host's memory,
-    and their values are undefined. Those of the modules within have no memory. None: each module's
-    ``reset_parameters()``.
+    ``init(name, module)`` is called for each module, in the order of ``named_modules()``, and may be called
+    again. The module's own parameters and buffers are then whole, in the host's memory, and their values are
+    undefined. Those of the modules within have no memory. None: ``reset_parameters()`` of each module that
+    has parameters or buffers of its own.
     """
 
     def __init__(self, model: nn.Module, init: Init | None) -> None:
         self._model, self._init = model, init
-        self._owners = [(n, m) for n, m in model.named_modules() if [*m.parameters(recurse=False)]]
+        self._called = [(n, m) for n, m in model.named_modules() if init is not None or _own(m)]
         self._with_buffers = [
             (n, m) for n, m in model.named_modules() if any(b.is_meta for b in m.buffers(recurse=False))
         ]
         if init is None:
-            for name, module in (*self._owners, *self._with_buffers):
+            for name, module in (*self._called, *self._with_buffers):
                 if not callable(getattr(module, "reset_parameters", None)):
                     raise TypeError(
                         f"{name or 'the model'} has no reset_parameters(), which would give it values: give "
@@ -62,9 +63,9 @@ class InitialValues:
 
     def _made(self) -> Iterator[tuple[int, torch.Tensor]]:
         numbers = {id(p): number for number, p in enumerate(self._model.parameters())}
-        last = {id(p): at for at, (_, module) in enumerate(self._owners) for p in _own(module).values()}
+        last = {id(p): at for at, (_, module) in enumerate(self._called) for p in _own(module).values()}
         whole: dict[int, nn.Parameter] = {}  # by the parameter's id; those that further modules share stay
-        for at, (name, module) in enumerate(self._owners):
+        for at, (name, module) in enumerate(self._called):
             own = _own(module)
             for p in own.values():
                 if id(p) not in whole:
@@ -81,11 +82,9 @@ class InitialValues:
     ) -> dict[str, nn.Parameter]:
         """Call ``init`` for a module with these parameters. Return the parameters that it has then."""
         bare = dict(module._parameters)
-        inner = [p for child in module.children() for p in child.parameters()]
-        versions = [p._version for p in inner]
         module._parameters.update(parameters)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _OwnOnly(name):
                 if self._init is not None:
                     self._init(name, module)
                 else:
@@ -94,17 +93,38 @@ class InitialValues:
             now = _own(module)
         finally:
             module._parameters.update(bare)
-        if [p._version for p in inner] != versions:
-            raise TypeError(
-                f"init= writes to modules within {name or 'the model'} while it is called for that module, "
-                "and they have no memory then: write to each module's own parameters when it is called for it"
-            )
         for key, like in parameters.items():
             if key not in now or (now[key].shape, now[key].dtype) != (like.shape, like.dtype):
                 raise TypeError(
                     f"init= gives {_path(name, key)} another shape or type than the model has: keep both"
                 )
         return {key: now[key] for key in parameters}
+
+
+class _OwnOnly(TorchDispatchMode):
+    """A ``with`` block that refuses to write to tensors without memory, also through ``.data``. The values
+    would be lost. ``name``: of the module that is given its values."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name = name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+            for argument in func._schema.arguments:
+                its = given.get(argument.name)
+                each = its if isinstance(its, list | tuple) else [its]
+                if argument.is_write and any(isinstance(one, torch.Tensor) and one.is_meta for one in each):
+                    raise TypeError(
+                        f"init= writes to modules within {self._name or 'the model'} while it is called for "
+                        "that module, and they have no memory then: write to each module's own parameters "
+                        "when it is called for it"
+                    )
+        return func(*args, **kwargs)
 
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:
