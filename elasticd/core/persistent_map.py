@@ -57,8 +57,7 @@ class PersistentMap(Mapping[str, V]):
     def updated(self, changes: Mapping[str, V | None]) -> PersistentMap[V]:
         """Return the map with the changes; None removes a key."""
         copies: dict[int, dict[str, V]] = {}
-        for key, value in changes.items():
-            n = _part(key)
+        for n, (key, value) in zip(map(_part, changes), changes.items(), strict=True):
             if n not in copies:
                 copies[n] = dict(self._parts[n])
             if value is None:
@@ -83,11 +82,17 @@ class PersistentMap(Mapping[str, V]):
         return new
 
     def differing(self, other: PersistentMap[V]) -> Iterator[str]:
-        """Yield the keys that have another value in the other map. The parts that the maps share are not
-        looked at."""
+        """Yield the keys that have another value in the other map."""
+        return (key for key, _, _ in self.differences(other))
+
+    def differences(self, other: PersistentMap[V]) -> Iterator[tuple[str, V | None, V | None]]:
+        """Yield the keys that have another value in the other map, each with the value in this map and in the
+        other. The parts that the maps share are not looked at."""
         for mine, theirs in zip(self._parts, other._parts, strict=True):
             if mine is not theirs:
-                yield from (key for key in {**theirs, **mine} if mine.get(key) is not theirs.get(key))
+                both = {**theirs, **mine}
+                pairs = zip(both, map(mine.get, both), map(theirs.get, both), strict=True)
+                yield from (pair for pair in pairs if pair[1] is not pair[2])
 
     def to_dict(self) -> dict[str, V]:
         """Return a plain dict of all items, which is faster where all are looked at."""

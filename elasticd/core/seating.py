@@ -100,10 +100,11 @@ def room(node: Node, limits: Limits, quarantines: Iterable[Quarantine], now: flo
     return _in_one_world(places, limits)
 
 
-def rooms(nodes: Iterable[Node], limits: Limits) -> int:
+def rooms(nodes: Sequence[Node], limits: Limits) -> int:
     """Return how many workers these candidates can run together: the sum of ``room`` without quarantines.
     Candidates with equally many slots are counted together, which is fast for thousands of nodes."""
-    sizes = Counter([(len(node.slots), node.most) for node in nodes])
+    slots, most = map(attrgetter("slots"), nodes), map(attrgetter("most"), nodes)
+    sizes = Counter(zip(map(len, slots), most, strict=True))
     return sum(
         count * _in_one_world(min(size, most or size), limits) for (size, most), count in sizes.items()
     )

@@ -219,8 +219,7 @@ class Roll:
         if nodes is self.nodes:
             return self.holders
         changes: dict[Age, dict[str, tuple[int, ...] | None]] = {}
-        for name in nodes.differing(self.nodes):
-            was, now = self.nodes.get(name), nodes.get(name)
+        for name, now, was in nodes.differences(self.nodes):
             if was is not None and was.node.age is not None:
                 changes.setdefault(was.node.age, {})[name] = None
             if now is not None and now.node.age is not None:
@@ -242,17 +241,15 @@ class Roll:
         if self.round.phase not in _RUNS:
             return {}
         number, inplace = self.round.number, self.spec.inplace
-        nodes, told = self.nodes.to_dict(), self.reports.to_dict().items()
+        names, nodes = map(attrgetter("node"), self.round.members), self.nodes.to_dict()
         others = {*self.stalls, *(d.node for d in self.spec.drain)}
-        others.update([name for name, report in told if report.round == number])
-        there = [(nodes[m.node], m) for m in self.round.members if m.node in nodes and m.node not in others]
+        others.update([report.node for report in self.reports.values() if report.round == number])
         return {
             member.node: known
-            for known, member in there
-            if (node := known.node).incarnation == member.incarnation and not node.draining
-            if node.released < number
-            and node.fenced < number
-            and not (inplace and node.slots != member.slots)
+            for member, known in zip(self.round.members, map(nodes.get, names), strict=True)
+            if known is not None and (node := known.node).incarnation == member.incarnation
+            if node.released < number and node.fenced < number and not node.draining
+            if (not inplace or node.slots == member.slots) and member.node not in others
         }
 
     def _with(self, ordinary: Mapping[str, Registered]) -> Roll:
@@ -261,12 +258,12 @@ class Roll:
         assert self.round is not None
         if not ordinary:
             return self
-        came_at = max([known.seen_at for known in ordinary.values()]) if self._is_live else 0.0
+        came_at = max(map(attrgetter("seen_at"), ordinary.values())) if self._is_live else 0.0
         return replace(
             self,
             marked={Mark.HOLDING: self.nodes.with_values(self.round.by_node, ordinary)},
             standing={Standing.MEMBER: len(ordinary)},
-            held=seating.rooms([known.node for known in ordinary.values()], self.spec.limits),
+            held=seating.rooms([*map(attrgetter("node"), ordinary.values())], self.spec.limits),
             came_at=came_at,
         )
 

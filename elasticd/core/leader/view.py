@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Final
 
 from elasticd.core import seating
@@ -110,7 +111,7 @@ class View:
 def see(view: View, seen: Seen, scope: str, now: float) -> View:
     """Return the view after news of ``scope``: a key, or a prefix that ends in a slash."""
     if isinstance(seen, Listing):
-        listed = {e.key for e in seen.entries}
+        listed = {*map(attrgetter("key"), seen.entries)}
         gone = [Entry(key, None, seen.revision, 0) for key in _known(view, scope) if key not in listed]
         return _mark_listed(_apply(view, (*gone, *seen.entries), now), scope, seen.revision).up_to_date()
     if isinstance(seen, Changes):
@@ -164,17 +165,21 @@ def _mark_listed(view: View, scope: str, revision: int) -> View:
     return view
 
 
+def _revision_of(e: Entry) -> int:
+    """Return the revision of the key; 0 if it does not exist."""
+    return e.revision if e.fact is not None else 0
+
+
 def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
     nodes: dict[str, Registered | None] = {}
     reports: dict[str, Report | None] = {}
     stalls: dict[str, ReceivedStall | None] = {}
+    there = view.nodes if view.nodes is not None else NOT_LISTED
     for e in entries:
-        revision = e.revision if e.fact is not None else 0
         kind, _, name = e.key.partition("/")
         match kind, e.fact:
             case "nodes", (Node() | None) as node:
-                there = view.nodes if view.nodes is not None else NOT_LISTED
-                before = nodes[name] if name in nodes else there.get(name)
+                before = nodes[name] if name in nodes else there.get(name) if there else None
                 nodes[name] = _registered(node, before, e.created, now)
             case "reports", (Report() | None) as report:
                 reports[name] = report
@@ -183,11 +188,11 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
                 same = known is not None and known.stall == stall
                 stalls[name] = known if same else _received(stall, now)
             case "spec", (Spec() | None) as fact:
-                view = view.at_revision("spec", revision, spec=fact)
+                view = view.at_revision("spec", _revision_of(e), spec=fact)
             case "round", (Round() | None) as fact:
-                view = view.at_revision("round", revision, round=fact)
+                view = view.at_revision("round", _revision_of(e), round=fact)
             case "budget", (Budget() | None) as fact:
-                view = view.at_revision("budget", revision, budget=fact or Budget())
+                view = view.at_revision("budget", _revision_of(e), budget=fact or Budget())
             case _:
                 view = _apply_finding(view, e, now)
     if nodes and (view.nodes is not None or any(nodes.values())):
