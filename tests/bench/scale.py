@@ -47,6 +47,7 @@ from elasticd.core.facts import (
     Node,
     NodeLedger,
     NodeTelemetry,
+    Outcome,
     Paces,
     Phase,
     Policy,
@@ -119,8 +120,10 @@ RESIZE = "a resize, sharded"
 HANDOVER = "a handover, sharded"
 IN_PLACE = "a release, sharded"
 GIVING = "a release of a handover"
+TAKEOVER = "a takeover of the lead"
+END = "the end of the job"
 OF_ONE_NODE = (QUIET, REPORT, TOLD, PACES, STANDSTILL, STILL, LOST, RELEASE, FAILURE, IN_PLACE, GIVING)
-OF_ALL_NODES = (PERIOD, JUDGED, FORMING, REFORMING, UNITS, RESIZE, HANDOVER)
+OF_ALL_NODES = (PERIOD, JUDGED, FORMING, REFORMING, UNITS, RESIZE, HANDOVER, TAKEOVER, END)
 ONCE = (LOST, *OF_ALL_NODES)  # these happen once or twice, in several events
 
 
@@ -165,6 +168,7 @@ class _Etcd:
         self._revision = 1
         self._watches: list[_Watched] = []
         self._asked: deque[_Watched] = deque()
+        self._taken: deque[tuple[tuple[Write, ...], Callable[[Answer], None]]] = deque()
 
     def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
         self.lease = news
@@ -178,6 +182,13 @@ class _Etcd:
     def transact(
         self, guards: tuple[Guard, ...], writes: tuple[Write, ...], answer: Callable[[Answer], None]
     ) -> None:
+        """Take the writes, which the agent's thread encodes. ``work`` applies them."""
+        for write in writes:
+            if isinstance(write, Put):
+                records.encode(write.key, write.fact)
+        self._taken.append((writes, answer))
+
+    def _apply(self, writes: tuple[Write, ...], answer: Callable[[Answer], None]) -> None:
         """Apply the writes. Nobody else writes meanwhile, so all guards hold."""
         self._revision += 1
         answer(Applied(self._revision))
@@ -188,6 +199,14 @@ class _Etcd:
             else:
                 changed |= dict.fromkeys(k for k in self._entries if k.startswith(write.key))
         self._write(changed)
+
+    def forget_watches(self) -> None:
+        """Let the agent that watches be gone."""
+        self._watches.clear()
+        self._asked.clear()
+
+    def fact(self, key: str) -> Fact | None:
+        return self._entries[key].fact
 
     def put(self, facts: Mapping[str, Fact | None]) -> None:
         """Let other agents write the keys; None deletes a key. Each watch brings all changes at once."""
@@ -207,8 +226,10 @@ class _Etcd:
             if mine := tuple(e for e in changes if watch.covers(e.key)):
                 watch.seen(Changes(mine))
 
-    def list_what_was_asked(self) -> None:
-        """Send each new watch what there is."""
+    def work(self) -> None:
+        """Apply the writes, and send each new watch what there is. An agent's thread has no part in that."""
+        while self._taken:
+            self._apply(*self._taken.popleft())
         while self._asked:
             watch = self._asked.popleft()
             there = tuple(e for k, e in self._entries.items() if watch.covers(k))
@@ -314,12 +335,16 @@ class Leader:
         self._records = {name: _record(n, name, sharded) for n, name in enumerate(self.names)}
         self._sharded = sharded
         limits = Limits(WORKERS, (nodes - sharded) * WORKERS, unit)
-        self._spec = spec = Spec(limits, limits, "train.py", "f" * 64, POLICY, inplace=sharded)
-        me = self._records[self.names[0]]
-        identity = agent.Identity(me.name, me.incarnation, me.address, me.slots, me.host, me.pid)
-        self.etcd = _Etcd(agent.watched(identity)[:3], nodes)
+        self._spec = Spec(limits, limits, "train.py", "f" * 64, POLICY, inplace=sharded)
+        self.etcd = _Etcd(agent.watched(_identity(self._records[self.names[0]]))[:3], nodes)
+        self.etcd.put({f"nodes/{name}": self._records[name] for name in self.names[1:-1]})
+        self._lead(self.names[0], "")
+
+    def _lead(self, name: str, kind: str) -> None:
+        """Let the agent of this node start. It takes the lead, which no other agent has."""
+        me = self._records[name]
         self.driver = Driver(
-            agent.AgentState(identity, spec, agent.AgentConfig(etcd_grace_s=600.0), me.store_port),
+            agent.AgentState(_identity(me), self._spec, agent.AgentConfig(etcd_grace_s=600.0), me.store_port),
             store=self.etcd,
             procs=_Procs(),
             stores=_Stores(),
@@ -329,10 +354,9 @@ class Leader:
             post=self._inbox.append,
             say=lambda reason: None,
         )
-        self.etcd.put({f"nodes/{name}": self._records[name] for name in self.names[1:-1]})
         self.driver.begin()
         self.etcd.lease(LeaseHeld(self._now * 2))
-        self.settle()
+        self.settle(kind)
 
     @property
     def round(self) -> Round:
@@ -344,10 +368,10 @@ class Leader:
 
     def settle(self, kind: str = "") -> None:
         """Handle all events, as the agent's loop does."""
-        self.etcd.list_what_was_asked()
+        self.etcd.work()
         while self._inbox:
             self._handle(kind, self._inbox.popleft())
-            self.etcd.list_what_was_asked()
+            self.etcd.work()
 
     def tick(self, kind: str, after_s: float) -> None:
         self._now += after_s
@@ -388,7 +412,7 @@ class Leader:
         made = Gathering(self.driver.state, self.etcd, _NoLink())
         made.begin(lambda news: None)
         made.attend(self.driver.state, self.driver.view, self._now)
-        self.etcd.list_what_was_asked()
+        self.etcd.work()
         return made
 
     def telemetry(self, member: Member, period: int) -> NodeTelemetry:
@@ -503,6 +527,33 @@ class Leader:
         """All workers fail. Their nodes release the round with their reports, and form the next one."""
         self._release(FAILURE, REFORMING, failing=True)
 
+    def take_over(self) -> None:
+        """Another agent starts, and leads the job from now on. It reads all that etcd has."""
+        self._inbox.clear()
+        self.etcd.forget_watches()
+        self.names.append(f"node-{len(self._records):05}")
+        self._records[self.names[-1]] = _record(len(self._records), self.names[-1], self._sharded)
+        self.etcd.put({"leader": None})
+        self._lead(self.names[-1], TAKEOVER)
+        self._expect(Phase.LIVE)
+
+    def end(self) -> None:
+        """The operator stops the job, and all nodes release the round."""
+        self.see("", {"spec": replace(self._spec, stop=True)})
+        self._expect(Phase.CLOSING)
+        number, members = self.round.number, self.round.members
+        released: dict[str, Fact | None] = {}
+        for member in members:
+            released |= self._released(member, number, failing=False)
+        last = members[-1].node
+        finish = {key: released.pop(key) for key in (f"reports/{last}", f"nodes/{last}")}
+        self.see("", released)
+        self._expect(Phase.CLOSING)
+        self.see(END, finish)
+        ended = self.etcd.fact("round")
+        if not isinstance(ended, Round) or ended.outcome is not Outcome.STOPPED:
+            raise Missing("the job has not ended")
+
     def _release(self, kind: str, last_kind: str, *, failing: bool) -> None:
         number, members = self.round.number, {m.node: m for m in self.round.members}
         others = [name for name in self.names[1:] if name in members]
@@ -537,6 +588,10 @@ class Leader:
     def _expect(self, phase: Phase) -> None:
         if self.round.phase is not phase:
             raise Missing(f"round {self.round.number} is {self.round.phase}, not {phase}")
+
+
+def _identity(node: Node) -> agent.Identity:
+    return agent.Identity(node.name, node.incarnation, node.address, node.slots, node.host, node.pid)
 
 
 def _record(n: int, name: str, sharded: bool) -> Node:
@@ -627,7 +682,8 @@ def play(nodes: int, *, counting: bool = False, until: float = math.inf) -> Lead
     leader.lose_a_node()
     leader.etcd.what = ""
     leader.fail_everywhere()
-    for other in (_units_in_few_places(nodes, counting, until), _handover(nodes, counting, until)):
+    for another in (_units_in_few_places, _handover, _takeover_and_end):
+        other = another(nodes, counting, until)
         leader.costs |= {kind: cost for kind, cost in other.costs.items() if cost.cpu_s or cost.ops}
     return leader
 
@@ -652,6 +708,17 @@ def _handover(nodes: int, counting: bool, until: float) -> Leader:
     if not leader.round.handover:
         raise Missing("there is no handover")
     leader.release("", GIVING)
+    return leader
+
+
+def _takeover_and_end(nodes: int, counting: bool, until: float) -> Leader:
+    """Another agent takes the lead, when all nodes have reported. Then the operator stops the job."""
+    leader = Leader(nodes, counting=counting, until=until)
+    leader.form("")
+    leader.scale("", nodes - 1)
+    leader.release("")
+    leader.take_over()
+    leader.end()
     return leader
 
 

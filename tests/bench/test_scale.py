@@ -19,6 +19,7 @@ from elasticd.daemon.observer import Observer
 from elasticd.daemon.publish import Publisher
 from elasticd.daemon.timekeeper import Timekeeper
 from tests.bench.scale import (
+    END,
     FORMING,
     HANDOVER,
     JUDGED,
@@ -31,6 +32,7 @@ from tests.bench.scale import (
     RENEWAL_BYTES,
     RESIZE,
     SHARDS,
+    TAKEOVER,
     UNITS,
     WORKERS,
     Leader,
@@ -54,6 +56,8 @@ LINES_A_NODE = {  # of a node with 8 workers
     UNITS: 40,
     RESIZE: 25,
     HANDOVER: 40,
+    TAKEOVER: 30,
+    END: 2,
 }
 
 
@@ -148,7 +152,7 @@ def published(nodes: int) -> int:
         nothing,
         Observer(lambda round: {}, lambda: 0.0),
     )
-    leader.etcd.list_what_was_asked()
+    leader.etcd.work()
     publisher._status((), 1_000_001.0)
     with counted() as count:
         meter._update_job(publisher._status((), 1_000_002.0), 1_000_002.0)
