@@ -43,23 +43,18 @@ class InitialValues:
 
     def make_buffers(self) -> None:
         """Give the model's buffers memory and values. Random numbers continue as if nothing was drawn."""
-        random = randomness.note()
-        for name, module in self._with_buffers:
-            bare = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
-            module._buffers.update({k: _blank(b) for k, b in bare.items()})
-            self._call(name, module, {k: _blank_parameter(p) for k, p in _own(module).items()})
-            _require_values(name, {k: module._buffers.get(k) for k in bare})
-        randomness.resume(random)
+        with randomness.drawing_from():
+            for name, module in self._with_buffers:
+                bare = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
+                module._buffers.update({k: _blank(b) for k, b in bare.items()})
+                self._call(name, module, {k: _blank_parameter(p) for k, p in _own(module).items()})
+                _require_values(name, {k: module._buffers.get(k) for k in bare})
 
     def parameters(self, random: randomness.Sources) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each parameter's number and values. ``random``: the random numbers to draw. Random numbers
         then continue as if nothing was drawn. Raises TypeError if a parameter gets no values."""
-        outer = randomness.note()
-        randomness.resume(random)
-        try:
+        with randomness.drawing_from(random):
             yield from self._made()
-        finally:
-            randomness.resume(outer)
 
     def _made(self) -> Iterator[tuple[int, torch.Tensor]]:
         numbers = {id(p): number for number, p in enumerate(self._model.parameters())}

@@ -13,7 +13,7 @@ from elasticd.worker.agent_link import agentpage
 from elasticd.worker.sharding.host_shards import Generation, HostShard, Kinds, SmallState, size_of
 from elasticd.worker.sharding.moves import guardians, heirs, replicas
 from elasticd.worker.sharding.sharded_model import ShardedModel
-from elasticd.worker.sharding.spans import INITIAL, CommitPoint, Spans, whole, without_replicated
+from elasticd.worker.sharding.spans import INITIAL, CommitPoint, Spans, whole, without
 from elasticd.worker.sharding.transport import Copies, copy_to_guardians
 from elasticd.worker.world.group import World, gathered
 
@@ -90,7 +90,8 @@ class ShardedState:
     def enter(self, nodes: Sequence[str], spans: Sequence[Spans]) -> None:
         """Begin a world. ``nodes``, ``spans``: the node of each rank, and its part of the model."""
         self._spans, self._groups = spans, replicas(spans)
-        self._copied = without_replicated(self.model.sizes, spans)
+        replicated = self.model.spans_of_replicated
+        self._copied = [without(its, replicated) for its in spans]
         self._guards = guardians(nodes, self.redundancy, self._groups)
         self._kinds = ()
         self._complete = True

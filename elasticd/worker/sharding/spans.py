@@ -59,13 +59,9 @@ def nothing(sizes: Sequence[int]) -> Spans:
     return tuple(Span(0, 0) for _ in sizes)
 
 
-def without_replicated(sizes: Sequence[int], spans: Sequence[Spans]) -> list[Spans]:
-    """Return the spans of each rank, without those of parameters that every rank has whole."""
-    replicated = [all(its[n].size == size for its in spans) for n, size in enumerate(sizes)]
-    none = Span(0, 0)
-    return [
-        tuple(none if whole else span for span, whole in zip(its, replicated, strict=True)) for its in spans
-    ]
+def without(spans: Spans, left_out: Spans) -> Spans:
+    """Return the spans, with none of the parameters of which ``left_out`` has elements."""
+    return tuple(Span(0, 0) if out.size else span for span, out in zip(spans, left_out, strict=True))
 
 
 def missing(size: int, spans: Iterable[Span]) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -68,6 +70,19 @@ def resume(sources: Sources) -> None:
             case "numpy" if "numpy" in sys.modules and state:
                 keys, *rest = state
                 sys.modules["numpy"].random.set_state(("MT19937", keys.numpy(), *rest))
+
+
+@contextlib.contextmanager
+def drawing_from(sources: Sources | None = None) -> Iterator[None]:
+    """A ``with`` block after which random numbers continue as if nothing was drawn in the block. ``sources``:
+    the states to draw from in the block; None: the present ones."""
+    outer = note()
+    try:
+        if sources is not None:
+            resume(sources)
+        yield
+    finally:
+        resume(outer)
 
 
 def digests(sources: Sources) -> dict[str, int]:
