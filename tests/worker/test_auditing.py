@@ -33,7 +33,7 @@ from elasticd.data.auditnotes import (
 )
 from elasticd.worker.data import Data
 from elasticd.worker.samples.auditing import Recorder, digest, recorder
-from tests.worker.worlds import entered
+from tests.worker.worlds import entered, take_steps
 
 
 def may_mount() -> bool:
@@ -70,12 +70,7 @@ def train(data: Data, model: nn.Module | None = None, **how: Any) -> worker.Stat
     model = model or nn.Linear(1, 1)
     state = worker.State(model, torch.optim.AdamW(model.parameters(), lr=0.01), data=data, **how)
     entered(state)
-    for step in state.steps():
-        for batch in step:
-            step.backward(state.model(batch).square().mean())
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        state.commit()
+    take_steps(state)
     state._loop.finish()
     return state
 

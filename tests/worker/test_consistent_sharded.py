@@ -20,7 +20,7 @@ from elasticd.worker.gradients import whole_norms
 from elasticd.worker.gradients.owned_sums import owned
 from elasticd.worker.gradients.whole_norms import shard_lengths
 from elasticd.worker.sharding.spans import Span
-from tests.worker.worlds import in_world
+from tests.worker.worlds import in_world, take_steps
 
 SAMPLES, BATCH, VIRTUAL_RANKS = 37, 17, 5  # the last batch reaches three of five virtual ranks
 
@@ -202,12 +202,7 @@ def with_a_shared_bias() -> list[str]:
 
         @worker.run
         def run(state: worker.State) -> str:
-            for step in state.steps():
-                for batch in step:
-                    step.backward(state.model(batch).square().mean())
-                state.optimizer.step()
-                state.optimizer.zero_grad()
-                state.commit()
+            take_steps(state)
             return digest(state)
 
         found.append(run(state))
