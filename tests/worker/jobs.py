@@ -92,7 +92,7 @@ class Accident:
         if point == self.point and step == self.step:
             self.point, what = "", self.what
             if self.then:
-                self.point, self.step, self.what = self.then.point, self.then.step, self.then.what
+                self.__dict__.update(vars(self.then))
             what()
 
 

@@ -166,16 +166,19 @@ def train(
     virtual_ranks: int = 0,
     accumulate: int = 1,
     consistent: bool = False,
+    copies_first: bool = False,
     **options: Any,
 ) -> None:
     """Run the whole script. Without an address: in a world of its own. ``node``: the name of the saver's
     node, if savers have copies of each other's shards. ``virtual_ranks``: 0, or the number of
     virtual ranks if the samples come from worker.Data, each rank in ``accumulate`` batches, and are noted for
-    an audit. ``consistent``: in consistent mode."""
+    an audit. ``consistent``: in consistent mode. ``copies_first``: go on only once copies are here."""
     journal = begin(address, folder, name, saver)
     os.environ["ELASTICD_HOLDER"] = node
     hear_of_leaving()
     trip(accident)
+    if copies_first:
+        await_copies()
     if virtual_ranks:
         os.environ |= {VARIABLE: str(Path(folder) / FOLDER), EVERY: "4"}
         cut = {"global_batch": BATCH, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
@@ -317,6 +320,18 @@ def trip(accident: Accident) -> None:
             carry(moves, *args)
 
         shard_agreement.carry_out = fall
+
+
+def await_copies() -> None:
+    """Have a worker wait for copies when they begin, rather than at the next commit."""
+    begin_to_send = sharded_state.copy_to_guardians
+
+    def send(*args: Any) -> Any:
+        copies = begin_to_send(*args)
+        copies.await_arrival()
+        return copies
+
+    sharded_state.copy_to_guardians = send
 
 
 # ---------------------------------------------------------------- without an agent

@@ -192,7 +192,8 @@ def _take(
 def _keep_loaded(
     state: CommittedState, shards: ShardedState, world: World, brought: Sequence[Bringing]
 ) -> None:
-    """Keep the state that was loaded from a checkpoint."""
+    """Keep the state that was loaded from a checkpoint. Raises WorldChanged."""
+    shards.complete(world)  # copies of the commit that the loaded state replaces may be on their way
     model, wanted = shards.model, _wanted(shards, world)
     own = HostShard(model.kinds(), wanted[world.rank])
     model.copy_to(own)

@@ -98,7 +98,9 @@ class ShardedState:
 
     def leave(self) -> None:
         """Leave a world. Copies that have not arrived are lost."""
-        self._copies = None
+        if self._copies is not None:
+            self.generations[-1].guarded = self._copies.arrived()
+            self._copies = None
 
     def keep(self, point: CommitPoint, kept: dict[str, Any], world: World) -> None:
         """Copy the present state as of a commit, and send this rank's shard to its guardians.
@@ -118,10 +120,9 @@ class ShardedState:
             self.complete(world)
 
     def add(self, point: CommitPoint, small: SmallState, own: HostShard, world: World) -> None:
-        """Keep the commit with which a world begins, and send this rank's shard to its guardians. All ranks
-        call it together. Raises WorldChanged."""
+        """Keep the commit with which a world begins, and begin to send this rank's shard to its guardians.
+        The next commit waits for these copies. All ranks call it together. Raises WorldChanged."""
         self._begin(point, small, own, world)
-        self.complete(world)
 
     def _begin(
         self,

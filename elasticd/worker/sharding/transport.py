@@ -51,17 +51,36 @@ def carry_out(moves: Iterable[Move], held: Sequence[HostShard], into: HostShard)
 
 class Copies:
     """Copies of shards on their way. ``sent``: the shard that this rank sends, which must not change
-    meanwhile."""
+    meanwhile. ``sending``: the pieces to be sent. ``arriving``: by rank, the shard that this rank receives,
+    with its pieces that are not here."""
 
-    def __init__(self, sent: HostShard, arriving: dict[int, HostShard], works: Sequence[Any]) -> None:
-        self._sent, self._arriving, self._works = sent, arriving, works
+    def __init__(
+        self, sent: HostShard, sending: deque[Any], arriving: dict[int, tuple[HostShard, deque[Any]]]
+    ) -> None:
+        self._sent, self._sending, self._arriving = sent, sending, arriving
 
     def await_arrival(self) -> dict[int, HostShard]:
         """Wait until this rank's copies are sent and the others' are here. Return the shards that this rank
         guards, by rank."""
-        for work in self._works:
-            work.wait()
-        return self._arriving
+        for _, pieces in self._arriving.values():
+            _await(pieces)
+        _await(self._sending)
+        return {rank: shard for rank, (shard, _) in self._arriving.items()}
+
+    def arrived(self) -> dict[int, HostShard]:
+        """Return the shards that are here, by rank, once the world has ended. The others are lost."""
+        return {
+            rank: shard
+            for rank, (shard, pieces) in self._arriving.items()
+            if all(piece.came() for piece in pieces)
+        }
+
+
+def _await(pieces: deque[Any]) -> None:
+    """Wait for the pieces, and remove those that are here. Raises RuntimeError."""
+    while pieces:
+        pieces[0].wait()
+        pieces.popleft()
 
 
 def copy_to_guardians(
@@ -73,22 +92,23 @@ def copy_to_guardians(
     ``rooms``: memory to use again.
     """
     rank = dist.get_rank()
-    arriving: dict[int, HostShard] = {}
+    sending: deque[Any] = deque()
+    arriving: dict[int, tuple[HostShard, deque[Any]]] = {}
+    for owner, its in enumerate(guards):
+        for guardian in its:
+            if rank == owner:
+                memory = own.memory[: size_of(own.kinds, spans[owner])]
+                sending += _begun(rank, _Message(owner, guardian, memory))
+            elif rank == guardian:
+                room = rooms.get(owner)
+                if room is None or not room.suits(own.kinds, spans[owner]):
+                    room = HostShard(own.kinds, spans[owner])
+                arriving[owner] = room, deque(_begun(rank, _Message(owner, guardian, room.memory)))
+    return Copies(own, sending, arriving)
 
-    def messages() -> Iterator[_Message]:
-        for owner, its in enumerate(guards):
-            for guardian in its:
-                if rank == owner:
-                    yield _Message(owner, guardian, own.memory[: size_of(own.kinds, spans[owner])])
-                elif rank == guardian:
-                    room = rooms.get(owner)
-                    if room is None or not room.suits(own.kinds, spans[owner]):
-                        room = HostShard(own.kinds, spans[owner])
-                    arriving[owner] = room
-                    yield _Message(owner, guardian, room.memory)
 
-    works = [_begin(rank, *message, tag=_COPIES) for message in _pieces(messages())]
-    return Copies(own, arriving, works)
+def _begun(rank: int, message: _Message) -> Iterator[Any]:
+    return (_begin(rank, *piece, tag=_COPIES) for piece in _pieces([message]))
 
 
 def carry_shards(

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 _NO_TIMEOUT = timedelta(0)  # torch's default: no timeout is given
+_AT_ONCE = timedelta(milliseconds=1)
 _METHODS = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
 _wait_for_work = dist.Work.wait
 _future_of_work = dist.Work.get_future
@@ -51,6 +52,13 @@ class Message:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+    def came(self) -> bool:
+        """Return whether the message has been sent or received, also once the world has ended. If not, the
+        message is lost: Gloo closes the connection."""
+        with contextlib.suppress(RuntimeError):
+            return _wait_for_work(self._work, _AT_ONCE)
+        return False
 
 
 class FromAnyone(Message):
