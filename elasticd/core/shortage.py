@@ -73,8 +73,10 @@ def _state_of(nodes: Iterable[Node]) -> StateMemory | None:
     """Return what the job's sharded state takes. Workers may know more after their first step, so the largest
     counts, and of equal ones that which knows what is replicated."""
     known = filter(None, map(attrgetter("state"), nodes))
-    different = [StateMemory(*values) for values in {*map(attrgetter(*StateMemory.__slots__), known)}]
-    return max(different, key=lambda its: (its.own + its.replicated, its.replicated, its), default=None)
+    different = {id(state): state for state in known}  # nodes that say the same share one object
+    return max(
+        different.values(), key=lambda its: (its.own + its.replicated, its.replicated, its), default=None
+    )
 
 
 def _need(state: StateMemory, each: int, have: int, limits: Limits) -> int:

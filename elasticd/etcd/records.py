@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -62,8 +62,9 @@ _BY_FOLDER: Final[dict[str, type[Fact]]] = {
 }
 
 
+T = TypeVar("T")
 _SHARED: Final[Mapping[type, Sequence[str]]] = {
-    Node: ("name", "incarnation", "slots", "ready", "holders"),
+    Node: ("name", "incarnation", "slots", "ready", "holders", "age", "state"),
     Member: ("node", "incarnation", "slots"),
     Report: ("node", "incarnation"),
 }
@@ -145,10 +146,10 @@ def _decoded(key: str, value: bytes) -> Fact | None:
 
 
 def _share_parts(fact: Fact) -> None:
-    """Have a new fact share its names and slots with other facts.
+    """Have a new fact share its names, slots, age and state with other facts.
 
-    Each node is in several records of a large job, and most nodes have the same slots. What is one object
-    takes memory once, and is equal without a look at it.
+    Each node is in several records of a large job, and most nodes have the same slots and workers of the same
+    age. What is one object takes memory once, and is equal without a look at it.
     """
     for one in fact.members if isinstance(fact, MemberPart) else (fact,):
         for field in _SHARED.get(type(one), ()):
@@ -157,9 +158,9 @@ def _share_parts(fact: Fact) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _first(slots: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first slots that are equal to these."""
-    return slots
+def _first(value: T) -> T:
+    """Return the first value that is equal to this one."""
+    return value
 
 
 def _printable(value: Any) -> Any:

@@ -334,6 +334,7 @@ class Leader:
         self.names = [f"node-{n:05}" for n in range(nodes)]
         self._records = {name: _record(n, name, sharded) for n, name in enumerate(self.names)}
         self._sharded = sharded
+        self._ages: dict[int, Age] = {}  # one object for all records, as decoded records have it
         limits = Limits(WORKERS, (nodes - sharded) * WORKERS, unit)
         self._spec = Spec(limits, limits, "train.py", "f" * 64, POLICY, inplace=sharded)
         self.etcd = _Etcd(agent.watched(_identity(self._records[self.names[0]]))[:3], nodes)
@@ -581,7 +582,8 @@ class Leader:
         report = Report(name, known.incarnation, number, exits, steps=1000)
         known = replace(known, released=number, told=report.ends, store_port=known.store_port + 1)
         if self._sharded:
-            known = replace(known, age=Age(number, 1000), holders=known.slots, sharded=True, state=STATE)
+            age = self._ages.setdefault(number, Age(number, 1000))
+            known = replace(known, age=age, holders=known.slots, sharded=True, state=STATE)
         self._records[name] = known
         return {f"reports/{name}": report, f"nodes/{name}": self._records[name]}
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cache
 from types import NoneType, UnionType
@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core import facts
+from elasticd.core.age import Age
 from elasticd.core.checkpoint_names import WORLD_MAX, folder_name
+from elasticd.core.state_memory import StateMemory
 from elasticd.etcd import records
 from elasticd.etcd.errors import BadRecord, NewerRecord
 
@@ -100,6 +102,17 @@ def test_the_names_and_slots_of_several_records_are_one_object() -> None:
     assert here.slots is here.ready is here.holders is first.slots is second.slots
     assert here.name is first.node is told.node and here.incarnation is first.incarnation
     assert (here, told, there) == (node, report, part)
+
+
+def test_the_age_and_the_state_of_nodes_that_say_the_same_are_one_object() -> None:
+    node = facts.Node("a", "1", "10.0.0.1", (0, 1), 6, 29500, 4711, "h:1", age=Age(7, 40), sharded=True)
+    nodes = [replace(node, name=name, state=StateMemory(10**9, redundancy=1)) for name in "ab"]
+    first, second = (
+        records.decode(key, records.encode(key, n)) for n in nodes for key in [f"nodes/{n.name}"]
+    )
+    assert isinstance(first, facts.Node) and isinstance(second, facts.Node)
+    assert first.age is second.age and first.state is second.state
+    assert [first, second] == nodes
 
 
 def test_output_that_is_no_text_is_written_as_far_as_it_is() -> None:
