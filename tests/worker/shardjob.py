@@ -97,8 +97,11 @@ def count_graphs(graph: torch.fx.GraphModule, _: Any) -> Any:
 def make(feature: str = "", **options: Any) -> worker.State:
     torch.manual_seed(3)
     model = Net().double()
-    if feature == "bare":
-        options["init"] = functools.partial(copy_from, model)
+    if feature.startswith("bare"):
+        options["init"] = {
+            "bare": functools.partial(copy_from, model),
+            "bare, own seed": draw_with_own_seed,
+        }[feature]
         with torch.device("meta"):
             model = Net().double()
     model.recomputes = feature == "recomputed"
@@ -123,6 +126,15 @@ def copy_from(known: nn.Module, name: str, module: nn.Module) -> None:
         mine.copy_(value)
     for mine, value in zip(module.buffers(recurse=False), its.buffers(recurse=False), strict=True):
         mine.copy_(value)
+
+
+def draw_with_own_seed(name: str, module: nn.Module) -> None:
+    """Give a module other values in each worker."""
+    seeded = torch.Generator().manual_seed(os.getpid())
+    for parameter in module.parameters(recurse=False):
+        parameter.normal_(generator=seeded)
+    for buffer in module.buffers(recurse=False):
+        buffer.zero_()
 
 
 def gradients(state: worker.State, step: Step | int, accident: Accident) -> float:

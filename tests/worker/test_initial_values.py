@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elasticd.worker.sharding.initial_values import InitialValues, is_bare
+from elasticd.worker.sharding.initial_values import InitialValues, Sums, is_bare
 from elasticd.worker.values import randomness
 
 
@@ -133,3 +133,17 @@ def of_another_shape(name: str, module: nn.Module) -> None:
 def test_values_that_are_lost_or_missing_are_refused_in_a_sentence(make, init, sentence):
     with pytest.raises(TypeError, match=sentence):
         values(bare(make), init)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.complex64])
+def test_the_sums_of_values_of_any_type_tell_them_from_others(dtype):
+    first = torch.arange(6).to(dtype)
+    other = first.clone()
+    other[2] += 1
+    assert Sums.of(first) == Sums(15.0, 15.0)
+    assert Sums.of(other) == Sums(16.0, 16.0)
+    assert Sums.of(-first) == Sums(-15.0, 15.0)
+
+
+def test_infinite_values_have_no_sums():
+    assert Sums.of(torch.tensor([1.0, -torch.inf])) == Sums(0.0, 0.0)

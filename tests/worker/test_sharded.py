@@ -532,6 +532,14 @@ def test_workers_that_build_the_model_in_different_ways_are_refused_in_a_sentenc
         assert "some workers have built the model on the meta device, and others have not" in said
 
 
+def test_an_init_that_draws_other_values_in_each_worker_is_refused_in_a_sentence(crew, tmp_path):
+    crew.begin(tmp_path, NOTHING, NOTHING, job=shardjob.train, feature="bare, own seed")
+    crew.all_ended()
+    for name in "01":
+        said = (tmp_path / f"{name}.err").read_text().splitlines()[-1]
+        assert "init= gives body.weight other values in some workers: draw them from torch's" in said
+
+
 def test_what_cannot_be_sharded_anew_is_refused_in_a_sentence(tmp_path):
     said = in_world(1, tmp_path, shardjob.refusals)[0]
     assert [name for name, sentence in said.items() if shardjob.REFUSED[name] not in sentence] == []

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
+import torch.distributed as dist
 
 from elasticd.channel.worker_messages import Holds, Source
 from elasticd.checkpoint.client.collectives import rank_group
 from elasticd.core.age import Age
+from elasticd.core.page_layout import Fatal
+from elasticd.worker.agent_link import agentpage
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.comparison import Digests
 from elasticd.worker.joining.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
 from elasticd.worker.sharding.host_shards import Generation, HostShard, SmallState, TensorKind, held_shards
+from elasticd.worker.sharding.initial_values import Sums
 from elasticd.worker.sharding.moves import plan_moves, plan_passing
 from elasticd.worker.sharding.sharded_state import ShardedState, node
 from elasticd.worker.sharding.spans import (
@@ -33,6 +38,7 @@ from elasticd.worker.values.randomness import Sources
 from elasticd.worker.world.group import World, gathered
 
 _log = logging.getLogger(__name__)
+ROUNDING = 1e-6  # relative; machines of several kinds may draw numbers that differ by rounding
 
 
 class Bringing(NamedTuple):
@@ -178,7 +184,8 @@ def _take(
         )
     if choice.point == INITIAL and shards.model.makes_beginning:
         own = HostShard(shards.model.in_order(small.kinds), wanted[world.rank])
-        shards.model.begin(own, small.random)
+        sums = shards.model.begin(own, small.random)
+        _refuse_other_beginnings(shards.model.names, sums, world)
     else:
         own = _moved(shards, world, choice, small, wanted)
     shards.model.fill(own, small.state.slots)
@@ -187,6 +194,24 @@ def _take(
     shards.enter([its.node for its in brought], wanted)
     shards.drop_all_but(choice.point)
     _add(state, shards, world, SmallState(state.last.kept, small.state.slots, small.state.trainable), own)
+
+
+def _refuse_other_beginnings(names: Sequence[str], sums: Sequence[Sums], world: World) -> None:
+    """Raise RuntimeError if ``init=`` has given a parameter other values in other workers, which would be
+    mixed. All workers call it together. ``names``: of the parameters."""
+    values = torch.tensor([its.values for its in sums], dtype=torch.float64)
+    sizes = torch.tensor([its.sizes for its in sums], dtype=torch.float64)
+    most = torch.cat([values, -values, sizes])
+    with world.or_over():
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    largest, negated_least, sizes = most.tensor_split(3)
+    different = (largest + negated_least > ROUNDING * sizes).nonzero()
+    if len(different):
+        agentpage.fatal(Fatal.BAD_DATA)  # a restart would end the same way
+        raise RuntimeError(
+            f"init= gives {names[int(different[0])]} other values in some workers: draw them from torch's "
+            "random numbers, without another seed, or read them from the same file in each worker"
+        )
 
 
 def _keep_loaded(

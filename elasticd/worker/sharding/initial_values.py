@@ -6,8 +6,9 @@ layout, and a worker needs memory for one module besides its part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +17,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elasticd.worker.values import randomness
 
 Init = Callable[[str, nn.Module], Any]
+
+
+class Sums(NamedTuple):
+    """The sum of a parameter's values, and the sum of their sizes; both 0 if one of the values is infinite.
+    Sums of equal values are equal but for rounding."""
+
+    values: float
+    sizes: float
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Sums:
+        numbers = torch.view_as_real(values) if values.is_complex() else values
+        if not numbers.is_floating_point() or numbers.itemsize == 1:
+            numbers = numbers.double()
+        total = numbers.sum(dtype=torch.float64).item()
+        size = torch.linalg.vector_norm(numbers, 1, dtype=torch.float64).item()
+        return cls(total, size) if math.isfinite(total) else cls(0.0, 0.0)
 
 
 class InitialValues:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from elasticd.checkpoint.client.tensors import is_plain, local_of, require_copyable
 from elasticd.worker.sharding.expected_state import expected_slots
 from elasticd.worker.sharding.host_shards import HostShard, Kinds, TensorKind
-from elasticd.worker.sharding.initial_values import Init, InitialValues, is_bare
+from elasticd.worker.sharding.initial_values import Init, InitialValues, Sums, is_bare
 from elasticd.worker.sharding.spans import Span, Spans, nothing, whole
 from elasticd.worker.values.contents import Contents, parameters_of
 from elasticd.worker.values.plaindata import copied, with_tensors
@@ -77,14 +77,17 @@ class ShardedModel:
         """Whether each worker makes the initial values itself, by ``begin``."""
         return self._initial is not None
 
-    def begin(self, shard: HostShard, random: Sources) -> None:
-        """Make the initial values of a model on the meta device. Copy the shard's part of them. ``random``:
-        the random numbers to draw, the same in all workers."""
+    def begin(self, shard: HostShard, random: Sources) -> list[Sums]:
+        """Make the initial values of a model on the meta device. Copy the shard's part of them. Return the
+        sums of each parameter's values. ``random``: the random numbers to draw, the same in all workers."""
         assert self._initial is not None
+        sums = [Sums(0.0, 0.0)] * len(self.sizes)
         for parameter, values in self._initial.parameters(random):
             span = shard.spans[parameter]
             for number in shard.of_parameter(parameter):
                 shard.tensor(number).copy_(values.reshape(-1)[span.first : span.end])
+            sums[parameter] = Sums.of(values)
+        return sums
 
     # ------------------------------------------------------------ worlds
 
