@@ -63,10 +63,14 @@ def find_etcd(path: str | None = None) -> Path:
 
 def fault_of(version: Version | None) -> str:
     """Return the known fault of an etcd version as a sentence; empty if none is known."""
-    if version not in _DAMAGED:
+    if version is None:
         return ""
-    number = ".".join(map(str, version or ()))
-    return f"etcd {number} may damage its data when it is killed under load"
+    number = ".".join(map(str, version))
+    if version in _DAMAGED:
+        return f"etcd {number} may damage its data when it is killed under load"
+    if version < (3, 4, 21) or (3, 5, 0) <= version < (3, 5, 5):  # etcd#14370
+        return f"etcd {number} may lose its last write when it is killed"
+    return ""
 
 
 def version_of(binary: Path) -> Version | None:
