@@ -379,9 +379,10 @@ class Round:
     knows all.
     ``store``: the ``address:port`` of the c10d store, which the first member's agent hosts. ``cause``: why
     the round began. Once the round closes, ``closing`` says why, and ``planned`` whether workers may still
-    save. ``since``: the start of the phase, in seconds since the epoch. ``lived_s``: how long a closing round
-    was live. ``restarts``: the failures charged so far; ``failure`` is the last one. An ended job has an
-    ``outcome`` and a sentence ``why``. Round 0 is never live: the job waits for its first workers.
+    save. ``since``: the start of the phase, in seconds since the epoch. ``took_s``: how long the change to
+    the round took; 0 if the job waited for workers. ``lived_s``: how long a closing round was live.
+    ``restarts``: the failures charged so far; ``failure`` is the last one. An ended job has an ``outcome``
+    and a sentence ``why``. Round 0 is never live: the job waits for its first workers.
 
     Where workers keep their process: ``leaving`` are nodes that were asked to leave and alone hold the state.
     They stay until ``leave_by`` to hand the state over. ``handover``: the workers of this round pass the
@@ -402,6 +403,7 @@ class Round:
     store: str
     cause: Cause
     since: float
+    took_s: float = 0.0
     lived_s: float = 0.0
     restarts: int = 0
     closing: Cause | None = None

@@ -206,6 +206,35 @@ def test_a_world_does_not_grow_for_a_node_it_cannot_use(newcomer: Node, more: di
     assert not decide(live({"a": 2}, [node("a"), newcomer], since=0, **more), NOW).writes
 
 
+@pytest.mark.parametrize(
+    ("cause", "took_s", "waits_s"),
+    [
+        pytest.param(Cause.GREW, 12.0, 12.0, id="growing took long"),
+        pytest.param(Cause.GREW, 0.1, 0.1, id="growing was quick"),
+        pytest.param(Cause.GREW, 900.0, POLICY.grow_cooldown_s, id="no longer than others"),
+        pytest.param(Cause.WORKER_FAILED, 12.0, 0.0, id="after a failure"),
+    ],
+)
+def test_in_place_a_world_that_has_grown_trains_for_as_long_as_that_took_before_it_grows_again(
+    cause: Cause, took_s: float, waits_s: float
+) -> None:
+    """Else a worker that is killed at each change would have the job grow for ever."""
+    nodes = [replace(node(name), ready=(0, 1)) for name in "ab"]
+    grown = replace(round(5, {"a": 2}, since=NOW, cause=cause), took_s=took_s)
+    seen = view(replace(spec(2, 8, policy=POLICY), inplace=True), grown, nodes)
+    if waits_s:
+        early = decide(seen, NOW + waits_s - 0.05)
+        assert not early.writes
+        assert early.wake_at == NOW + waits_s
+    assert next_round(decide(seen, NOW + waits_s)).closing is Cause.GREW
+
+
+def test_a_round_knows_how_long_the_change_to_it_took() -> None:
+    nodes = [node("a", released=5), node("b", released=5)]
+    ending = replace(round(5, {"a": 2, "b": 2}, Phase.CLOSING, since=NOW - 7), closing=Cause.GREW)
+    assert next_round(decide(view(spec(2, 8, policy=POLICY), ending, nodes), NOW)).took_s == 7.0
+
+
 def test_a_job_succeeds_even_if_its_agents_are_gone_by_then_or_it_is_being_stopped() -> None:
     done = [report("a", 5, finished=True), report("b", 5, finished=True)]
     assert next_round(decide(live({"a": 2, "b": 2}, [], done), NOW)).outcome is Outcome.SUCCEEDED

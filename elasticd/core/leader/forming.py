@@ -120,6 +120,7 @@ def _formed(view: View, spec: Spec, round: Round, members: Members, now: float) 
         store=f"{host.address}:{host.store_port}",
         cause=cause,
         since=now,
+        took_s=now - round.since if round.phase is Phase.CLOSING else 0.0,
         restarts=round.restarts,
         failure=round.failure,
         leaving=round.leaving if passing else (),

@@ -158,8 +158,13 @@ def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if could_have > round.world_size:
         could_have = view.next_world(view.budget, now)
     if could_have > round.world_size:
-        # In place, growing costs about one step, and new workers are ready.
-        ripe = round.since + (0.0 if spec.inplace else spec.policy.grow_cooldown_s)
+        cooldown_s = spec.policy.grow_cooldown_s
+        if spec.inplace:
+            # Growing costs about one step, and new workers are ready. But a worker that does not leave in
+            # time is killed, and then there is room to grow again. So the job trains for as long as it took
+            # to grow.
+            cooldown_s = min(cooldown_s, round.took_s) if round.cause is Cause.GREW else 0.0
+        ripe = round.since + cooldown_s
         if now >= ripe:
             plan = close(view, round, Cause.GREW, True, now)
             # Keys are watched separately: the guard ensures that a slot just put in quarantine does not count
