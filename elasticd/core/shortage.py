@@ -72,8 +72,8 @@ def has_none_for_one_state(nodes: Sequence[Node]) -> bool:
 def _state_of(nodes: Iterable[Node]) -> StateMemory | None:
     """Return what the job's sharded state takes. Workers may know more after their first step, so the largest
     counts, and of equal ones that which knows what is replicated."""
-    known = filter(None, map(attrgetter("state"), nodes))
-    different = {id(state): state for state in known}  # nodes that say the same share one object
+    known = [*filter(None, map(attrgetter("state"), nodes))]
+    different = dict(zip(map(id, known), known, strict=True))  # nodes that say the same share one object
     return max(
         different.values(), key=lambda its: (its.own + its.replicated, its.replicated, its), default=None
     )

@@ -175,7 +175,7 @@ class Roll:
         there = [*filter(None, map(known.get, members))]
         if replaced:
             there = [one for one in there if one.node.name not in replaced]
-        newcomers = [one for name, one in known.items() if name not in members or name in replaced]
+        newcomers = [known[name] for name in {*(known.keys() - members.keys()), *replaced}]
         there += sorted(newcomers, key=attrgetter("created"))
         return seating.candidates([*map(attrgetter("node"), there)], self.spec, self.round, live=live)
 
