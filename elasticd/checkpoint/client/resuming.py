@@ -18,7 +18,7 @@ from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable
 from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.replication.replicas import WholeState, newest_whole
 from elasticd.checkpoint.storage import CheckpointStore
-from elasticd.checkpoint.storage.reading import fill, open_manifest
+from elasticd.checkpoint.storage.reading import decode_committed, fill, read_manifest, require_files
 from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Resume, Saved
 
@@ -151,19 +151,21 @@ class Resuming:
     def _read(self, saved: Saved) -> tuple[Flat, _Attempt]:
         """Read a checkpoint from disk. Return its data, which are empty if the attempt has failed.
 
-        Rank 0 looks for the files first, for all ranks: with many ranks there are many files."""
-        manifest, found = None, _Attempt()
+        Rank 0 reads the manifest and looks for the files, for all ranks: many ranks are many readers of many
+        files."""
+        raw, found = b"", _Attempt()
         if self._ranks.rank == 0:
             try:
-                manifest = open_manifest(self._store, saved)
+                raw = read_manifest(self._store, saved.name)
+                require_files(self._store, decode_committed(raw, saved))
             except BadCheckpoint as error:
                 found = _failed(error)
         found = _ATTEMPTS.decode(self._ranks.from_first(msgspec.json.encode(found)))
         if found.fault:
             return Flat(), found
+        raw = self._ranks.from_first(raw)
         try:
-            if manifest is None:
-                manifest = open_manifest(self._store, saved, listed=True)
+            manifest = decode_committed(raw, saved)
             self.overwrote = True
             target = Target.of(saved.name, self._state, manifest.index, whole=self._whole)
             readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final, TypeVar
 
 from elasticd.checkpoint.format.manifest import (
@@ -56,13 +57,17 @@ def by_file(ranges: Iterable[WantedRange]) -> dict[int, list[WantedRange]]:
     return found
 
 
-def open_manifest(store: CheckpointStore, saved: Saved, *, listed: bool = False) -> Manifest:
+def open_manifest(store: CheckpointStore, saved: Saved) -> Manifest:
     """Return the manifest of a committed checkpoint, after a check that every file is present in full length.
-    ``listed``: that was checked already.
+    Raises BadCheckpoint, which names the file."""
+    manifest = decode_committed(read_manifest(store, saved.name), saved)
+    require_files(store, manifest)
+    return manifest
 
-    Raises BadCheckpoint, which names the file.
-    """
-    raw = _read_manifest(store, saved.name)
+
+def decode_committed(raw: bytes, saved: Saved) -> Manifest:
+    """Return the manifest in these bytes, which must be that of the committed checkpoint. Raises
+    BadCheckpoint."""
     if digest(raw) != saved.digest:
         why = (
             "it is intact, but its checksum differs from the one in the record of commits"
@@ -77,15 +82,21 @@ def open_manifest(store: CheckpointStore, saved: Saved, *, listed: bool = False)
             f"{saved.name}/{MANIFEST} is of step {told[1]}, round {told[2]} and {told[3]} workers, and was "
             f"committed as of step {saved.step}, round {saved.round} and {saved.world} workers"
         )
-    if listed:
-        return manifest
-    sizes = _patiently(saved.name, lambda: store.sizes(saved.name))
+    return manifest
+
+
+def require_files(store: CheckpointStore, manifest: Manifest) -> None:
+    """Raise BadCheckpoint unless every file of the checkpoint is present in full length. Ranks that have
+    written nothing may have no file."""
+    name = manifest.name
+    sizes = _patiently(name, lambda: store.sizes(name))
     for file in manifest.files:
         if file.name not in sizes:
-            raise BadCheckpoint(f"{saved.name}/{file.name} is missing")
+            if not file.size:
+                continue
+            raise BadCheckpoint(f"{name}/{file.name} is missing")
         if (size := sizes[file.name]) != file.size:
-            raise BadCheckpoint(f"{saved.name}/{file.name} is {size} bytes long in place of {file.size}")
-    return manifest
+            raise BadCheckpoint(f"{name}/{file.name} is {size} bytes long in place of {file.size}")
 
 
 def is_finished(store: CheckpointStore, name: str) -> bool:
@@ -109,7 +120,7 @@ def whole_in(store: CheckpointStore) -> tuple[Saved, ...]:
     found = []
     for name in _folders(store):
         try:
-            if is_intact(raw := _read_manifest(store, name)):
+            if is_intact(raw := read_manifest(store, name)):
                 its = decode(raw, name)
                 if its.name != name:
                     continue
@@ -130,7 +141,8 @@ def _folders(store: CheckpointStore) -> list[str]:
     return []
 
 
-def _read_manifest(store: CheckpointStore, name: str) -> bytes:
+def read_manifest(store: CheckpointStore, name: str) -> bytes:
+    """Return the bytes of a checkpoint's manifest. Raises BadCheckpoint."""
     return _patiently(where := f"{name}/{MANIFEST}", lambda: store.read(where))
 
 
@@ -168,10 +180,10 @@ def fill(
 def verify(
     store: CheckpointStore, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[tuple[File, list[str]]]:
-    """Read each file completely. Yield each file and what is wrong with it: sentences, none if the file is
-    intact."""
+    """Read each file that is not empty, completely. Yield the file and what is wrong with it: sentences, none
+    if the file is intact."""
     scratch = memoryview(bytearray(manifest.block))
-    for file in manifest.files:
+    for file in filter(attrgetter("size"), manifest.files):
         wrong = []
         where = f"{manifest.name}/{file.name}"
         try:
