@@ -21,7 +21,7 @@ WHOLE_BELOW: Final = 256 * 1024  # bytes; smaller tensors are not cut, since cut
 # Bytes; a frame's length has 32 bits, and several threads can read the parts of a tensor.
 PART_MAX: Final = 1 << 30
 # A world of more ranks than ``WRITERS`` has further writers only if each of them has ``SHARE_MIN`` bytes:
-# each rank may read the files of all writers. The other ranks write empty files.
+# each rank may read the files of all writers. The other ranks write no file.
 WRITERS: Final = 64
 SHARE_MIN: Final = 16 << 20
 

@@ -94,7 +94,10 @@ class SavePipeline:
             self._advance(world)
 
         def write() -> File:
-            return world.store.write(f"{save.name}/{shard_name(rank)}", memory.view, self._pace)
+            shard = shard_name(rank)
+            if not memory.view:  # no file: in a large world, most ranks may have nothing to write
+                return File(shard, 0, [])
+            return world.store.write(f"{save.name}/{shard}", memory.view, self._pace)
 
         self._jobs.run(self._writers, write, written)
 
