@@ -92,7 +92,8 @@ class Policy:
     """The leader's policy. Times are in seconds.
 
     * ``settle_s``: how long a starting job waits for more nodes after the last one came.
-    * ``grow_cooldown_s``: how long a round lives before it may end in order to grow.
+    * ``grow_cooldown_s``: how long a round lives before it may end in order to grow. Where workers keep their
+      process: at most this long, and only if the round has grown itself.
     * ``join_timeout_s``: how long a job may stay below ``min`` before it ends with exit code 3.
     * ``shutdown_s``: the time between SIGTERM and SIGKILL when a round ends as planned.
     * ``broken_s``: the same when a round has failed, and nothing is left to save.

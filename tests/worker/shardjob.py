@@ -481,6 +481,22 @@ def refusals() -> dict[str, str]:
     return said
 
 
+def kept_alone() -> tuple[int, bool]:
+    """Train in a world that cannot change. Return the number of kept commits, and whether no copy is kept."""
+    state = make()
+
+    @worker.run
+    def run(state: worker.State) -> None:
+        for step in state.steps(1):
+            gradients(state, step, NOTHING)
+            state.optimizer.step()
+            state.commit()
+
+    run(state)
+    shards = state._committed.shards
+    return len(shards.generations), shards._copies is None
+
+
 def laid_out_twice() -> tuple[Any, Any, int]:
     """Return the values that must be the same before and after a change of layout. Also return how many
     references to the process group were added, without a garbage collection."""

@@ -135,15 +135,35 @@ def test_values_that_are_lost_or_missing_are_refused_in_a_sentence(make, init, s
         values(bare(make), init)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.complex64])
-def test_the_sums_of_values_of_any_type_tell_them_from_others(dtype):
-    first = torch.arange(6).to(dtype)
-    other = first.clone()
-    other[2] += 1
-    assert Sums.of(first) == Sums(15.0, 15.0)
-    assert Sums.of(other) == Sums(16.0, 16.0)
-    assert Sums.of(-first) == Sums(-15.0, 15.0)
+NUMBERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_sums_of_values_of_any_type_tell_them_from_others_and_from_another_order(dtype):
+    first = (torch.arange(600) % 7).to(dtype)
+    changed = first.clone()
+    changed[:100] = 6
+    sums = Sums.of(first)
+    assert Sums.of(first.reshape(6, 100)) == sums
+    for other in (changed, first[(torch.arange(600) % 7).argsort()]):
+        assert abs(Sums.of(other).values - sums.values) > max(sums.slack, Sums.of(other).slack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 50, 3_000_000])
+def test_the_sums_of_values_that_differ_by_rounding_are_the_same_and_those_of_another_seed_are_not(
+    dtype, size
+):
+    first = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    steps = torch.randint(-1, 2, (size,), generator=torch.Generator().manual_seed(2))
+    rounded = (first.view(NUMBERS[dtype]) + steps.to(NUMBERS[dtype])).view(dtype)
+    other = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(dtype)
+    sums = Sums.of(first)
+    assert abs(Sums.of(rounded).values - sums.values) <= sums.slack
+    assert abs(Sums.of(other).values - sums.values) > sums.slack
 
 
 def test_infinite_values_have_no_sums():
     assert Sums.of(torch.tensor([1.0, -torch.inf])) == Sums(0.0, 0.0)
+    assert Sums.of(torch.empty(0)) == Sums(0.0, 0.0)

@@ -378,6 +378,51 @@ def test_with_overlap_a_loss_undoes_at_most_the_commit_of_which_copies_are_on_th
     assert_each_sample_is_used_once(tmp_path, STEPS * shardjob.BATCH)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_after_more_losses_than_copies_survivors_and_newcomers_load_the_checkpoint_together(
+    crew, tmp_path, saver, undisturbed, overlap
+):
+    gate = Gate(tmp_path / "gate")
+    more = {"saver": saver, "checkpoints": str(tmp_path / "run"), "overlap": overlap}
+    accidents = NOTHING, Accident("saved", 4, gate.wait), NOTHING
+    crew.begin(tmp_path, *accidents, job=shardjob.train, **more)
+    gate.until_somebody_waits()
+    crew.start(shardjob.train, str(tmp_path), "3", **more)
+    for lost in (1, 2):
+        crew.hands[lost].process.kill()
+    crew.least = 2
+    crew.all_ended()
+    for name in (0, 3):
+        assert crew.hands[name].status == 0, (tmp_path / f"{name}.err").read_text()
+        assert crew.hands[name].entered[-1].source == Source.MEMORY
+        assert reads(tmp_path, str(name), "outcome")[-1] == close(undisturbed["outcome"])
+
+
+def test_after_losses_in_a_world_s_first_step_survivors_and_newcomers_load_the_checkpoint_together(
+    crew, tmp_path, saver, undisturbed
+):
+    """The copies with which the second of three worlds begins are on their way when two workers die."""
+    more = {"saver": saver, "checkpoints": str(tmp_path / "run")}
+    gate = Gate(tmp_path / "gate")
+    again = Accident("start", 4, int, then=Accident("start", 4, gate.wait))
+    crew.begin(tmp_path, NOTHING, Accident("start", 4), again, NOTHING, job=shardjob.train, **more)
+    crew.until(lambda: crew.round == 2)
+    gate.until_somebody_waits()
+    crew.start(shardjob.train, str(tmp_path), "4", **more)
+    for lost in (2, 3):
+        crew.hands[lost].process.kill()
+    crew.least = 2
+    crew.all_ended()
+    for name in (0, 4):
+        assert crew.hands[name].status == 0, (tmp_path / f"{name}.err").read_text()
+        assert reads(tmp_path, str(name), "outcome")[-1] == close(undisturbed["outcome"])
+
+
+def test_a_world_that_cannot_change_keeps_no_copies(tmp_path):
+    for kept in in_world(2, tmp_path, shardjob.kept_alone):
+        assert kept == (0, True)
+
+
 def test_with_overlap_a_planned_change_undoes_nothing(crew, tmp_path, undisturbed):
     gate = Gate(tmp_path / "gate")
     crew.begin(tmp_path, Accident("start", 5, gate.wait_and_leave), NOTHING, job=shardjob.train, overlap=True)
@@ -537,7 +582,7 @@ def test_an_init_that_draws_other_values_in_each_worker_is_refused_in_a_sentence
     crew.all_ended()
     for name in "01":
         said = (tmp_path / f"{name}.err").read_text().splitlines()[-1]
-        assert "init= gives body.weight other values in some workers: draw them from torch's" in said
+        assert "init= gives body.weight different values in different workers: draw them from" in said
 
 
 def test_what_cannot_be_sharded_anew_is_refused_in_a_sentence(tmp_path):

@@ -161,8 +161,8 @@ def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
         cooldown_s = spec.policy.grow_cooldown_s
         if spec.inplace:
             # Growing costs about one step, and new workers are ready. But a worker that does not leave in
-            # time is killed, and then there is room to grow again. So the job trains for as long as it took
-            # to grow.
+            # time is killed, and its replacement is a reason to grow again: the job could grow for ever
+            # without a step. So it trains for as long as it took to grow.
             cooldown_s = min(cooldown_s, round.took_s) if round.cause is Cause.GREW else 0.0
         ripe = round.since + cooldown_s
         if now >= ripe:

@@ -144,7 +144,7 @@ class CommittedState:
         """Enter a world. All workers of the world have the same state."""
         self.world = world
         if world is None and self.shards is not None:
-            self.shards.generations.clear()  # no world will go back to them
+            self.shards.forget()
         agentpage.begins_after(self.step)
         for scaler in self.contents.scalers:  # initialises the scaler, also in a worker without a batch
             scaler.scale(torch.zeros((), device=self.last.device))

@@ -38,7 +38,6 @@ from elasticd.worker.values.randomness import Sources
 from elasticd.worker.world.group import World, gathered
 
 _log = logging.getLogger(__name__)
-ROUNDING = 1e-6  # relative; machines of several kinds may draw numbers that differ by rounding
 
 
 class Bringing(NamedTuple):
@@ -197,20 +196,20 @@ def _take(
 
 
 def _refuse_other_beginnings(names: Sequence[str], sums: Sequence[Sums], world: World) -> None:
-    """Raise RuntimeError if ``init=`` has given a parameter other values in other workers, which would be
-    mixed. All workers call it together. ``names``: of the parameters."""
+    """Raise RuntimeError if ``init=`` has given a parameter different values in different workers: the model
+    would be a mixture. All workers call it together. ``names``: of the parameters."""
     values = torch.tensor([its.values for its in sums], dtype=torch.float64)
-    sizes = torch.tensor([its.sizes for its in sums], dtype=torch.float64)
-    most = torch.cat([values, -values, sizes])
+    slack = torch.tensor([its.slack for its in sums], dtype=torch.float64)
+    most = torch.cat([values, -values, slack])
     with world.or_over():
         dist.all_reduce(most, dist.ReduceOp.MAX)
-    largest, negated_least, sizes = most.tensor_split(3)
-    different = (largest + negated_least > ROUNDING * sizes).nonzero()
+    largest, negated_least, slack = most.tensor_split(3)
+    different = (largest + negated_least > slack).nonzero()
     if len(different):
         agentpage.fatal(Fatal.BAD_DATA)  # a restart would end the same way
         raise RuntimeError(
-            f"init= gives {names[int(different[0])]} other values in some workers: draw them from torch's "
-            "random numbers, without another seed, or read them from the same file in each worker"
+            f"init= gives {names[int(different[0])]} different values in different workers: draw them from "
+            "torch's random numbers, without another seed, or read the same file in each worker"
         )
 
 

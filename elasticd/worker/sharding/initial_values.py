@@ -17,23 +17,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elasticd.worker.values import randomness
 
 Init = Callable[[str, nn.Module], Any]
+_TOGETHER = 1 << 20  # numbers that are summed at once
+_SUMMED = 1e-9  # relative; sums in double precision differ less, in whatever order
 
 
 class Sums(NamedTuple):
-    """The sum of a parameter's values, and the sum of their sizes; both 0 if one of the values is infinite.
-    Sums of equal values are equal but for rounding."""
+    """A sum of a parameter's values, each with another weight, and how much the sums of workers may differ
+    by rounding. Both are 0 if the sum is not finite."""
 
     values: float
-    sizes: float
+    slack: float
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Sums:
-        numbers = torch.view_as_real(values) if values.is_complex() else values
-        if not numbers.is_floating_point() or numbers.itemsize == 1:
-            numbers = numbers.double()
-        total = numbers.sum(dtype=torch.float64).item()
-        size = torch.linalg.vector_norm(numbers, 1, dtype=torch.float64).item()
-        return cls(total, size) if math.isfinite(total) else cls(0.0, 0.0)
+        flat = values.reshape(-1)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).reshape(-1)
+        if flat.itemsize == 1:
+            flat = flat.view(torch.uint8)  # torch cannot compute with all such types
+        weights = torch.linspace(0.5, 1.5, min(len(flat), _TOGETHER), dtype=torch.float64)
+        total = sizes = 0.0
+        for part in torch.split(flat, _TOGETHER):  # as numbers in double precision take more memory
+            numbers = part.double()
+            total += numbers.dot(weights[: len(numbers)]).item()
+            sizes += numbers.abs_().sum().item()
+        if not math.isfinite(total):
+            return cls(0.0, 0.0)
+        # Each value may be rounded up or down.
+        exact = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
+        return cls(total, sizes * (_SUMMED + 8 * exact / math.sqrt(max(1, len(flat)))))
 
 
 class InitialValues:

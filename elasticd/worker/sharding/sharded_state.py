@@ -101,6 +101,15 @@ class ShardedState:
         if self._copies is not None:
             self.generations[-1].guarded = self._copies.arrived()
             self._copies = None
+        self._complete = True  # what some workers lack is lost, and nobody waits for that
+
+    def forget(self) -> None:
+        """Keep no commit: the world cannot change, so no world will go back to one."""
+        if self._copies is not None:
+            self._copies.await_arrival()
+            self._copies = None
+        self._complete = True
+        self.generations.clear()
 
     def keep(self, point: CommitPoint, kept: dict[str, Any], world: World) -> None:
         """Copy the present state as of a commit, and send this rank's shard to its guardians.

@@ -57,7 +57,7 @@ class Copies:
     def __init__(
         self, sent: HostShard, sending: deque[Any], arriving: dict[int, tuple[HostShard, deque[Any]]]
     ) -> None:
-        self._sent, self._sending, self._arriving = sent, sending, arriving
+        self._sending, self._arriving, self._sent = sending, arriving, sent
 
     def await_arrival(self) -> dict[int, HostShard]:
         """Wait until this rank's copies are sent and the others' are here. Return the shards that this rank

@@ -53,6 +53,10 @@ class SplitState:
             PartCommit(point, kept, self.model.copied()),
         ]
 
+    def forget(self) -> None:
+        """Keep no commit: the world cannot change, so no world will go back to one."""
+        self.generations.clear()
+
     def hand_over(self, world: World) -> None:
         """Leave after the last commit of a world: the other units have what this worker has."""
 

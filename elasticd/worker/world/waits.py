@@ -54,8 +54,8 @@ class Message:
         return getattr(self._work, name)
 
     def came(self) -> bool:
-        """Return whether the message has been sent or received, also once the world has ended. If not, the
-        message is lost: Gloo closes the connection."""
+        """Return whether the message has been sent or received, once the world has ended. If not, the message
+        is lost: Gloo closes the group's connections. Must not be called after ``wait``."""
         with contextlib.suppress(RuntimeError):
             return _wait_for_work(self._work, _AT_ONCE)
         return False
