@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,23 @@ def close(expected: Any, rounding: float = 1e-9) -> Any:
     return pytest.approx(expected, rel=rounding, abs=rounding / 1000)
 
 
+def assert_trained(
+    crew: Crew,
+    folder: Path,
+    workers: Iterable[int],
+    undisturbed: dict[str, Any],
+    rounding: float = 1e-9,
+) -> None:
+    """Check that these workers have ended well, with the outcome of the undisturbed training."""
+    for number in workers:
+        assert crew.hands[number].status == 0, (folder / f"{number}.err").read_text()
+        assert reads(folder, str(number), "outcome")[-1] == close(undisturbed["outcome"], rounding)
+
+
 def assert_like(
     crew: Crew,
     folder: Path,
-    survivors: Iterable[int],
+    survivors: Collection[int],
     undisturbed: dict[str, Any],
     rounding: float = 1e-9,
     again: Sequence[int] = (),
@@ -53,15 +66,13 @@ def assert_like(
     """Check that the survivors have committed each step once, with the losses and the outcome of the
     undisturbed training, and that none keeps the whole model after a commit. ``again``: the commits that they
     have made twice."""
+    assert_trained(crew, folder, survivors, undisturbed, rounding)
     for name in map(str, survivors):
-        hand = crew.hands[int(name)]
-        assert hand.status == 0, (folder / f"{name}.err").read_text()
         committed = reads(folder, name, "committed")
         assert sorted(committed) == sorted([*set(committed), *again]), "a step was made twice"
         assert committed[-1:] in ([], [STEPS])
         for step, *numbers in reads(folder, name, "losses"):
             assert [step, *numbers] == close(undisturbed["losses"][step], rounding)
-        assert reads(folder, name, "outcome")[-1] == close(undisturbed["outcome"], rounding)
         assert not any(reads(folder, name, "keeps_beginning")), "the whole model is in the host's memory"
 
 
@@ -357,9 +368,7 @@ def test_a_shard_whose_replicas_are_all_lost_comes_from_the_newest_checkpoint(
     for name in (1, 3):
         crew.hands[name].process.kill()
     crew.all_ended()
-    for name in "02":
-        assert crew.hands[int(name)].status == 0, (tmp_path / f"{name}.err").read_text()
-        assert reads(tmp_path, name, "outcome")[-1] == close(undisturbed["outcome"])
+    assert_trained(crew, tmp_path, (0, 2), undisturbed)
     assert crew.hands[0].entered[-1].source == Source.MEMORY
 
 
@@ -392,10 +401,8 @@ def test_after_more_losses_than_copies_survivors_and_newcomers_load_the_checkpoi
         crew.hands[lost].process.kill()
     crew.least = 2
     crew.all_ended()
-    for name in (0, 3):
-        assert crew.hands[name].status == 0, (tmp_path / f"{name}.err").read_text()
-        assert crew.hands[name].entered[-1].source == Source.MEMORY
-        assert reads(tmp_path, str(name), "outcome")[-1] == close(undisturbed["outcome"])
+    assert_trained(crew, tmp_path, (0, 3), undisturbed)
+    assert all(crew.hands[name].entered[-1].source == Source.MEMORY for name in (0, 3))
 
 
 def test_after_losses_in_a_world_s_first_step_survivors_and_newcomers_load_the_checkpoint_together(
@@ -413,9 +420,7 @@ def test_after_losses_in_a_world_s_first_step_survivors_and_newcomers_load_the_c
         crew.hands[lost].process.kill()
     crew.least = 2
     crew.all_ended()
-    for name in (0, 4):
-        assert crew.hands[name].status == 0, (tmp_path / f"{name}.err").read_text()
-        assert reads(tmp_path, str(name), "outcome")[-1] == close(undisturbed["outcome"])
+    assert_trained(crew, tmp_path, (0, 4), undisturbed)
 
 
 def test_a_world_that_cannot_change_keeps_no_copies(tmp_path):
@@ -561,10 +566,8 @@ def test_a_lost_shard_comes_from_the_newest_checkpoint(
         os.kill(of[nodes[1]][1], signal.SIGKILL)
     crew.hands[1].process.kill()
     crew.all_ended()
-    for name in "02":
-        assert crew.hands[int(name)].status == 0, (tmp_path / f"{name}.err").read_text()
-        assert reads(tmp_path, name, "outcome")[-1] == close(undisturbed["outcome"])
-        assert crew.hands[int(name)].entered[-1].source == source
+    assert_trained(crew, tmp_path, (0, 2), undisturbed)
+    assert all(crew.hands[name].entered[-1].source == source for name in (0, 2))
 
 
 def test_workers_that_build_the_model_in_different_ways_are_refused_in_a_sentence(crew, tmp_path):

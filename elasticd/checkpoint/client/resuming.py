@@ -153,11 +153,12 @@ class Resuming:
 
         Rank 0 reads the manifest and looks for the files, for all ranks: many ranks are many readers of many
         files."""
-        raw, found = b"", _Attempt()
+        raw, manifest, found = b"", None, _Attempt()
         if self._ranks.rank == 0:
             try:
                 raw = read_manifest(self._store, saved.name)
-                require_files(self._store, decode_committed(raw, saved))
+                manifest = decode_committed(raw, saved)
+                require_files(self._store, manifest)
             except BadCheckpoint as error:
                 found = _failed(error)
         found = _ATTEMPTS.decode(self._ranks.from_first(msgspec.json.encode(found)))
@@ -165,7 +166,8 @@ class Resuming:
             return Flat(), found
         raw = self._ranks.from_first(raw)
         try:
-            manifest = decode_committed(raw, saved)
+            if manifest is None:
+                manifest = decode_committed(raw, saved)
             self.overwrote = True
             target = Target.of(saved.name, self._state, manifest.index, whole=self._whole)
             readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

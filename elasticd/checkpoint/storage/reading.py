@@ -91,11 +91,9 @@ def require_files(store: CheckpointStore, manifest: Manifest) -> None:
     name = manifest.name
     sizes = _patiently(name, lambda: store.sizes(name))
     for file in manifest.files:
-        if file.name not in sizes:
-            if not file.size:
-                continue
+        if file.size and file.name not in sizes:
             raise BadCheckpoint(f"{name}/{file.name} is missing")
-        if (size := sizes[file.name]) != file.size:
+        if (size := sizes.get(file.name, 0)) != file.size:
             raise BadCheckpoint(f"{name}/{file.name} is {size} bytes long in place of {file.size}")
 
 
@@ -125,9 +123,8 @@ def whole_in(store: CheckpointStore) -> tuple[Saved, ...]:
                 if its.name != name:
                     continue
                 size = its.size + len(raw)
-                saved = Saved(its.name, its.step, its.round, its.world, its.at, size, digest(raw))
-                open_manifest(store, saved)
-                found.append(saved)
+                require_files(store, its)
+                found.append(Saved(its.name, its.step, its.round, its.world, its.at, size, digest(raw)))
         except Unreadable:
             raise
         except BadCheckpoint:

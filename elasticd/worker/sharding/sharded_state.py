@@ -94,7 +94,6 @@ class ShardedState:
         self._copied = [without(its, replicated) for its in spans]
         self._guards = guardians(nodes, self.redundancy, self._groups)
         self._kinds = ()
-        self._complete = True
 
     def leave(self) -> None:
         """Leave a world. Copies that have not arrived are lost."""
