@@ -16,8 +16,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from elasticd.worker.sharding.moves import guardians, plan_moves
-from elasticd.worker.sharding.spans import CommitPoint, HeldShard, Span, Spans
+from elasticd.worker.sharding.held import CommitPoint, HeldShard
+from elasticd.worker.sharding.moves import MovePlan, guardians
+from elasticd.worker.sharding.parts import Cut, Shapes, parts_of_ranks
 from elasticd.worker.world.round_mesh import RoundMesh
 from tests.bench import launch, parts, report
 from tests.bench.floor import floor
@@ -29,6 +30,7 @@ JOB = Path(__file__).with_name("job_fsdp.py")
 JOB_IN_PLACE = Path(__file__).with_name("job_fsdp_in_place.py")
 WIDTH = int(os.environ.get("BENCH_WIDTH", "700"))  # as in job.py, which opens a file when it is imported
 LAYERS = [(WIDTH, WIDTH), (WIDTH, 1)] * 4
+SHAPES = Shapes(*zip(*LAYERS, strict=True))
 STATE_BYTES = 3 * 4  # bytes of an element: the parameter and two moments of AdamW, in single precision
 FLOOR = "floor: abort, next group, move the bytes"
 FLOOR_WITH_STEP = "floor: the same, lay the model out, a step"
@@ -97,29 +99,21 @@ def require_figures(rows: Mapping[str, Sequence[float | None]]) -> None:
 def moved_bytes(workers: int) -> dict[tuple[int, int], int]:
     """Return the bytes that must go from one survivor to another after the loss of the last rank, by sender
     and receiver."""
-    before, after = _laid_out(workers), _laid_out(workers - 1)
+    before, after = (parts_of_ranks(Cut(ranks), ranks) for ranks in (workers, workers - 1))
     guards = guardians([""] * workers, 1)
     at = CommitPoint(1, 1, 0)
     held = [
         [HeldShard(at, before[owner]) for owner in range(workers) if owner == rank or rank in guards[owner]]
         for rank in range(workers - 1)
     ]
+    plan = MovePlan(SHAPES, held, at, after)
     found: dict[tuple[int, int], int] = {}
-    for move in plan_moves(held, at, after):
-        if move.sender != move.receiver:
-            pair = move.sender, move.receiver
-            found[pair] = found.get(pair, 0) + move.span.size * STATE_BYTES
+    for rank in range(workers - 1):
+        for move in plan.of_rank(rank):
+            if move.sender != move.receiver == rank:
+                pair = move.sender, move.receiver
+                found[pair] = found.get(pair, 0) + move.span.size * STATE_BYTES
     return found
-
-
-def _laid_out(workers: int) -> list[Spans]:
-    """Return the spans of each rank, as FSDP2 cuts rows."""
-    spans: list[list[Span]] = [[] for _ in range(workers)]
-    for rows, row in LAYERS:
-        each = -(-rows // workers)
-        for rank, its in enumerate(spans):
-            its.append(Span(min(rank * each, rows) * row, min((rank + 1) * each, rows) * row))
-    return [tuple(its) for its in spans]
 
 
 # ---------------------------------------------------------------- in steady state
@@ -198,8 +192,8 @@ def copied_bytes() -> int:
 
 def sent_bytes(workers: int, copies: int) -> int:
     """Return the bytes that all workers together send at a commit."""
-    spans, guards = _laid_out(workers), guardians([""] * workers, copies)
-    sizes = [sum(span.size for span in its) * STATE_BYTES for its in spans]
+    ranks, guards = parts_of_ranks(Cut(workers), workers), guardians([""] * workers, copies)
+    sizes = [sum(span.size for span in SHAPES.spans(its)) * STATE_BYTES for its in ranks]
     return sum(size * len(its) for size, its in zip(sizes, guards, strict=True))
 
 

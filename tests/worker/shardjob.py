@@ -555,7 +555,7 @@ def laid_out_with_odd_parameters() -> list[Any]:
     state.model(torch.ones(1, 2, 2, 2)).sum().backward()
     state.optimizer.step()
     found = [values_of(state)]
-    kept, slots = HostShard(of.kinds(), of.spans), of.slots()
+    kept, slots = HostShard(of.kinds(), of.part(), of.shapes), of.slots()
     of.copy_to(kept)
     of.leave()
     of.lay_out(of.trainable, 2)

@@ -19,7 +19,7 @@ from elasticd import worker
 from elasticd.worker.gradients import whole_norms
 from elasticd.worker.gradients.owned_sums import owned
 from elasticd.worker.gradients.whole_norms import shard_lengths
-from elasticd.worker.sharding.spans import Span
+from elasticd.worker.sharding.parts import Span
 from tests.worker.worlds import in_world, take_steps
 
 SAMPLES, BATCH, VIRTUAL_RANKS = 37, 17, 5  # the last batch reaches three of five virtual ranks

@@ -12,7 +12,7 @@ from torch import nn
 
 from elasticd import worker
 from elasticd.channel.worker_messages import Source
-from elasticd.worker.sharding.spans import CommitPoint
+from elasticd.worker.sharding.held import CommitPoint
 from elasticd.worker.splitting.split_state import HeldPart, newest_whole_point
 from tests.worker import splitjob
 from tests.worker.audited import assert_each_sample_is_used_once

@@ -29,8 +29,8 @@ from elasticd.worker.gradients.reduction import AveragedReduction, Reduction
 from elasticd.worker.gradients.replicated import ReplicatedGradients
 from elasticd.worker.gradients.wrapping import WrappedModels
 from elasticd.worker.samples.auditing import Recorder, recorder
+from elasticd.worker.sharding.held import CommitPoint
 from elasticd.worker.sharding.sharded_state import ShardedState
-from elasticd.worker.sharding.spans import CommitPoint
 from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.values import randomness
 from elasticd.worker.values.contents import Contents, EpochProgress, parameters_of

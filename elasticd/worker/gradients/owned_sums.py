@@ -18,7 +18,7 @@ from elasticd.data.dealing import cut
 from elasticd.data.summing import plan_sums
 from elasticd.worker.gradients.running_sums import RunningSums, put
 from elasticd.worker.sharding.moves import replicas
-from elasticd.worker.sharding.spans import Span, Spans
+from elasticd.worker.sharding.parts import Span, Spans
 
 
 def owned(spans: Sequence[Spans]) -> list[Spans]:

@@ -32,8 +32,8 @@ from elasticd.worker.gradients.buffers import Buffers
 from elasticd.worker.gradients.consistent import BETWEEN, TWICE, add_earlier, copies_of_gradients
 from elasticd.worker.gradients.owned_sums import OwnedSums, owned, turns_of
 from elasticd.worker.sharding.moves import replicas
+from elasticd.worker.sharding.parts import Spans
 from elasticd.worker.sharding.sharded_model import laid_out_like
-from elasticd.worker.sharding.spans import Spans
 from elasticd.worker.values import randomness
 from elasticd.worker.world.group import World, device
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,21 +19,12 @@ from elasticd.worker.agent_link import agentpage
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.comparison import Digests
 from elasticd.worker.joining.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
+from elasticd.worker.sharding.held import INITIAL, CommitPoint, HeldShard, newest_whole_point, source_of
 from elasticd.worker.sharding.host_shards import Generation, HostShard, SmallState, TensorKind, held_shards
 from elasticd.worker.sharding.initial_values import Sums
-from elasticd.worker.sharding.moves import plan_moves, plan_passing
+from elasticd.worker.sharding.moves import MovePlan, plan_passing
+from elasticd.worker.sharding.parts import NOTHING, Part, Shapes, missing, parts_of_ranks
 from elasticd.worker.sharding.sharded_state import ShardedState, node
-from elasticd.worker.sharding.spans import (
-    INITIAL,
-    CommitPoint,
-    HeldShard,
-    Span,
-    Spans,
-    all_missing,
-    newest_whole_point,
-    nothing,
-    source_of,
-)
 from elasticd.worker.sharding.transport import carry_out, carry_shards
 from elasticd.worker.values.randomness import Sources
 from elasticd.worker.world.group import World, gathered
@@ -41,11 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 class Bringing(NamedTuple):
-    """What a worker brings to a round. ``sizes``: of the model's parameters. ``began``: the digest of the
-    script's initial values. ``gives``: the worker is in a handover round to give what it has."""
+    """What a worker brings to a round. ``shapes``: the digest of the shapes of the model's parameters.
+    ``began``: the digest of the script's initial values. ``gives``: the worker is in a handover round to give
+    what it has."""
 
     node: str
-    sizes: list[int]
+    shapes: int
     held: list[HeldShard]
     began: int = 0
     gives: bool = False
@@ -72,7 +65,7 @@ def agree_on_shards(state: CommittedState, shards: ShardedState, world: World) -
     """
     state.begin()
     brought = _brought(state, shards, world)
-    point = newest_whole_point(brought[0].sizes, [its.held for its in brought])
+    point = newest_whole_point(shards.model.shapes, (its.held for its in brought))
     at_start = all((held.point.step, held.point.marks) == (0, 0) for its in brought for held in its.held)
     fresh = at_start and any(_has(its, INITIAL) for its in brought)
     source = next((rank for rank, its in enumerate(brought) if _has(its, point or INITIAL)), 0)
@@ -92,7 +85,7 @@ def pass_on(state: CommittedState, shards: ShardedState, world: World, *, gives:
     """
     state.begin()
     brought = _brought(state, shards, world, gives=gives)
-    point = newest_whole_point(brought[0].sizes, [its.held for its in brought])
+    point = newest_whole_point(shards.model.shapes, (its.held for its in brought))
     if point is None:
         return Source.SCRIPT
     choice = _choice(point, brought)
@@ -100,10 +93,10 @@ def pass_on(state: CommittedState, shards: ShardedState, world: World, *, gives:
     passed = plan_passing(choice.held, point, [its.gives for its in brought])
     held = [shard for _, shard in held_shards(shards.generations)]
     with world.or_over():
-        arrived = carry_shards(passed, choice.held, small.kinds, held)
+        arrived = carry_shards(passed, choice.held, small.kinds, shards.model.shapes, held)
     mine = shards.generation(point)
     if mine is None:
-        own = HostShard(small.kinds, nothing(shards.model.sizes))
+        own = HostShard(small.kinds, NOTHING, shards.model.shapes)
         mine = Generation(point, small.state, own, ranks=world.size)
         shards.drop_all_but(point)
         shards.generations.append(mine)
@@ -125,7 +118,7 @@ def _begin(
 ) -> Source:
     """Begin from a checkpoint, or else with the initial state of the source's script. ``fresh``: no worker
     has committed anything."""
-    lost = "" if fresh else _why_lost(brought)
+    lost = "" if fresh else _why_lost(shards.model.shapes, brought)
     if lost and world.rank == 0:
         _log.warning("%s", lost)
     tier = ""
@@ -165,7 +158,7 @@ def _continue(
         state.last.take(latest.small.kept)
     state.agree(world.number)
     state.survived()
-    return source_of(shards.model.sizes, choice.held, point)
+    return source_of(shards.model.shapes, choice.held, point)
 
 
 def _take(
@@ -176,13 +169,13 @@ def _take(
     shards.model.lay_out(small.state.trainable, world.number)
     state.lay_out()
     wanted = _wanted(shards, world)
-    if choice.point == INITIAL and len({h.spans for b in brought for h in b.held if h.point == INITIAL}) > 1:
+    if choice.point == INITIAL and len({h.part for b in brought for h in b.held if h.point == INITIAL}) > 1:
         raise RuntimeError(
             "some workers have built the model on the meta device, and others have not: build it in the same "
             "way in each worker"
         )
     if choice.point == INITIAL and shards.model.makes_beginning:
-        own = HostShard(shards.model.in_order(small.kinds), wanted[world.rank])
+        own = HostShard(shards.model.in_order(small.kinds), wanted[world.rank], shards.model.shapes)
         sums = shards.model.begin(own, small.random)
         _refuse_other_beginnings(shards.model.names, sums, world)
     else:
@@ -190,7 +183,7 @@ def _take(
     shards.model.fill(own, small.state.slots)
     state.last.take(small.state.kept)
     state.step = choice.point.step
-    shards.enter([its.node for its in brought], wanted)
+    shards.enter(world.rank, [its.node for its in brought], wanted)
     shards.drop_all_but(choice.point)
     _add(state, shards, world, SmallState(state.last.kept, small.state.slots, small.state.trainable), own)
 
@@ -219,9 +212,9 @@ def _keep_loaded(
     """Keep the state that was loaded from a checkpoint. Raises WorldChanged."""
     shards.complete(world)  # copies of the commit that the loaded state replaces may be on their way
     model, wanted = shards.model, _wanted(shards, world)
-    own = HostShard(model.kinds(), wanted[world.rank])
+    own = HostShard(model.kinds(), wanted[world.rank], model.shapes)
     model.copy_to(own)
-    shards.enter([its.node for its in brought], wanted)
+    shards.enter(world.rank, [its.node for its in brought], wanted)
     shards.generations = shards.generations[-1:]
     _add(state, shards, world, SmallState(state.last.kept, model.slots(), model.trainable), own)
     state.agree(world.number)
@@ -243,19 +236,27 @@ def _brought(
 ) -> list[Bringing]:
     """Return what each worker brings, by rank."""
     held = [shard for shard, _ in held_shards(shards.generations)]
-    mine = Bringing(node(), shards.model.sizes, held, state.comparison.digests().began, gives)
+    mine = Bringing(node(), shards.model.shapes.digest, held, state.comparison.digests().began, gives)
     with world.or_over():
         said = rank_group(in_step=True).gather(msgspec.json.encode(mine))
     brought = [msgspec.json.decode(raw, type=Bringing) for raw in said]
-    if any(its.sizes != brought[0].sizes for its in brought):
+    if len({its.shapes for its in brought}) > 1:
         raise RuntimeError("the workers have models with other parameters: build the same model in each")
     return brought
 
 
-def _wanted(shards: ShardedState, world: World) -> list[Spans]:
-    """Return the part of each parameter that each rank has in this world."""
-    said = gathered([bound for span in shards.model.spans for bound in span], world)
-    return [tuple(map(Span, bounds[::2], bounds[1::2])) for bounds in said]
+def _wanted(shards: ShardedState, world: World) -> list[Part]:
+    """Return the part of the model that each rank has in this world. Raises RuntimeError if ``shard`` has cut
+    the model in different ways."""
+    mine = shards.model.part()
+    wanted = parts_of_ranks(mine.cut, world.size)
+    assert wanted[world.rank] == mine
+    cut = int.from_bytes(blake2b(repr(mine.cut).encode(), digest_size=7).digest())
+    if len({its for [its] in gathered([cut], world)}) > 1:
+        raise RuntimeError(
+            "shard= shards other parameters in some workers than in others: shard the same in each worker"
+        )
+    return wanted
 
 
 def _choice(point: CommitPoint, brought: Sequence[Bringing]) -> _Choice:
@@ -268,14 +269,14 @@ def _has(brought: Bringing, point: CommitPoint | None) -> bool:
     return any(held.point == point for held in brought.held)
 
 
-def _why_lost(brought: Sequence[Bringing]) -> str:
+def _why_lost(shapes: Shapes, brought: Sequence[Bringing]) -> str:
     """Say which part of which commit is lost. At least one rank holds something of a commit."""
     newest = max(held.point for its in brought for held in its.held)
-    sizes = brought[0].sizes
-    there = [held.spans for its in brought for held in its.held if held.point == newest]
+    there = [held.part for its in brought for held in its.held if held.point == newest]
+    lost, of = missing(shapes, there), sum(shapes.sizes)
     return (
-        f"no worker has {all_missing(sizes, there)} of the {sum(sizes)} parameters of step {newest.step} any "
-        "more: more workers were lost than there are copies of a shard"
+        f"no worker has {lost} of the {of} parameters of step {newest.step} any more: more workers were lost "
+        "than there are copies of a shard"
     )
 
 
@@ -321,20 +322,21 @@ def _snapshot(state: CommittedState, mine: Generation) -> dict[str, Any]:
 
 
 def _moved(
-    shards: ShardedState, world: World, choice: _Choice, small: _Small, wanted: Sequence[Spans]
+    shards: ShardedState, world: World, choice: _Choice, small: _Small, wanted: Sequence[Part]
 ) -> HostShard:
     """Return this rank's part of the chosen commit, after all parts have moved. Raises WorldChanged."""
-    own = HostShard(shards.model.in_order(small.kinds), wanted[world.rank])
+    model = shards.model
+    own = HostShard(model.in_order(small.kinds), wanted[world.rank], model.shapes)
     held = [shard for _, shard in held_shards(shards.generations)]
-    moves = plan_moves(choice.held, choice.point, wanted)
+    moves = MovePlan(model.shapes, choice.held, choice.point, wanted).of_rank(world.rank)
     with world.or_over():
         carry_out(moves, held, own)
     if world.rank == 0 and choice.point > INITIAL:
-        moved = sum(move.span.size for move in moves if move.sender != move.receiver)
+        arrived = sum(move.span.size for move in moves if move.sender != world.rank == move.receiver)
         _log.info(
-            "step %d continues from the workers' memory: %d of %d parameters have moved",
+            "step %d continues from the workers' memory: rank 0 has received %d of its %d parameters",
             choice.point.step,
-            moved,
-            sum(shards.model.sizes),
+            arrived,
+            sum(span.size for span in own.spans),
         )
     return own

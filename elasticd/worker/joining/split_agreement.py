@@ -10,7 +10,7 @@ from elasticd.channel.worker_messages import Source
 from elasticd.core.age import Age
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.joining.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
-from elasticd.worker.sharding.spans import INITIAL, CommitPoint
+from elasticd.worker.sharding.held import INITIAL, CommitPoint
 from elasticd.worker.splitting.split_state import (
     GENERATIONS,
     HeldPart,

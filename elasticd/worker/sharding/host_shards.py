@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from elasticd.worker.sharding.spans import CommitPoint, HeldShard, Span, Spans
+from elasticd.worker.sharding.held import CommitPoint, HeldShard
+from elasticd.worker.sharding.parts import Part, Shapes, Span, Spans
 
 _ALIGNED = 16
 
@@ -37,10 +38,12 @@ def _aligned(size: int) -> int:
 
 
 class HostShard:
-    """A copy of one rank's spans of all tensors, in one block of memory. ``kinds``: the tensors."""
+    """A copy of one rank's part of all tensors, in one block of memory. ``kinds``: the tensors. ``shapes``:
+    of the model's parameters."""
 
-    def __init__(self, kinds: Kinds, spans: Spans) -> None:
-        self.kinds, self.spans = kinds, spans
+    def __init__(self, kinds: Kinds, part: Part, shapes: Shapes) -> None:
+        self.kinds, self.part, self.spans = kinds, part, shapes.spans(part)
+        spans = self.spans
         self._starts: list[int] = []
         size = 0
         for kind in kinds:
@@ -48,8 +51,8 @@ class HostShard:
             size += _aligned(spans[kind.parameter].size * kind.dtype.itemsize)
         self.memory = torch.empty(size, dtype=torch.uint8)
 
-    def suits(self, kinds: Kinds, spans: Spans) -> bool:
-        return self.kinds == kinds and self.spans == spans
+    def suits(self, kinds: Kinds, part: Part) -> bool:
+        return self.kinds == kinds and self.part == part
 
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
@@ -70,9 +73,13 @@ class HostShard:
         first = self._starts[number] + (span.first - its.first) * kind.dtype.itemsize
         return self.memory[first : first + span.size * kind.dtype.itemsize].view(kind.dtype)
 
-    def of_parameter(self, parameter: int) -> Iterator[int]:
-        """Yield the numbers of the tensors of a parameter."""
-        return (number for number, kind in enumerate(self.kinds) if kind.parameter == parameter)
+    @cached_property
+    def of_parameter(self) -> Mapping[int, Sequence[int]]:
+        """The numbers of the tensors of each parameter."""
+        found: dict[int, list[int]] = {}
+        for number, kind in enumerate(self.kinds):
+            found.setdefault(kind.parameter, []).append(number)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,7 @@ class Generation:
     def shards(self) -> list[tuple[HeldShard, HostShard]]:
         others = sorted(self.guarded.items())
         all_of = [(self.own, False), *((shard, rank >= 0) for rank, shard in others)]
-        return [(HeldShard(self.point, shard.spans, guarded, self.ranks), shard) for shard, guarded in all_of]
+        return [(HeldShard(self.point, shard.part, guarded, self.ranks), shard) for shard, guarded in all_of]
 
     def take_over(self, shards: Iterable[HostShard]) -> None:
         """Keep shards of workers that leave the job."""

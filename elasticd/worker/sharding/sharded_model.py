@@ -15,7 +15,7 @@ from elasticd.checkpoint.client.tensors import is_plain, local_of, require_copya
 from elasticd.worker.sharding.expected_state import expected_slots
 from elasticd.worker.sharding.host_shards import HostShard, Kinds, TensorKind
 from elasticd.worker.sharding.initial_values import Init, InitialValues, Sums, is_bare
-from elasticd.worker.sharding.spans import Span, Spans, nothing, whole
+from elasticd.worker.sharding.parts import NOTHING, WHOLE, Cut, Part, Shapes
 from elasticd.worker.values.contents import Contents, parameters_of
 from elasticd.worker.values.plaindata import copied, with_tensors
 from elasticd.worker.values.randomness import Sources
@@ -50,7 +50,7 @@ class ShardedModel:
         self._mesh = RoundMesh()
         self.names = [name for name, _ in template.named_parameters()]
         self._parameters: list[torch.Tensor] = [*template.parameters()]
-        self.sizes = [p.numel() for p in self._parameters]
+        self.shapes = Shapes.of(self._parameters)
         self._groups = self._numbered_groups()
         self._refuse_parameters_elsewhere()
         self._initial = InitialValues(template, init) if is_bare(template) else None
@@ -66,8 +66,8 @@ class ShardedModel:
         if self._initial is not None:
             self._refuse_slots()
             self._initial.make_buffers()
-            return HostShard(self.kinds(), nothing(self.sizes)), self.slots()
-        had, slots = HostShard(self.kinds(), whole(self.sizes)), self.slots()
+            return HostShard(self.kinds(), NOTHING, self.shapes), self.slots()
+        had, slots = HostShard(self.kinds(), WHOLE, self.shapes), self.slots()
         self.copy_to(had)
         self._make_template()
         return had, slots
@@ -81,10 +81,10 @@ class ShardedModel:
         """Make the initial values of a model on the meta device. Copy the shard's part of them. Return the
         sums of each parameter's values. ``random``: the random numbers to draw, the same in all workers."""
         assert self._initial is not None
-        sums = [Sums(0.0, 0.0)] * len(self.sizes)
+        sums = [Sums(0.0, 0.0)] * len(self.shapes.sizes)
         for parameter, values in self._initial.parameters(random):
             span = shard.spans[parameter]
-            for number in shard.of_parameter(parameter):
+            for number in shard.of_parameter[parameter]:
                 shard.tensor(number).copy_(values.reshape(-1)[span.first : span.end])
             sums[parameter] = Sums.of(values)
         return sums
@@ -155,27 +155,27 @@ class ShardedModel:
         where = {p.device.type for p in self._parameters}
         return where == {"cpu"} or (where == {"meta"} and device().type == "cpu")
 
-    @property
-    def spans(self) -> Spans:
-        """The part of each parameter that this rank has in the present world."""
-        found = []
-        for parameter in self._parameters:
-            local, offsets = local_of(parameter.detach())
-            first = 0
-            if local.numel() and any(offsets):
-                first = offsets[0] * (parameter.numel() // parameter.shape[0])
-            found.append(Span(first, first + local.numel()))
-        return tuple(found)
+    def part(self) -> Part:
+        """Return the part that this rank has in the present world. Raises RuntimeError if torch has cut the
+        parameters in another way than ``Cut`` says."""
+        sharded: Any = next(p for p in self._parameters if _is_sharded(p))
+        mesh: DeviceMesh = sharded.device_mesh
+        uncut = tuple(n for n, p in enumerate(self._parameters) if not _is_sharded(p))
+        part = Part(Cut(mesh.size(mesh.ndim - 1), uncut), mesh.get_local_rank(mesh.ndim - 1))
+        for number, span in enumerate(self.shapes.spans(part)):
+            local, offsets = local_of(self._parameters[number].detach())
+            first = offsets[0] * self.shapes.row[number] if offsets else 0
+            if local.numel() != span.size or (span.size and first != span.first):
+                raise RuntimeError(
+                    f"torch {torch.__version__} gives rank {dist.get_rank()} another part of "
+                    f"{self.names[number]} than State expects: use a release that elasticd supports"
+                )
+        return part
 
     @property
     def replicated(self) -> list[torch.Tensor]:
         """The parameters that each worker has whole, since ``shard`` leaves them out."""
         return [p for p in self._parameters if not _is_sharded(p)]
-
-    @property
-    def spans_of_replicated(self) -> Spans:
-        """The whole of each parameter that is replicated, and nothing of the others."""
-        return tuple(Span(0, 0 if _is_sharded(p) else p.numel()) for p in self._parameters)
 
     def kinds(self) -> Kinds:
         """Return the tensors of the present state that have the shapes of parameters."""

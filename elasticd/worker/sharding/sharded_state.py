@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from elasticd.core.state_memory import StateMemory
 from elasticd.worker.agent_link import agentpage
+from elasticd.worker.sharding.held import INITIAL, CommitPoint
 from elasticd.worker.sharding.host_shards import Generation, HostShard, Kinds, SmallState, size_of
 from elasticd.worker.sharding.moves import guardians, heirs, replicas
+from elasticd.worker.sharding.parts import WHOLE, Part, Spans
 from elasticd.worker.sharding.sharded_model import ShardedModel
-from elasticd.worker.sharding.spans import INITIAL, CommitPoint, Spans, whole, without
-from elasticd.worker.sharding.transport import Copies, copy_to_guardians
+from elasticd.worker.sharding.transport import Copies, Guarding, copy_to_guardians
 from elasticd.worker.world.group import World, gathered
 
 _log = logging.getLogger(__name__)
@@ -54,15 +55,17 @@ class ShardedState:
         self.model, self.redundancy, self.overlap = model, redundancy, overlap
         initial, slots = model.empty()
         self.generations = [Generation(INITIAL, SmallState({}, slots, model.trainable), initial)]
+        self._parts: Sequence[Part] = ()
         self._guards: Sequence[Sequence[int]] = ()
-        self._spans: Sequence[Spans] = ()
-        self._copied: Sequence[Spans] = ()  # the part of each rank of which others keep copies
+        self._guarding = Guarding()
+        self._there_are_copies = False
         self._groups: Sequence[tuple[int, ...]] = ()
         self._kinds: Kinds = ()
         self._copies: Copies | None = None  # of the newest commit, on their way
         self._complete = True  # no worker lacks the newest commit, or a copy of it
         self.sizes = ShardSizes(0, 0, 0)
-        self._sharded = size_of(model.expected_kinds(), whole(model.sizes))  # bytes of all shards together
+        # Bytes of all shards together.
+        self._sharded = size_of(model.expected_kinds(), model.shapes.spans(WHOLE))
         self._replicated = 0  # bytes of what each worker has whole, as far as known
 
     @property
@@ -75,7 +78,7 @@ class ShardedState:
     @property
     def spans(self) -> Sequence[Spans]:
         """The part of each parameter that each rank has in the present world."""
-        return self._spans
+        return [*map(self.model.shapes.spans, self._parts)]
 
     def generation(self, point: CommitPoint) -> Generation | None:
         return next((its for its in self.generations if its.point == point), None)
@@ -87,13 +90,18 @@ class ShardedState:
         kept = (self.generation(INITIAL) if begins else None) or self.generation(point)
         self.generations = [kept] if kept is not None else []
 
-    def enter(self, nodes: Sequence[str], spans: Sequence[Spans]) -> None:
-        """Begin a world. ``nodes``, ``spans``: the node of each rank, and its part of the model."""
-        self._spans, self._groups = spans, replicas(spans)
-        replicated = self.model.spans_of_replicated
-        self._copied = [without(its, replicated) for its in spans]
+    def enter(self, rank: int, nodes: Sequence[str], parts: Sequence[Part]) -> None:
+        """Begin a world as ``rank``. ``nodes``, ``parts``: the node of each rank, and its part of the
+        model."""
+        self._parts, self._groups = parts, replicas(parts)
         self._guards = guardians(nodes, self.redundancy, self._groups)
+        owners = [owner for owner, its in enumerate(self._guards) if rank in its]
+        self._guarding = Guarding(self._guards[rank], self._copies_of(owners))
+        self._there_are_copies = any(self._guards) or any(len(group) > 1 for group in self._groups)
         self._kinds = ()
+
+    def _copies_of(self, owners: Iterable[int]) -> dict[int, Part]:
+        return {owner: self._parts[owner]._replace(copy=True) for owner in owners}
 
     def leave(self) -> None:
         """Leave a world. Copies that have not arrived are lost."""
@@ -119,9 +127,9 @@ class ShardedState:
         """
         self.complete(world)
         old = self.generations.pop(0) if len(self.generations) == GENERATIONS else None
-        model, spans = self.model, self._spans[world.rank]
-        kinds = model.kinds()
-        own = old.own if old is not None and old.own.suits(kinds, spans) else HostShard(kinds, spans)
+        model, part, kinds = self.model, self._parts[world.rank], self.model.kinds()
+        fits = old is not None and old.own.suits(kinds, part)
+        own = old.own if old is not None and fits else HostShard(kinds, part, model.shapes)
         model.copy_to(own)
         self._begin(point, SmallState(kept, model.slots(), model.trainable), own, world, old)
         if not self.overlap:
@@ -148,10 +156,10 @@ class ShardedState:
         latest = Generation(point, small, own, ranks=world.size)
         self.generations.append(latest)
         self._complete = False
-        if any(self._guards):
+        if any(self._guarding):
             with world.or_over():
                 rooms = old.guarded if old is not None else {}
-                self._copies = copy_to_guardians(own, self._guards, self._copied, rooms)
+                self._copies = copy_to_guardians(own, self._guarding, self.model.shapes, rooms)
 
     def complete(self, world: World) -> None:
         """Wait until all ranks have the newest commit, and the copies of it. All ranks call it together.
@@ -163,8 +171,7 @@ class ShardedState:
             with world.or_over():
                 latest.guarded = self._copies.await_arrival()
             self._copies = None
-        copied = any(self._guards) or any(len(group) > 1 for group in self._groups)
-        if copied and len({step for [step] in gathered([latest.point.step], world)}) > 1:
+        if self._there_are_copies and len({step for [step] in gathered([latest.point.step], world)}) > 1:
             raise RuntimeError("the workers commit different steps: call state.commit() on all workers")
         self._complete = True
 
@@ -176,22 +183,21 @@ class ShardedState:
         found = heirs(going, self._guards, self._groups)
         if found:
             latest = self.generations[-1]
-            to = [(found[rank],) if rank in found else () for rank in range(world.size)]
+            to = [found[world.rank]] if world.rank in found else []
+            owners = [owner for owner, heir in found.items() if heir == world.rank]
+            given = Guarding(to, self._copies_of(owners))
             with world.or_over():
-                copies = copy_to_guardians(latest.own, to, self._copied, {})
+                copies = copy_to_guardians(latest.own, given, self.model.shapes, {})
                 latest.take_over(copies.await_arrival().values())
 
     def _measure(self, kinds: Kinds, world: World) -> None:
         """Note how much memory the sharded state takes in this world, and say it if it has changed.
         ``kinds``: the tensors of the state."""
-        self._replicated = size_of(kinds, self.model.spans_of_replicated)
-        self._sharded = size_of(kinds, whole(self.model.sizes)) - self._replicated
-        own = size_of(kinds, self._spans[world.rank])
-        guarded = sum(
-            size_of(kinds, self._copied[owner])
-            for owner, guards in enumerate(self._guards)
-            if world.rank in guards
-        )
+        shapes, part = self.model.shapes, self._parts[world.rank]
+        self._replicated = size_of(kinds, shapes.uncut(part.cut))
+        self._sharded = size_of(kinds, shapes.spans(WHOLE)) - self._replicated
+        own = size_of(kinds, shapes.spans(part))
+        guarded = sum(size_of(kinds, shapes.spans(its)) for its in self._guarding.guarded.values())
         sizes = ShardSizes(own, GENERATIONS * own, GENERATIONS * guarded)
         if sizes == self.sizes:
             return

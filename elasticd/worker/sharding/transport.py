@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from elasticd.worker.sharding.held import HeldShard
 from elasticd.worker.sharding.host_shards import HostShard, Kinds, size_of
 from elasticd.worker.sharding.moves import Move, Passing
-from elasticd.worker.sharding.spans import HeldShard, Spans
+from elasticd.worker.sharding.parts import Part, Shapes
 
 PIECE_BYTES = 8 << 20  # larger tensors are sent in pieces of this size
 _COPIES = 0x0C09135  # the tag of copies, which the script's own messages may overtake
@@ -27,15 +28,13 @@ class _Message(NamedTuple):
 
 
 def carry_out(moves: Iterable[Move], held: Sequence[HostShard], into: HostShard) -> None:
-    """Carry out the moves, on all ranks together. ``held``: the shards that this rank holds. ``into``: what
-    this rank wants, with the tensors in the same order on all ranks."""
+    """Carry out this rank's moves, on all ranks together. ``held``: the shards that this rank holds.
+    ``into``: what this rank wants, with the tensors in the same order on all ranks."""
     rank = dist.get_rank()
 
     def messages() -> Iterator[_Message]:
         for move in moves:
-            if rank not in (move.sender, move.receiver):
-                continue
-            for number in into.of_parameter(move.parameter):
+            for number in into.of_parameter[move.parameter]:
                 sent = None
                 if rank == move.sender:
                     its = held[move.shard]
@@ -83,27 +82,32 @@ def _await(pieces: deque[Any]) -> None:
         pieces.popleft()
 
 
-def copy_to_guardians(
-    own: HostShard, guards: Sequence[Sequence[int]], spans: Sequence[Spans], rooms: dict[int, HostShard]
-) -> Copies:
-    """Begin to send this rank's shard to its guardians. All ranks call it together.
+class Guarding(NamedTuple):
+    """Which copies a rank sends and receives. ``guardians``: the ranks that receive a copy of its shard.
+    ``guarded``: by rank, the part of each shard of which it receives a copy."""
 
-    ``guards``: the guardians of each rank. ``spans``: what is sent of each rank's shard: its first tensors.
-    ``rooms``: memory to use again.
-    """
+    guardians: Sequence[int] = ()
+    guarded: Mapping[int, Part] = {}
+
+
+def copy_to_guardians(
+    own: HostShard, guarding: Guarding, shapes: Shapes, rooms: Mapping[int, HostShard]
+) -> Copies:
+    """Begin to send this rank's shard to its guardians, and to receive what it guards. All ranks call it
+    together. Of a shard, the first tensors are sent. ``rooms``: memory to use again."""
     rank = dist.get_rank()
     sending: deque[Any] = deque()
     arriving: dict[int, tuple[HostShard, deque[Any]]] = {}
-    for owner, its in enumerate(guards):
-        for guardian in its:
-            if rank == owner:
-                memory = own.memory[: size_of(own.kinds, spans[owner])]
-                sending += _begun(rank, _Message(owner, guardian, memory))
-            elif rank == guardian:
-                room = rooms.get(owner)
-                if room is None or not room.suits(own.kinds, spans[owner]):
-                    room = HostShard(own.kinds, spans[owner])
-                arriving[owner] = room, deque(_begun(rank, _Message(owner, guardian, room.memory)))
+    if guarding.guardians:
+        copy = own.part._replace(copy=True)
+        memory = own.memory[: size_of(own.kinds, shapes.spans(copy))]
+        for guardian in guarding.guardians:
+            sending += _begun(rank, _Message(rank, guardian, memory))
+    for owner, part in guarding.guarded.items():
+        room = rooms.get(owner)
+        if room is None or not room.suits(own.kinds, part):
+            room = HostShard(own.kinds, part, shapes)
+        arriving[owner] = room, deque(_begun(rank, _Message(owner, rank, room.memory)))
     return Copies(own, sending, arriving)
 
 
@@ -112,7 +116,11 @@ def _begun(rank: int, message: _Message) -> Iterator[Any]:
 
 
 def carry_shards(
-    passed: Iterable[Passing], has: Sequence[Sequence[HeldShard]], kinds: Kinds, held: Sequence[HostShard]
+    passed: Iterable[Passing],
+    has: Sequence[Sequence[HeldShard]],
+    kinds: Kinds,
+    shapes: Shapes,
+    held: Sequence[HostShard],
 ) -> list[HostShard]:
     """Send whole shards, on all ranks together. Return those that this rank receives. ``has``: what each rank
     holds. ``held``: the shards that this rank holds."""
@@ -124,7 +132,7 @@ def carry_shards(
             if rank == sender:
                 yield _Message(sender, receiver, held[number].memory)
             elif rank == receiver:
-                arriving.append(HostShard(kinds, has[sender][number].spans))
+                arriving.append(HostShard(kinds, has[sender][number].part, shapes))
                 yield _Message(sender, receiver, arriving[-1].memory)
 
     _exchange(rank, messages())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from elasticd.worker.sharding.spans import CommitPoint
+from elasticd.worker.sharding.held import CommitPoint
 from elasticd.worker.splitting.split_model import SplitModel
 from elasticd.worker.world.group import World
 
