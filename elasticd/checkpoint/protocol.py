@@ -16,7 +16,7 @@ from elasticd.core.facts import Checkpoint, SaverAddress
 
 # Seconds; a saver that is silent for longer counts as stuck. A start on a busy machine takes less.
 SILENCE_S: Final = 60.0
-_LENGTHS = struct.Struct("<QQ")
+_LENGTH = struct.Struct("<Q")
 _LAYOUT_BYTES_MAX: Final = 1 << 30
 
 # ------------------------------------------------------------ worker to saver
@@ -358,27 +358,25 @@ def descends_from(sock: socket.socket, agent: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tensors and objects of all checkpoints of a plan are: the encoded ``Index`` of all shards,
-    and the same as DCP's ``.metadata``. Both are empty except from rank 0, whose saver commits."""
+    """Where the tensors and objects of all checkpoints of a plan are: the encoded ``Index`` of all shards.
+    Empty except from rank 0, whose saver commits."""
 
     index: bytes
-    metadata: bytes
 
     def file(self) -> int:
         """Return a file in memory for ``PlanShard`` and ``ShardHeld``. The caller closes the file."""
         fd = os.memfd_create("elasticd-plan", os.MFD_CLOEXEC)
         with open(fd, "wb", closefd=False) as file:
-            file.write(_LENGTHS.pack(len(self.index), len(self.metadata)) + self.index + self.metadata)
+            file.write(_LENGTH.pack(len(self.index)) + self.index)
         return fd
 
     @classmethod
     def of(cls, fd: int) -> Layout:
         """Read a file that ``file`` made. Raises ValueError if the content is not valid, and OSError."""
         there = min(os.fstat(fd).st_size, _LAYOUT_BYTES_MAX)
-        if there < _LENGTHS.size:
+        if there < _LENGTH.size:
             raise ValueError("the layout is cut off")
-        index, metadata = _LENGTHS.unpack(os.pread(fd, _LENGTHS.size, 0))
-        if _LENGTHS.size + index + metadata > there:
-            raise ValueError(f"the layout has {there} bytes in place of {_LENGTHS.size + index + metadata}")
-        rest = os.pread(fd, index + metadata, _LENGTHS.size)
-        return cls(rest[:index], rest[index:])
+        (size,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, 0))
+        if _LENGTH.size + size > there:
+            raise ValueError(f"the layout has {there} bytes in place of {_LENGTH.size + size}")
+        return cls(os.pread(fd, size, _LENGTH.size))

@@ -418,7 +418,7 @@ def joins(tmp_path: Path) -> Iterator[Joins]:
             line.send(
                 OpenWorld(str(path), token, rank, world, round, round, ranks, holder="", last=3, every=0)
             )
-            layout = Layout(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
+            layout = Layout(encode_index(Index([shard_name(0)], {}, {}, {}))).file()
             line.send(PlanShard(1, 64), (layout,))
             os.close(layout)
             memory = Memory.make(64)
@@ -587,10 +587,10 @@ def test_a_world_of_an_older_round_cannot_commit(forker, joins, tmp_path):
 def test_nonsense_ends_that_conversation_and_no_other(forker, joins):
     name, _ = forker.saver(linger_s=60.0)
     good = joins(name, 0, 1)
-    empty, layout, long, sparse = os.memfd_create("empty"), *(Layout(b"", b"").file() for _ in range(3))
+    empty, layout, long, sparse = os.memfd_create("empty"), *(Layout(b"").file() for _ in range(3))
     for liar in (long, sparse):
-        os.pwrite(liar, struct.pack("<QQ", 1 << 62, 0), 0)
-    os.truncate(sparse, (1 << 62) + 16)
+        os.pwrite(liar, struct.pack("<Q", 1 << 62), 0)
+    os.truncate(sparse, (1 << 62) + 8)
     whole = WORKER_TO_SAVER.encode(PlanShard(1, 3))
     for raw, files in (
         (b"[]", []),

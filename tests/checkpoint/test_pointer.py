@@ -46,7 +46,7 @@ class Job:
     def commit(self, *steps: int) -> None:
         for step in steps:
             name = folder_name(step, self.world.round, "0000000a", step)
-            save = PendingSave(name, step, 1.0, 0.0, Layout(INDEX, b"metadata"))
+            save = PendingSave(name, step, 1.0, 0.0, Layout(INDEX))
             save.files = {0: self.store.write(f"{name}/{shard_name(0)}", memoryview(b"shard"))}
             self.committing.commit(self.world, save)
 

@@ -260,7 +260,7 @@ def test_what_other_nodes_have_written_is_asked_for_once_a_node(s3, where):
     def node(n: int) -> tuple[SavingWorld, PendingSave]:
         ranks = range(n * slots, (n + 1) * slots)
         world = SavingWorld(store, "0000000a", 1, 1, nodes * slots, frozenset(ranks), Keep(3))
-        save = PendingSave(name, 5, 1.0, time.monotonic(), Layout(encode_index(Index([], {}, {}, {})), b"x"))
+        save = PendingSave(name, 5, 1.0, time.monotonic(), Layout(encode_index(Index([], {}, {}, {}))))
         save.files = {rank: File(shard_name(rank), 1, ["0" * 16]) for rank in ranks}
         return world, save
 

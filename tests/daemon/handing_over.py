@@ -15,7 +15,7 @@ def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) 
     """Save a step as the only worker of its world. ``last``: how many checkpoints are kept."""
     line = protocol.connect(saver)
     line.send(OpenWorld(store, f"{step:08x}", 0, 1, round, round, (0,), holder="", last=last, every=0))
-    layout = Layout(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
+    layout = Layout(encode_index(Index([shard_name(0)], {}, {}, {}))).file()
     line.send(PlanShard(1, 64), (layout,))
     memory = Memory.make(64)
     line.send(ShareBuffer(1, 0), (memory.fd,))

@@ -3,14 +3,16 @@ shard. Rank 0 gives each rank its share; each rank lays its share out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import chain
 from math import prod
 from typing import Final, TypeVar
+
+import msgspec
 
 from elasticd.checkpoint.format.frames import ALIGNMENT, tensor_frame
 from elasticd.checkpoint.format.manifest import Blob, Chunk, Index, Tensor, shard_name
@@ -26,8 +28,7 @@ WRITERS: Final = 64
 SHARE_MIN: Final = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPart:
+class TensorPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of a tensor: its start in the whole tensor and its length, in each dimension."""
 
     key: str
@@ -45,22 +46,21 @@ class TensorPart:
     def rows(self, first: int, count: int) -> TensorPart:
         """Return ``count`` rows of the part, from row ``first`` of the part."""
         offsets = (self.offsets[0] + first, *self.offsets[1:])
-        return replace(self, offsets=offsets, sizes=(count, *self.sizes[1:]))
+        sizes = (count, *self.sizes[1:])
+        return TensorPart(self.key, self.dtype, self.itemsize, self.shape, offsets, sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class RankContent:
+class RankContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The content of a rank's state: its parts of tensors, and its objects with the bytes to reserve for
     each. ``buffers``: the tensors that are buffers of modules."""
 
     parts: tuple[TensorPart, ...]
-    rooms: Mapping[str, int]
-    paths: Mapping[str, tuple[str | int, ...]]
+    rooms: dict[str, int]
+    paths: dict[str, tuple[str | int, ...]]
     buffers: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RankShare:
+class RankShare(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one rank writes: parts of tensors, and objects with the bytes to reserve for each."""
 
     parts: tuple[TensorPart, ...] = ()
@@ -147,7 +147,9 @@ def _alike(held: Sequence[_Kind]) -> list[tuple[_Kind, list[int]]]:
     return list(found.values())
 
 
-def _require_alike(kinds: Iterable[tuple[RankContent, list[int]]]) -> None:
+def _require_alike(kinds: Sequence[tuple[RankContent, list[int]]]) -> None:
+    if not _differ(its for its, _ in kinds):
+        return
     said: dict[str, dict[str, list[list[int]]]] = {}
     for its, ranks in kinds:
         entries = {part.key: f"{part.dtype} {list(part.shape)}" for part in its.parts}
@@ -161,6 +163,19 @@ def _require_alike(kinds: Iterable[tuple[RankContent, list[int]]]) -> None:
                 f"{key} cannot be saved, as it is {each}: make it alike on all ranks, or put the rank into "
                 'its name, such as f"seen{rank}"'
             )
+
+
+def _differ(kinds: Iterable[RankContent]) -> bool:
+    """Whether an entry differs between the kinds: its type or shape, or whether it is a tensor."""
+    tensors: dict[str, TensorPart] = {}
+    objects: set[str] = set()
+    for its in kinds:
+        for part in its.parts:
+            first = tensors.setdefault(part.key, part)
+            if first is not part and (part.shape != first.shape or part.dtype != first.dtype):
+                return True
+        objects |= its.rooms.keys()
+    return not objects.isdisjoint(tensors)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -197,11 +212,16 @@ def deal(
     begun = load[0] if world > 1 else 0
     some: dict[tuple[int, ...], list[TensorPart]] = {}  # parts by the first ranks of their groups
     for part, groups in holders.items():
-        if part.key not in together:
-            if sum(map(len, groups)) == world > 1:
-                everywhere.append(part)
-            else:
-                some.setdefault(tuple(ranks[0] for ranks in groups), []).append(part)
+        if part.key in together:
+            continue
+        if len(groups) == 1 and len(groups[0]) == 1:  # of a large sharded model, nearly all parts
+            rank = groups[0][0]
+            load[rank] += part.size
+            dealt[rank] += _bounded(part)
+        elif sum(map(len, groups)) == world:
+            everywhere.append(part)
+        else:
+            some.setdefault(tuple(ranks[0] for ranks in groups), []).append(part)
     for its in some.values():
         ranks = [*chain.from_iterable(holders[its[0]])]
         chosen = writers(ranks, world, sum(part.size for part in its))
@@ -253,11 +273,9 @@ def _cut(part: TensorPart, at: int, total: int, count: int) -> Iterator[tuple[in
         number += 1
 
 
-def _bounded(part: TensorPart) -> Iterator[TensorPart]:
+def _bounded(part: TensorPart) -> Sequence[TensorPart]:
     if part.size <= PART_MAX or not part.sizes or part.sizes[0] == 1:
-        yield part
-        return
+        return (part,)
     rows = part.sizes[0]
     most = max(1, PART_MAX // (part.size // rows))
-    for first in range(0, rows, most):
-        yield part.rows(first, min(most, rows - first))
+    return [part.rows(first, min(most, rows - first)) for first in range(0, rows, most)]

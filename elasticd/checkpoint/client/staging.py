@@ -87,11 +87,7 @@ class CopyPlan:
         """Return this rank's plan, and the ``Layout`` for the saver. All ranks must call this together.
         Raises Misfit."""
         share, index = share_out_together(ranks, state, flat, blobs)
-        layout = Layout(b"", b"")
-        if index is not None:
-            from elasticd.checkpoint.format import metadata as dcp
-
-            layout = Layout(encode_index(index), dcp.made_of(index))
+        layout = Layout(encode_index(index) if index is not None else b"")
         return cls(number, shape_of(flat), lay_out(ranks.rank, share), _rooms(blobs), gpu), layout
 
     @property

@@ -33,7 +33,7 @@ class Unreadable(BadCheckpoint):
     """The store returned an error that may be temporary."""
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A part of a tensor: its file (as an index into ``files``), where its bytes begin, and its place in the
     tensor.
 
@@ -49,13 +49,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     length: int
 
 
-class Tensor(msgspec.Struct, frozen=True):
+class Tensor(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     chunks: list[Chunk]
 
 
-class Blob(msgspec.Struct, frozen=True, array_like=True):
+class Blob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An object that is not a tensor, as ``torch.save`` writes it."""
 
     file: int
@@ -63,7 +63,7 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
     length: int
 
 
-class Index(msgspec.Struct, frozen=True):
+class Index(msgspec.Struct, frozen=True, gc=False):
     """Where each tensor and object is in the shards. ``files``: the shards, by rank. ``paths``: the place of
     each key in the nested state."""
 

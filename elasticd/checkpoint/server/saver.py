@@ -391,7 +391,7 @@ class Saver:
         if world is None:
             raise ValueError("it has not sent OpenWorld")
         require_name(name, message.step, world.round, world.size)
-        layout = client.plan.layout if client.plan else Layout(b"", b"")
+        layout = client.plan.layout if client.plan else Layout(b"")
         save = self._pipeline.find_or_begin(world, name, message.step, time.time(), layout)
         save.answered.add(client.rank)
         save.why = save.why or f"rank {client.rank} could not copy its shard: {message.why}"
@@ -445,7 +445,7 @@ class Saver:
         here = self._over(path) if self._replication is None else self._replication.held(path)
         for replica in here:
             if replica.label.name == message.name:
-                layout = Layout(replica.index, b"").file()
+                layout = Layout(replica.index).file()
                 try:
                     client.line.post(ShardHeld(replica.label.rank), (replica.memory.fd, layout))
                 finally:
