@@ -35,8 +35,6 @@ def indexes(draw: st.DrawFn) -> Index:
     dtypes = st.sampled_from(("float32", "bfloat16", "float8_e4m3fn", "int64", "bool", "complex64"))
     tensor = st.builds(Tensor, dtypes, SHAPES, st.lists(chunks))
     tensors = draw(st.dictionaries(st.text(), tensor, max_size=4))
-        st.dictionaries(st.text(), st.builds(Tensor, dtypes, SHAPES, st.lists(chunks)), max_size=4)
-    )
     blobs = draw(st.dictionaries(st.text(min_size=1), st.builds(Blob, FILES, NUMBERS, NUMBERS), max_size=3))
     blobs = {key: blob for key, blob in blobs.items() if key not in tensors}
     paths = {key: draw(PATHS) for key in (*tensors, *blobs)}
