@@ -89,13 +89,17 @@ from elasticd.daemon.leader_link import telemetry_messages
 from elasticd.daemon.leader_link.telemetry_messages import Taken, Tell
 from elasticd.daemon.leader_link.telemetry_sender import KEPT_S_MAX
 from elasticd.etcd import records
+from elasticd.worker.joining.shard_agreement import Bringing
+from elasticd.worker.sharding.held import CommitPoint, HeldShard, newest_whole_point
+from elasticd.worker.sharding.moves import MovePlan, guardians, replicas
+from elasticd.worker.sharding.parts import Cut, Shapes, parts_of_ranks
 from tests.bench.telling import hearing_s
 
 WORKERS = 8  # workers of a node
 RENEWAL_BYTES = 40  # bytes of a request to renew a lease, or of its answer
 # the agents that send over sockets: a message costs the same in a job of any size
 HEARD_AGENTS, HEARD_ROUNDS = 200, 8
-SHARDS = (1, 8)
+SHARDS = (1, 8, 256)
 ONE_BY_ONE = 20  # how many events of a kind are measured; the leader gets the rest at once
 POLICY = Policy(straggler_drain=False)
 SLOTS = tuple(range(WORKERS))  # one object, as in the records that an agent reads
@@ -656,6 +660,7 @@ class Figures:
     hearing_s: float  # the leader's CPU time for the messages of all agents in a quiet minute
     memory: int
     plans: Sequence[Planning]
+    moving: tuple[float, int]  # of ``moves_in_a_new_world``
 
     @classmethod
     def of(cls, nodes: int, limit_s: float) -> Figures:
@@ -668,7 +673,8 @@ class Figures:
         minute, told, memory = _quiet_minute(timed), _told(timed, nodes), _memory(nodes, until)
         hearing = _hearing_s(timed, nodes, cpu_s[PACES])
         plans = [plan_of_a_checkpoint(nodes * WORKERS, shards) for shards in SHARDS]
-        return cls(nodes, cpu_s, ops, reforming, minute, told, hearing, memory, plans)
+        moving = moves_in_a_new_world(nodes * WORKERS)
+        return cls(nodes, cpu_s, ops, reforming, minute, told, hearing, memory, plans, moving)
 
 
 def play(nodes: int, *, counting: bool = False, until: float = math.inf) -> Leader:
@@ -844,6 +850,30 @@ def _content_of_a_gpt(shard: int, shards: int, layers: int = 24, width: int = 20
     return RankContent(parts, {"random": 6000, "step": 200}, {part.key: (part.key,) for part in parts})
 
 
+def moves_in_a_new_world(ranks: int) -> tuple[float, int]:
+    """Return a rank's CPU seconds for the moves of its parts of a model with 290 parameters, after a node is
+    lost, and the bytes that the rank hears of the others. All ranks share the model, and keep two commits,
+    each with a copy of another rank's shard."""
+    shapes, parts = Shapes((1 << 20,) * 290, (300,) * 290), parts_of_ranks(Cut(ranks), ranks)
+    nodes = [str(rank // WORKERS) for rank in range(ranks)]
+    owners = {guardian: owner for owner, its in enumerate(guardians(nodes, 1)) for guardian in its}
+    points = CommitPoint(3, 1000, 0), CommitPoint(3, 1001, 0)
+    told = []
+    for rank in range(WORKERS, ranks):
+        copy = parts[owners[rank]]._replace(copy=True)
+        held = [HeldShard(point, its, its.copy, ranks) for point in points for its in (parts[rank], copy)]
+        told.append(msgspec.json.encode(Bringing(nodes[rank], shapes.digest, held)))
+    began = time.thread_time()
+    brought = [msgspec.json.decode(raw, type=Bringing) for raw in told]
+    point = newest_whole_point(shapes, (its.held for its in brought))
+    wanted = parts_of_ranks(Cut(len(told)), len(told))
+    moves = MovePlan(shapes, [its.held for its in brought], points[-1], wanted).of_rank(0)
+    guardians([its.node for its in brought], 1, replicas(wanted))
+    if point != points[-1] or not moves:
+        raise Missing("there are no moves")
+    return time.thread_time() - began, sum(map(len, told))
+
+
 def scale(sizes: Sequence[int], limit_s: float) -> str:
     """Return the table. Raises Missing if a figure is missing."""
     found = [Figures.of(nodes, limit_s) for nodes in sizes]
@@ -868,6 +898,8 @@ def scale(sizes: Sequence[int], limit_s: float) -> str:
         name = "a plan of a checkpoint" if shards == 1 else f"and of a model in {shards} shards"
         lines.append(f"{name:<28}" + "".join(f"{one:>34}" for one in first))
         lines.append(f"{'  on another rank':<28}" + "".join(f"{one:>34}" for one in other))
+    moving = (f"{each.moving[0]:,.2f} s, {_size(each.moving[1])} in" for each in found)
+    lines.append(f"{'a rank in a new world, FSDP2':<28}" + "".join(f"{one:>34}" for one in moving))
     return "\n".join(lines)
 
 

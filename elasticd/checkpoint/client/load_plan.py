@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from operator import gt
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -14,6 +17,8 @@ from elasticd.checkpoint.client.state_dict import Flat, Path, flatten, prepare_o
 from elasticd.checkpoint.client.tensors import local_of
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Chunk, Index, Tensor
 from elasticd.checkpoint.storage.reading import WantedRange
+
+_FEW: Final = 8  # chunks that are looked at one after another
 
 
 @dataclass(slots=True)
@@ -92,7 +97,7 @@ class Target:
             )
         local, offsets = local_of(tensor)
         found = 0
-        for chunk in saved.chunks:
+        for chunk in _near(saved.chunks, offsets, local.shape):
             found += self._want_of(local, offsets, chunk, _dtype(saved))
         if found != local.numel():
             raise BadCheckpoint(f"{self.name} does not hold all of {key}")
@@ -128,6 +133,19 @@ class Target:
             piece = piece.narrow(dim, first[dim] - chunk.offsets[dim], count[dim])
         self._copies.append(lambda: place.copy_(piece))
         return total
+
+
+def _near(chunks: Sequence[Chunk], offsets: Sequence[int], shape: Sequence[int]) -> Sequence[Chunk]:
+    """Return the chunks that may have rows of a box, and perhaps others. Of a tensor in many shards, a rank
+    needs few."""
+    if len(chunks) < _FEW or not shape:
+        return chunks
+    firsts = [chunk.offsets[0] for chunk in chunks]
+    if any(map(gt, firsts, islice(firsts, 1, None))):
+        chunks = sorted(chunks, key=lambda chunk: chunk.offsets[0])
+        firsts.sort()
+    most = max(chunk.sizes[0] for chunk in chunks)
+    return chunks[bisect_right(firsts, offsets[0] - most) : bisect_left(firsts, offsets[0] + shape[0])]
 
 
 def _is_left_out(path: Path, state: Mapping[str, Any], there: Collection[Path]) -> bool:
