@@ -27,7 +27,7 @@ from elasticd.worker.sharding.parts import NOTHING, Part, Shapes, missing, parts
 from elasticd.worker.sharding.sharded_state import ShardedState, node
 from elasticd.worker.sharding.transport import carry_out, carry_shards
 from elasticd.worker.values.randomness import Sources
-from elasticd.worker.world.group import World, gathered
+from elasticd.worker.world.group import World, all_have, gathered
 
 _log = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ def _wanted(shards: ShardedState, world: World) -> list[Part]:
     wanted = parts_of_ranks(mine.cut, world.size)
     assert wanted[world.rank] == mine
     cut = int.from_bytes(blake2b(repr(mine.cut).encode(), digest_size=7).digest())
-    if len({its for [its] in gathered([cut], world)}) > 1:
+    if not all_have(cut, world):
         raise RuntimeError(
             "shard= shards other parameters in some workers than in others: shard the same in each worker"
         )

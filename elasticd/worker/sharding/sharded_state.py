@@ -16,7 +16,7 @@ from elasticd.worker.sharding.moves import guardians, heirs, replicas
 from elasticd.worker.sharding.parts import WHOLE, Part, Spans
 from elasticd.worker.sharding.sharded_model import ShardedModel
 from elasticd.worker.sharding.transport import Copies, Guarding, copy_to_guardians
-from elasticd.worker.world.group import World, gathered
+from elasticd.worker.world.group import World, all_have, gathered
 
 _log = logging.getLogger(__name__)
 GENERATIONS = 2  # two workers are at most one commit apart, so both have the older of their commits
@@ -171,7 +171,7 @@ class ShardedState:
             with world.or_over():
                 latest.guarded = self._copies.await_arrival()
             self._copies = None
-        if self._there_are_copies and len({step for [step] in gathered([latest.point.step], world)}) > 1:
+        if self._there_are_copies and not all_have(latest.point.step, world):
             raise RuntimeError("the workers commit different steps: call state.commit() on all workers")
         self._complete = True
 
