@@ -25,10 +25,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)
-def test_uneven_nodes_agree_on_the_same_by_few_connections(tmp_path: Path) -> None:
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+def test_uneven_nodes_agree_on_the_same_by_few_connections(tmp_path: Path, debug: str) -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch compares the calls of all ranks of a group."""
     world = subprocess.Popen(
         [sys.executable, str(PROGRAM), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

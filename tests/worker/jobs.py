@@ -339,6 +339,12 @@ def work_impatiently(address: str, folder: str, name: str, accident: Accident, *
     work(address, folder, name, accident, **options)
 
 
+def work_with_torchs_checks(address: str, folder: str, name: str, accident: Accident, **options: Any) -> None:
+    """Run a script as with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    work(address, folder, name, accident, **options)
+
+
 def work_patiently(address: str, folder: str, name: str) -> None:
     """Run a worker that waits without a limit for a store that does not answer. The gate tells that the
     worker waits."""

@@ -29,6 +29,7 @@ from tests.worker.jobs import (
     work,
     work_impatiently,
     work_slowly,
+    work_with_torchs_checks,
 )
 
 
@@ -67,6 +68,12 @@ def test_the_first_rank_is_nothing_special(crew, tmp_path, undisturbed):
     crew.begin(tmp_path, Accident("backward", 3), NOTHING, NOTHING)
     crew.all_ended()
     assert_exact(crew, tmp_path, {0}, undisturbed)
+
+
+def test_a_death_is_survived_while_torch_checks_its_collectives(crew, tmp_path, undisturbed):
+    crew.begin(tmp_path, NOTHING, Accident("backward", 3), NOTHING, job=work_with_torchs_checks)
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {1}, undisturbed)
 
 
 def test_one_worker_goes_on_alone(crew, tmp_path, undisturbed):

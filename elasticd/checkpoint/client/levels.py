@@ -6,9 +6,10 @@ rank 0 decides for all. So the ranks of a node need not follow each other, and n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import ceil, sqrt
 from typing import Any, Final, NamedTuple
@@ -128,6 +129,24 @@ def wait_for_ranks(store: dist.Store, keys: list[str]) -> None:
     store.wait(keys, c10d.default_pg_timeout)
 
 
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Make groups in the block without the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+
+    The wrapper compares how many calls each rank has made. It counts the messages that a rank sends to
+    another one or receives, too, and their number differs between ranks.
+    """
+    level = dist.get_debug_level()
+    if level != dist.DebugLevel.DETAIL:
+        yield
+        return
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(level)
+
+
 def group_of(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     """Return a gloo group of these ranks, which call this together. ``name``: the name of no other group that
     has the first of these ranks.
@@ -137,15 +156,16 @@ def group_of(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     group's connections. The group is destroyed with the world's own.
     """
     make: Any = c10d._new_process_group_helper
-    made = make(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        [*ranks],
-        dist.Backend.GLOO,
-        c10d._get_default_store(),
-        f"{name}-{ranks[0]}",
-        timeout=c10d.default_pg_timeout,
-    )
+    with unchecked():
+        made = make(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            [*ranks],
+            dist.Backend.GLOO,
+            c10d._get_default_store(),
+            f"{name}-{ranks[0]}",
+            timeout=c10d.default_pg_timeout,
+        )
     group: dist.ProcessGroup = made[0]
     c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group

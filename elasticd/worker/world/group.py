@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elasticd.channel.worker_messages import Enter
+from elasticd.checkpoint.client import levels
 from elasticd.worker.world import destroying, waits
 from elasticd.worker.world.destroying import sockets
 
@@ -158,13 +159,14 @@ class World:
             self._know_groups()
             waits.use_group_timeouts()
             _survive_the_communicator()
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=dist.PrefixStore("group", self._store),
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timedelta(seconds=FORMING_S_MAX + FORMING_S_MAX_EACH * self.size),
-            )
+            with levels.unchecked():
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                    store=dist.PrefixStore("group", self._store),
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=timedelta(seconds=FORMING_S_MAX + FORMING_S_MAX_EACH * self.size),
+                )
             group = dist.group.WORLD
             assert group is not None
             for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -421,7 +423,7 @@ class World:
         """Note also the connections of groups that the script makes."""
 
         def connecting(*args: Any, **kwargs: Any) -> Any:
-            with self._connecting():
+            with self._connecting(), levels.unchecked():
                 return _make_group(*args, **kwargs)
 
         c10d._new_process_group_helper = connecting
