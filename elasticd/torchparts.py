@@ -216,11 +216,6 @@ USED: Final = (
         "checkpoint/format/metadata.py: where DCP finds a tensor in a file.",
         ("relative_path", "offset", "length"),
     ),
-    Private(
-        "torch.distributed.checkpoint.filesystem.CURRENT_DCP_VERSION",
-        "checkpoint/format/metadata.py: the version of DCP's format.",
-        since=(2, 9),
-    ),
     Private("torch._utils._rebuild_tensor_v3", "checkpoint/format/frames.py: rebuilds a pickled tensor."),
     Private(
         "torch._dynamo",

@@ -55,7 +55,7 @@ def of_records(index: Index) -> Metadata:
         states[key] = BytesStorageMetadata()
         stored[MetadataIndex(key)] = _StorageInfo(index.files[blob.file], blob.at, blob.length)
     made = Metadata(states, planner_data=dict(index.paths), storage_data=stored, storage_meta=StorageMeta())
-    made.version = filesystem.CURRENT_DCP_VERSION
+    made.version = getattr(filesystem, "CURRENT_DCP_VERSION", metadata._DCP_VERSION)  # none before 2.9
     return made
 
 
