@@ -230,7 +230,7 @@ def _left(until: float, now: float) -> str:
 
 
 def _in(until: float, now: float) -> str:
-    return f", in {span(until - now)}" if until > now else ", any moment"
+    return f", in {span(until - now)}" if round(until - now) > 0 else ", in a moment"
 
 
 def sentence(reason: r.Reason, now: float) -> str:
