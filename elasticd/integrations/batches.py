@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from elasticd.data.order import Order, Sequential, Shuffled, transform_seed
 from elasticd.worker.data import WORLD_MAX
-from elasticd.worker.samples.loading import loader_options
+from elasticd.worker.samples.loading import iterator_of, loader_options
 
 
 class GlobalBatches(Sampler[list[int]]):
@@ -130,7 +130,7 @@ def begun(loader: DataLoader[Any], batches: GlobalBatches, epoch: int, first: in
     batches.epoch, batches.first = epoch, first
     assert loader.generator is not None
     loader.generator.manual_seed(batches.seed)
-    return iter(loader)
+    return iterator_of(loader)
 
 
 def _part(whole: range, number: int, of: int) -> range:

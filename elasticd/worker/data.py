@@ -277,7 +277,7 @@ class Data:
         if self._loader is None:
             indexed = Indexed(self._dataset, self._collate, self.seed)
             self._loader = loading.loader_of_indexed(indexed, self._requests, self._options)
-        loaded = iter(self._loader)
+        loaded = loading.iterator_of(self._loader)
         for batch in batches():
             yield Share(batch, cutting.parts(batch.samples), loaded)
         self._loader = None  # without the loader, its processes can end
@@ -294,7 +294,8 @@ class Data:
             cutting=cutting,
         )
         self.read = 0
-        loaded = map(self._same_read, iter(loading.loader_of_stream(stream, self._options)))
+        loader = loading.loader_of_stream(stream, self._options)
+        loaded = map(self._same_read, loading.iterator_of(loader))
         for first in loaded:
             if not first.samples:  # the part marks the end of an epoch
                 if self.epochs is not None and first.epoch + 1 >= self.epochs:

@@ -150,7 +150,7 @@ class Step:
         """
         if not self._splits:
             raise RuntimeError("step.computed() is for State(split=...): call step.backward(loss)")
-        self._take(self._present(), torch.tensor(float("nan")) if loss is None else loss)
+        self._take(self._present(), torch.tensor(float("nan"), device="cpu") if loss is None else loss)
 
     def _present(self) -> Portion:
         """Return the batch that the script has not called ``backward`` for. Raises RuntimeError."""

@@ -61,6 +61,21 @@ def test_torch_still_has_each_part_as_it_is_listed(part: Private) -> None:
         assert tuple(inspect.signature(thing).parameters)[: len(part.takes)] == part.takes
 
 
+# Functions of torch that make a tensor on the default device, which a script may set.
+MAKES_A_TENSOR = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_tensor_is_made_on_whatever_device_is_the_default(path: Path) -> None:
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    names = {f"torch.{name}" for name in MAKES_A_TENSOR}
+    made = [call for call in calls if ast.unparse(call.func) in names]
+    assert not [call.lineno for call in made if "device" not in {key.arg for key in call.keywords}]
+
+
 def private_names(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

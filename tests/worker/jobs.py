@@ -345,6 +345,34 @@ def work_with_torchs_checks(address: str, folder: str, name: str, accident: Acci
     work(address, folder, name, accident, **options)
 
 
+def work_where_the_default_device_has_no_memory(
+    address: str, folder: str, name: str, accident: Accident, *, sharded: bool
+) -> None:
+    """Run a script that names the device of each of its tensors, since it has set another default device."""
+    journal = begin(address, folder, name)
+    model = nn.Linear(8, 8)
+    samples = [(torch.full((8,), float(i)),) for i in range(4 * STEPS)]
+    how: dict[str, Any] = {"data": worker.Data(samples, global_batch=4, virtual_ranks=2, consistent=True)}
+    if sharded:
+        from torch.distributed.fsdp import fully_shard  # most scripts do without
+
+        how |= {"shard": lambda model, mesh: fully_shard(model, mesh=mesh), "redundancy": 1}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    torch.set_default_device("meta")
+
+    @worker.run
+    def run(state: worker.State) -> None:
+        for step in state.steps(STEPS):
+            for (x,) in step:
+                step.backward(state.model(x).square().mean())
+            accident("backward", step.number)
+            optimizer.step()
+            optimizer.zero_grad()
+            commit(state, journal)
+
+    run(worker.State(model=model, optimizer=optimizer, **how))
+
+
 def work_patiently(address: str, folder: str, name: str) -> None:
     """Run a worker that waits without a limit for a store that does not answer. The gate tells that the
     worker waits."""

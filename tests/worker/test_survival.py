@@ -29,6 +29,7 @@ from tests.worker.jobs import (
     work,
     work_impatiently,
     work_slowly,
+    work_where_the_default_device_has_no_memory,
     work_with_torchs_checks,
 )
 
@@ -74,6 +75,17 @@ def test_a_death_is_survived_while_torch_checks_its_collectives(crew, tmp_path, 
     crew.begin(tmp_path, NOTHING, Accident("backward", 3), NOTHING, job=work_with_torchs_checks)
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_a_death_is_survived_whatever_the_default_device_is(crew, tmp_path, sharded):
+    """A script that sets ``torch.set_default_device("cuda")`` has State's own copies on the CPU as before."""
+    job = work_where_the_default_device_has_no_memory
+    crew.begin(tmp_path, NOTHING, Accident("backward", 3), NOTHING, job=job, sharded=sharded)
+    crew.all_ended()
+    for i in (0, 2):
+        assert crew.hands[i].status == 0, (tmp_path / f"{i}.err").read_text()
+        assert reads(tmp_path, str(i), "committed") == [*range(1, STEPS + 1)]
 
 
 def test_one_worker_goes_on_alone(crew, tmp_path, undisturbed):

@@ -103,7 +103,7 @@ class FlatGroup(RankGroup):
         self._group = group
 
     def begin_minimum(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True)
 
         def result() -> list[int]:
@@ -114,34 +114,34 @@ class FlatGroup(RankGroup):
         return result
 
     def gather(self, mine: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        sizes = [_number(0) for _ in range(self.size)]
+        dist.all_gather(sizes, _number(len(mine)), group=self._group)
         most = max(int(s) for s in sizes)
         padded = torch.frombuffer(bytearray(mine.ljust(max(most, 1), b"\0")), dtype=torch.uint8)
-        gathered = [torch.empty(max(most, 1), dtype=torch.uint8) for _ in range(self.size)]
+        gathered = [_room(max(most, 1)) for _ in range(self.size)]
         dist.all_gather(gathered, padded, group=self._group)
         return [s.numpy().tobytes()[: int(n)] for s, n in zip(gathered, sizes, strict=True)]
 
     def from_first(self, mine: bytes) -> bytes:
-        size = torch.tensor([len(mine)])
+        size = _number(len(mine))
         dist.broadcast(size, group=self._group, group_src=0)
         if not size:
             return b""
-        content = _tensor_of(mine) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        content = _tensor_of(mine) if self.rank == 0 else _room(int(size))
         dist.broadcast(content, group=self._group, group_src=0)
         return content.numpy().tobytes()
 
     def to_first(self, mine: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(torch.tensor([len(mine)]), sizes, group=self._group, group_dst=0)
+        sizes = [_number(0) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(_number(len(mine)), sizes, group=self._group, group_dst=0)
         if sizes is None:
             self._send(mine, 0)
             return []
         return [mine, *(self._receive(int(size), rank) for rank, size in enumerate(sizes) if rank)]
 
     def hand_out(self, each: Sequence[bytes]) -> bytes:
-        size = torch.zeros(1, dtype=torch.int64)
-        sizes = [torch.tensor([len(item)]) for item in each] if self.rank == 0 else None
+        size = _number(0)
+        sizes = [_number(len(item)) for item in each] if self.rank == 0 else None
         dist.scatter(size, sizes, group=self._group, group_src=0)
         if sizes is None:
             return self._receive(int(size), 0)
@@ -156,7 +156,7 @@ class FlatGroup(RankGroup):
 
     def _receive(self, size: int, rank: int) -> bytes:
         """Return ``size`` bytes that the rank of the group sends, if any."""
-        content = torch.empty(size, dtype=torch.uint8)
+        content = _room(size)
         if size:
             dist.recv(content, group=self._group, group_src=rank)
         return content.numpy().tobytes()
@@ -242,6 +242,14 @@ def _leveled(found: levels.Levels, level: int = 0) -> RankGroup:
 
 def _world() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _number(value: int) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int64, device="cpu")
+
+
+def _room(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _tensor_of(content: bytes) -> torch.Tensor:

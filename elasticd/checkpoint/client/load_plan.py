@@ -61,7 +61,7 @@ class Target:
             raise ValueError(f"the checkpoint has {_some(odd)}, which the state to be loaded has not")
         for key in extra:
             saved = index.tensors[key]
-            fresh = torch.empty(saved.shape, dtype=_dtype(saved))
+            fresh = torch.empty(saved.shape, dtype=_dtype(saved), device="cpu")
             target.flat.tensors[key] = fresh
             target.flat.paths[key] = index.paths[key]
             target._want(key, fresh, saved)
@@ -126,7 +126,7 @@ class Target:
         if whole_rows and place.is_contiguous() and place.device.type == "cpu" and place.dtype == dtype:
             self.ranges.append(WantedRange(chunk.file, at, as_bytes(place)))
             return total
-        rows = torch.empty((*count[:1], *chunk.sizes[1:]), dtype=dtype)
+        rows = torch.empty((*count[:1], *chunk.sizes[1:]), dtype=dtype, device="cpu")
         self.ranges.append(WantedRange(chunk.file, at, as_bytes(rows)))
         piece = rows
         for dim in range(1, len(count)):

@@ -48,7 +48,8 @@ def require_dense(tensor: torch.Tensor, name: str) -> None:
 def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return this rank's part of the tensor, and its offsets in the whole."""
     if type(tensor) is not torch.Tensor and hasattr(tensor, "__create_chunk_list__"):
-        [chunk] = tensor.__create_chunk_list__()
+        with torch.device("cpu"):  # torch computes the offsets with tensors on the default device
+            [chunk] = tensor.__create_chunk_list__()
         return tensor.to_local(), tuple(chunk.offsets)  # type: ignore[attr-defined]
     return tensor, (0,) * tensor.dim()
 

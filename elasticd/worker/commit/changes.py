@@ -22,7 +22,9 @@ class ElementSample:
         self._by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         self._views: list[torch.Tensor] = []
         for number, tensor in enumerate(tensors):
-            self._views.append(_sample_of(tensor.detach(), size) if is_plain(tensor) else torch.empty(0))
+            self._views.append(
+                _sample_of(tensor.detach(), size) if is_plain(tensor) else torch.empty(0, device="cpu")
+            )
             if len(self._views[-1]):
                 self._by_type.setdefault((tensor.dtype, tensor.device), []).append(number)
 

@@ -87,7 +87,7 @@ class Buffers:
         if self._sent is not None and self._packet is not None:
             self._sent.wait()
             if not self._is_source:
-                ends = torch.tensor([b.nbytes for b in self._small]).cumsum(0).tolist()
+                ends = torch.tensor([b.nbytes for b in self._small], device="cpu").cumsum(0).tolist()
                 parts = torch.tensor_split(self._packet, ends[:-1])
                 _copy(
                     self._small,

@@ -193,7 +193,7 @@ class ConsistentReduction:
             self._notes[0] = self._loss
             self._notes[1 : 1 + count] = torch.frombuffer(self._used, dtype=torch.uint8)
             if self._buffers.large:
-                self._notes[1 + count :] = torch.tensor(self._buffers.changed())
+                self._notes[1 + count :] = torch.tensor(self._buffers.changed(), device="cpu")
         return self._notes
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:

@@ -315,7 +315,7 @@ class ShardedReduction:
             of_turn[0] = self._loss
             of_turn[1 : 1 + count] = torch.frombuffer(self._used, dtype=torch.uint8)
             if self._buffers.large:
-                of_turn[1 + count :] = torch.tensor(self._buffers.changed())
+                of_turn[1 + count :] = torch.tensor(self._buffers.changed(), device="cpu")
         self._begin_turn(self._turn + 1)
 
     def _begin_turn(self, turn: int) -> None:

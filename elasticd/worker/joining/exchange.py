@@ -196,7 +196,7 @@ def send_snapshot(snapshot: Any, choice: Transfer) -> None:
     outline, tensors = outlined(snapshot)
     chain = _Chain(choice, choice.source)
     text = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
-    chain.carry(torch.tensor([len(text)]).view(torch.uint8))
+    chain.carry(torch.tensor([len(text)], device="cpu").view(torch.uint8))
     chain.carry(text)
     for together in _parcels(tensors):
         chain.carry(_packed([tensors[i] for i in together]))
@@ -207,15 +207,15 @@ def receive_snapshot(choice: Transfer, rank: int) -> dict[str, Any]:
     """Receive a snapshot. The snapshot is used only once it is complete, so a source that dies on the way
     does no harm."""
     chain = _Chain(choice, rank)
-    length = int(chain.carry(torch.zeros(8, dtype=torch.uint8)).view(torch.int64))
-    text = chain.carry(torch.empty(length, dtype=torch.uint8))
+    length = int(chain.carry(torch.zeros(8, dtype=torch.uint8, device="cpu")).view(torch.int64))
+    text = chain.carry(torch.empty(length, dtype=torch.uint8, device="cpu"))
     outline = loaded(text.numpy().tobytes())
     wanted: list[torch.Tensor] = []
     with_tensors(outline, lambda tensor: wanted.append(tensor) or tensor)  # type: ignore[func-returns-value]
     got: list[torch.Tensor] = []
     for together in _parcels(wanted):
         kinds = [wanted[i] for i in together]
-        parcel = chain.carry(torch.empty(sum(map(_room, kinds)), dtype=torch.uint8))
+        parcel = chain.carry(torch.empty(sum(map(_room, kinds)), dtype=torch.uint8, device="cpu"))
         got.extend(_unpacked(parcel, kinds))
     chain.finish()
     arrived = iter(got)
@@ -252,7 +252,7 @@ def _parcels(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(tensors) == 1 and tensors[0].nbytes == _room(tensors[0]):
         return _bytes(tensors[0])
-    parcel = torch.zeros(sum(map(_room, tensors)), dtype=torch.uint8)
+    parcel = torch.zeros(sum(map(_room, tensors)), dtype=torch.uint8, device="cpu")
     start = 0
     for tensor in tensors:
         parcel[start : start + tensor.nbytes] = _bytes(tensor)

@@ -191,8 +191,8 @@ def _take(
 def _refuse_other_beginnings(names: Sequence[str], sums: Sequence[Sums], world: World) -> None:
     """Raise RuntimeError if ``init=`` has given a parameter different values in different workers: the model
     would be a mixture. All workers call it together. ``names``: of the parameters."""
-    values = torch.tensor([its.values for its in sums], dtype=torch.float64)
-    slack = torch.tensor([its.slack for its in sums], dtype=torch.float64)
+    values = torch.tensor([its.values for its in sums], dtype=torch.float64, device="cpu")
+    slack = torch.tensor([its.slack for its in sums], dtype=torch.float64, device="cpu")
     most = torch.cat([values, -values, slack])
     with world.or_over():
         dist.all_reduce(most, dist.ReduceOp.MAX)

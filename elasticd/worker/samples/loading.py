@@ -287,6 +287,13 @@ def loader_of_stream(dataset: Stream, options: dict[str, Any]) -> DataLoader[Any
     )
 
 
+def iterator_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return an iterator over the loader. Its first random number comes from the loader's generator, which is
+    on the CPU, whatever torch's default device is."""
+    with torch.device("cpu"):
+        return iter(loader)
+
+
 def collate_of(options: dict[str, Any]) -> Callable[[list[Any]], Any]:
     """Remove the collate function from the DataLoader's options and return it. elasticd calls it itself."""
     return options.pop("collate_fn", None) or default_collate

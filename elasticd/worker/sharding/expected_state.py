@@ -22,7 +22,9 @@ def expected_slots(
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return {}
-    tiny = torch.zeros((2,) * min(parameter.dim(), 2), dtype=parameter.dtype, requires_grad=True)
+    tiny = torch.zeros(
+        (2,) * min(parameter.dim(), 2), dtype=parameter.dtype, requires_grad=True, device="cpu"
+    )
     tiny.grad = torch.zeros_like(tiny)
     trial = copy.copy(optimizer)
     trial.state = defaultdict(dict)

@@ -49,7 +49,7 @@ class HostShard:
         for kind in kinds:
             self._starts.append(size)
             size += _aligned(spans[kind.parameter].size * kind.dtype.itemsize)
-        self.memory = torch.empty(size, dtype=torch.uint8)
+        self.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def suits(self, kinds: Kinds, part: Part) -> bool:
         return self.kinds == kinds and self.part == part

@@ -35,7 +35,7 @@ class Sums(NamedTuple):
             flat = torch.view_as_real(flat).reshape(-1)
         if flat.itemsize == 1:
             flat = flat.view(torch.uint8)  # torch cannot compute with all such types
-        weights = torch.linspace(0.5, 1.5, min(len(flat), _TOGETHER), dtype=torch.float64)
+        weights = torch.linspace(0.5, 1.5, min(len(flat), _TOGETHER), dtype=torch.float64, device="cpu")
         total = sizes = 0.0
         for part in torch.split(flat, _TOGETHER):  # as numbers in double precision take more memory
             numbers = part.double()

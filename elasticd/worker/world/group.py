@@ -194,7 +194,7 @@ class World:
             raise WorldChanged from self.broken
         if self.size > 1 and (self.sums == 0 or self.sums != self.sums_begun):
             with self.or_over():
-                dist.all_reduce(torch.zeros(1))
+                dist.all_reduce(torch.zeros(1, device="cpu"))
         self.sums_begun = self.sums = 0
 
     def ends_with_commit(self, number: int) -> bool:
@@ -226,7 +226,7 @@ class World:
         All ranks call it together. Raises WorldChanged if the world ends otherwise meanwhile."""
         if not self.ends_as_planned:
             return False
-        staying = torch.tensor(float(not self._going))
+        staying = torch.tensor(float(not self._going), device="cpu")
         if self.size > 1:
             with self.or_over():
                 dist.all_reduce(staying)
@@ -450,7 +450,7 @@ def gathered(mine: Sequence[int], world: World | None) -> list[list[int]]:
     size = world.size if world is not None else world_size()
     if size == 1:
         return [[*mine]]
-    sent = torch.tensor(mine)
+    sent = torch.tensor(mine, device="cpu")
     received = [torch.zeros_like(sent) for _ in range(size)]
     with or_over(world):
         dist.all_gather(received, sent)
@@ -462,7 +462,7 @@ def all_have(number: int, world: World) -> bool:
     before all have called. Faster than ``gathered`` in a large world. Raises WorldChanged."""
     if world.size == 1:
         return True
-    extremes = torch.tensor([number, -number])
+    extremes = torch.tensor([number, -number], device="cpu")
     with world.or_over():
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
     largest, negated_least = extremes.tolist()
