@@ -6,11 +6,16 @@ import os
 import socket
 import struct
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
+
+import msgspec
 
 from elasticd.channel import framing
 from elasticd.channel.codec import ChannelClosed, Codec
 from elasticd.channel.framing import Channel, QueuedChannel
+from elasticd.checkpoint.format import metadata
+from elasticd.checkpoint.format.manifest import BadCheckpoint, decode_index
 from elasticd.checkpoint.replication.replicas import Offer
 from elasticd.core.facts import Checkpoint, SaverAddress
 
@@ -356,12 +361,20 @@ def descends_from(sock: socket.socket, agent: int) -> bool:
     return pid == agent > 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Where the tensors and objects of all checkpoints of a plan are: the encoded ``Index`` of all shards.
     Empty except from rank 0, whose saver commits."""
 
     index: bytes
+
+    @cached_property
+    def metadata(self) -> bytes:
+        """DCP's ``.metadata`` of the shards. Raises BadCheckpoint if the index is not valid."""
+        try:
+            return metadata.made_of(decode_index(self.index))
+        except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
+            raise BadCheckpoint(f"the index of its shards cannot be read: {error}") from error
 
     def file(self) -> int:
         """Return a file in memory for ``PlanShard`` and ``ShardHeld``. The caller closes the file."""

@@ -26,6 +26,7 @@ PATHS = [
     "tests/house/test_torch_parts.py",
     "tests/worker/test_world.py",
     "tests/checkpoint/test_groups.py",
+    "tests/checkpoint/test_metadata.py",
     "tests/checkpoint/test_plain_dcp.py",
     "tests/e2e/test_checkpoints.py",
     f"{TRAINING}_a_worker_is_killed_and_only_its_death_is_charged",

@@ -96,6 +96,12 @@ def test_elements_that_no_part_has_are_counted(parts: list[Part], lost: int) -> 
     assert (complete_cut(shapes, parts) is None) is (lost > 0)
 
 
+def test_what_is_not_cut_and_has_no_elements_is_not_missed() -> None:
+    copies = [part(place, 2, 1, copy=True) for place in range(2)]
+    assert complete_cut(shaped((4, 1), (0, 3)), copies) == Cut(2, (1,))
+    assert complete_cut(shaped((4, 1), (1, 3)), copies) is None
+
+
 def test_five_rows_on_three_ranks_are_moved_to_two() -> None:
     """Rank 1 of three has ended. The next rank guards its rows."""
     held = [[HeldShard(AT, part(0, 3))], [HeldShard(AT, part(2, 3)), HeldShard(AT, part(1, 3, copy=True))]]

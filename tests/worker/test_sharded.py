@@ -580,6 +580,16 @@ def test_workers_that_build_the_model_in_different_ways_are_refused_in_a_sentenc
         assert "some workers have built the model on the meta device, and others have not" in said
 
 
+def test_workers_that_shard_other_parameters_are_refused_in_a_sentence(crew, tmp_path):
+    for name, feature in (("0", ""), ("1", "left out")):
+        crew.start(shardjob.train, str(tmp_path), name, feature=feature)
+    crew.form()
+    crew.all_ended()
+    for name in "01":
+        said = (tmp_path / f"{name}.err").read_text().splitlines()[-1]
+        assert "shard= shards other parameters in some workers than in others" in said
+
+
 def test_an_init_that_draws_other_values_in_each_worker_is_refused_in_a_sentence(crew, tmp_path):
     crew.begin(tmp_path, NOTHING, NOTHING, job=shardjob.train, feature="bare, own seed")
     crew.all_ended()

@@ -109,7 +109,7 @@ class Manifest(_Head, frozen=True):
 
 
 class _Unread(_Head, frozen=True):
-    """A manifest as the saver writes it: the saver does not decode the index."""
+    """A manifest as the saver writes it, without a second encoding of the index."""
 
     index: msgspec.Raw
     seal: str = ""

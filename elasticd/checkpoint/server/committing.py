@@ -11,20 +11,17 @@ from typing import Final
 
 import msgspec
 
-from elasticd.checkpoint.format import metadata as dcp
 from elasticd.checkpoint.format.manifest import (
     MANIFEST,
     METADATA,
     BadCheckpoint,
     File,
-    decode_index,
     digest,
     encode,
     shard_name,
 )
 from elasticd.checkpoint.newest.pointer import POINTER, Committer, FilePointer
 from elasticd.checkpoint.newest.retention import Commit, CommitRefused
-from elasticd.checkpoint.protocol import Layout
 from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
 from elasticd.checkpoint.storage import CheckpointStore, error_text
 from elasticd.checkpoint.storage.reading import is_finished
@@ -60,7 +57,6 @@ class Committing:
         self._committer_of = committer_of
         self._committers: dict[str, Committer] = {}
         self._say = say
-        self._described: tuple[Layout, bytes] | None = None  # the last plan, with DCP's metadata
         self._begun: set[str] = set()  # URLs of stores whose pointer file exists
         # By URL, the last commits after which older checkpoints are not removed yet.
         self._unswept: dict[str, tuple[CheckpointStore, Commit]] = {}
@@ -88,8 +84,9 @@ class Committing:
         BadCheckpoint, TimeoutError or OSError if the checkpoint is not committed. After an OSError with
         ``save.tried`` set, the checkpoint may be committed nevertheless."""
         store, name = world.store, save.name
+        described = save.layout.metadata  # made the first time, while other nodes may still write
         files = save.files | self._elsewhere(world, save)
-        metadata = store.write(f"{name}/{METADATA}", memoryview(self._metadata(save.layout)))
+        metadata = store.write(f"{name}/{METADATA}", memoryview(described))
         listed = [*(files[rank] for rank in sorted(files)), metadata]
         manifest = encode(name, save.step, world.round, world.size, save.at, listed, save.layout.index)
         store.sync(name)
@@ -110,18 +107,6 @@ class Committing:
             raise
         self._sweep(store, made)
         return saved
-
-    def _metadata(self, layout: Layout) -> bytes:
-        """Return DCP's metadata of the shards, which are the same for all saves of a plan. Raises
-        BadCheckpoint."""
-        described = self._described
-        if described is None or described[0] is not layout:
-            try:
-                described = layout, dcp.made_of(decode_index(layout.index))
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                raise BadCheckpoint(f"the index of its shards cannot be read: {error}") from error
-            self._described = described
-        return described[1]
 
     def refuse(self, world: SavingWorld, save: PendingSave) -> None:
         """Tell the committing saver not to wait for this node."""

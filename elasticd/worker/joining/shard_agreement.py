@@ -241,6 +241,7 @@ def _brought(
         said = rank_group(in_step=True).gather(msgspec.json.encode(mine))
     brought = [msgspec.json.decode(raw, type=Bringing) for raw in said]
     if len({its.shapes for its in brought}) > 1:
+        agentpage.fatal(Fatal.BAD_DATA)  # a restart would end the same way
         raise RuntimeError("the workers have models with other parameters: build the same model in each")
     return brought
 
@@ -253,6 +254,7 @@ def _wanted(shards: ShardedState, world: World) -> list[Part]:
     assert wanted[world.rank] == mine
     cut = int.from_bytes(blake2b(repr(mine.cut).encode(), digest_size=7).digest())
     if not all_have(cut, world):
+        agentpage.fatal(Fatal.BAD_DATA)
         raise RuntimeError(
             "shard= shards other parameters in some workers than in others: shard the same in each worker"
         )

@@ -134,7 +134,7 @@ def complete_cut(shapes: Shapes, parts: Iterable[Part]) -> Cut | None:
         if not part.copy:
             with_uncut.add(part.cut)
     for cut, places in there.items():
-        if cut.uncut and cut not in with_uncut:
+        if cut not in with_uncut and any(span.size for span in shapes.uncut(cut)):
             continue
         if cut.parts and places.issuperset(range(shapes.parts_with_elements(cut))):
             return cut
