@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ from elasticd.checkpoint.client.resuming import Kept, NoCheckpoint, Resuming
 from elasticd.checkpoint.client.saver_connection import SaverConnection, Terms
 from elasticd.checkpoint.client.schedule import Schedule, parse_cadence
 from elasticd.checkpoint.client.staging import CopyPlan, shape_of, share_out_together
-from elasticd.checkpoint.client.state_dict import Flat, Misfit, flatten
+from elasticd.checkpoint.client.state_dict import Flat, Misfit, flatten, require_names
 from elasticd.checkpoint.newest.retention import Keep
 from elasticd.checkpoint.protocol import (
     AwaitSaves,
@@ -156,9 +157,12 @@ class Checkpoints:
         differs between ranks needs a name for each rank, such as ``f"random{rank}"``.
 
         Raises ValueError if the ranks differ in the step, or in the shape or type of a tensor. Raises
-        TypeError for an object that could not be loaded again, and NotFinite for NaN if the job runs with
-        ``--on-nonfinite=rollback``. An error of the disk raises nothing: see ``failed``.
+        TypeError for a state without names, or an object that could not be loaded again, and NotFinite for
+        NaN if the job runs with ``--on-nonfinite=rollback``. An error of the disk raises nothing: see
+        ``failed``.
         """
+        require_names(state)
+        step = _whole(step)
         ranks = self._in_this_world()
         began = time.monotonic()
         flat = flatten(state)
@@ -252,6 +256,7 @@ class Checkpoints:
         Raises ValueError if the checkpoint is whole but does not fit ``state``. ``beyond``: take
         only a checkpoint newer than this age, because a worker has a state of this age.
         """
+        require_names(state)
         self.tier, self.overwrote = "", False
         resuming = Resuming(self._store, self._in_this_world(), state, whole=not self._in_parts)
         try:
@@ -272,6 +277,7 @@ class Checkpoints:
         """
         from elasticd.checkpoint.client.plain_dcp import load_plain
 
+        require_names(state)
         load_plain(Path(folder), state, self._in_this_world())
 
     def close(self) -> None:
@@ -362,3 +368,14 @@ class Checkpoints:
             self.failed += len(self._pending)
             self.last_error = f"the saver has ended, and saves that it had not committed are lost: {error}"
             self._pending.clear()
+
+
+def _whole(step: object) -> int:
+    """Return the number of steps. Raises TypeError or ValueError if it cannot be one."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"step is {step!r}: give the number of steps, a whole number") from None
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"step is {number}: give the number of steps, from 0 on")
+    return number

@@ -459,6 +459,36 @@ def test_an_object_that_could_not_be_loaded_is_refused_when_it_is_saved(opened):
     assert checkpoints.save({"odd": 1.0}, 2) and checkpoints.wait() and not checkpoints.failed
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (5, "the state is of the type int: give a dict"),
+        (torch.nn.Linear(1, 1), "the state is of the type Linear: give a dict"),
+        ({0: torch.zeros(1)}, "the state is a mapping with the key 0: give a dict"),
+    ],
+)
+def test_a_state_without_names_is_refused_in_a_sentence(opened, state, said):
+    for use in (lambda: opened().save(state, 1), lambda: opened().load(state)):
+        with pytest.raises(TypeError, match=said):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [(3.0, TypeError), ("3", TypeError), ({}, TypeError), (-1, ValueError), (1 << 70, ValueError)],
+)
+def test_what_is_no_number_of_steps_is_refused_in_a_sentence(opened, step, error):
+    with pytest.raises(error, match=f"step is {step!r}: give the number of steps"):
+        opened().save({"x": torch.zeros(1)}, step)
+
+
+def test_a_step_may_be_a_number_of_numpy_or_of_torch(opened):
+    checkpoints = opened()
+    assert checkpoints.save({"x": torch.zeros(1)}, np.int64(1)) and checkpoints.wait()
+    assert checkpoints.save({"x": torch.zeros(1)}, torch.tensor(2)) and checkpoints.wait()
+    assert opened().load({"x": torch.zeros(1)}) == 2
+
+
 def test_checkpoints_beyond_the_retention_policy_are_removed(saved, tmp_path):
     saved(*range(1, 6), last=2, every=3)
     names = {int(p.name[5:15]) for p in (tmp_path / "run").iterdir() if p.is_dir()}

@@ -43,6 +43,20 @@ class Misfit(ValueError):
     would raise it again after a restart."""
 
 
+def require_names(state: object) -> None:
+    """Raise TypeError unless the state is a mapping whose keys are names."""
+    if not isinstance(state, Mapping):
+        given = f"of the type {type(state).__name__}"
+    elif odd := [name for name in state if not isinstance(name, str)]:
+        given = f"a mapping with the key {odd[0]!r}"
+    else:
+        return
+    raise TypeError(
+        f"the state is {given}: give a dict of everything that belongs to it, by name, such as "
+        '{"model": model, "optimizer": optimizer}'
+    )
+
+
 def flatten(state: Mapping[str, Any]) -> Flat:
     """Return the state as keys and values. ``state`` has, by name, modules, optimizers (of modules in
     ``state``), objects with ``state_dict`` and ``load_state_dict``, tensors, nests of these, and plain
