@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -52,6 +51,7 @@ from elasticd.core.facts import Resume
 from elasticd.core.page_layout import Fatal, Use
 from elasticd.worker.agent_link import agentpage
 from elasticd.worker.report import any_nan, not_finite, policy
+from elasticd.worker.values.numbers import whole_number
 
 __all__ = ["Checkpoints", "CommittedSave", "NoCheckpoint"]
 
@@ -126,7 +126,7 @@ class Checkpoints:
         agentpage.uses(Use.CHECKPOINTS)
         self._store = store_at(where)
         self._schedule = Schedule(parse_cadence(when or os.environ.get("ELASTICD_CHECKPOINT_EVERY") or "1"))
-        self._keep = Keep(last, every)
+        self._keep = Keep(whole_number(last, "last"), whole_number(every, "every"))
         self._line = SaverConnection(self._take, self._lost)
         self._gpu = GpuCopier()
         self._terms = Terms("", 0, copies=False)
@@ -162,7 +162,9 @@ class Checkpoints:
         ``failed``.
         """
         require_names(state)
-        step = _whole(step)
+        step = whole_number(step, "step")
+        if not 0 <= step < 1 << 63:
+            raise ValueError(f"step is {step}: give the number of steps, from 0 on")
         ranks = self._in_this_world()
         began = time.monotonic()
         flat = flatten(state)
@@ -368,14 +370,3 @@ class Checkpoints:
             self.failed += len(self._pending)
             self.last_error = f"the saver has ended, and saves that it had not committed are lost: {error}"
             self._pending.clear()
-
-
-def _whole(step: object) -> int:
-    """Return the number of steps. Raises TypeError or ValueError if it cannot be one."""
-    try:
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"step is {step!r}: give the number of steps, a whole number") from None
-    if not 0 <= number < 1 << 63:
-        raise ValueError(f"step is {number}: give the number of steps, from 0 on")
-    return number

@@ -20,6 +20,7 @@ from elasticd.worker.gradients.rates import Rule, check, factor
 from elasticd.worker.samples import loading
 from elasticd.worker.samples.loading import Cutting, Fetched, Indexed, Requests, Share, Stream
 from elasticd.worker.samples.sampling import Sampler, SamplerOrder, order_of
+from elasticd.worker.values.numbers import whole_number
 from elasticd.worker.world.group import world_size
 
 WORLD_MAX = "ELASTICD_WORLD_MAX"  # has the value of --max of elasticd run
@@ -107,7 +108,7 @@ class Data:
         self._asked_rate_batch = self._rate_batch = rate_batch
         batch = global_batch if global_batch is not None else worker_batch
         for name, number in (("the batch", batch), ("accumulate", accumulate), ("epochs", epochs)):
-            if number is not None and number < 1:
+            if number is not None and whole_number(number, name) < 1:
                 raise ValueError(f"{name} is {number}: give a number that is 1 or more")
         self._global_batch, self._worker_batch = global_batch, worker_batch
         self._accumulate = accumulate

@@ -62,9 +62,16 @@ def run(
     if function is None:
         return functools.partial(run, timeout=timeout)  # type: ignore[return-value]
     train = function
+    if not callable(train):
+        raise TypeError(f"worker.run decorates the function that trains, and {train!r} is no function")
 
     @functools.wraps(train)
     def entered(state: State, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not isinstance(state, State):
+            raise TypeError(
+                f"the function that trains got an object of the type {type(state).__name__}: give it a "
+                "worker.State first, and then its further arguments"
+            )
         call = functools.partial(train, state, *args, **kwargs)
         address = os.environ.get(ADDRESS)
         if not address:

@@ -115,7 +115,13 @@ class State:
         given = {name: value for name, value in named.items() if value is not None}
         self._contents = contents = Contents({**given, **others}, never_own=(nn.Module, Optimizer, Data))
         shards: ShardedState | SplitState | None = None
+        if data is not None and not isinstance(data, Data):
+            raise TypeError(f"data= is of the type {type(data).__name__}: give a worker.Data(...) of it")
         consistent = data is not None and data.consistent
+        if redundancy != 1 and shard is None:
+            raise TypeError("redundancy= is the number of copies of each shard: give shard=, or leave it out")
+        if unit is not None and shard is None and split is None:
+            raise TypeError("unit= is the number of workers that hold one model: give shard= or split=, too")
         if overlap and (shard is None or redundancy == 0):
             raise TypeError(
                 "overlap=True sends copies of shards while the next steps run: give shard= and redundancy=1 "

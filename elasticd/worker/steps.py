@@ -18,6 +18,7 @@ from elasticd.worker.gradients.reduction import Reduction
 from elasticd.worker.report import report
 from elasticd.worker.samples.loading import Fetched, Share
 from elasticd.worker.splitting.split_state import SplitState
+from elasticd.worker.values.numbers import whole_number
 from elasticd.worker.world.group import WorldChanged, gathered, rank, world_size
 
 _log = logging.getLogger(__name__)
@@ -254,6 +255,7 @@ class StepLoop:
 
     def steps(self, until: int | None, accumulate: int) -> Iterator[Any]:
         self._begin(accumulate)
+        until = None if until is None else whole_number(until, "the number of steps")
         if self._data is not None:
             yield from self._of_data(self._shares(self._data), until)
         elif until is None:
@@ -262,7 +264,7 @@ class StepLoop:
             yield from self._of_numbers(until, accumulate)
 
     def _begin(self, accumulate: int) -> None:
-        if accumulate < 1:
+        if whole_number(accumulate, "accumulate") < 1:
             raise ValueError(f"accumulate is {accumulate}: give a number that is 1 or more")
         if accumulate != 1 and self._data is not None:
             raise TypeError("Data cuts the batches of a step: give accumulate= to Data instead")
@@ -355,6 +357,7 @@ class StepLoop:
 
     def epochs(self, until: int | None, steps: int | None, accumulate: int) -> Iterator[Epoch]:
         self._begin(accumulate)
+        until = None if until is None else whole_number(until, "the number of epochs")
         data, progress = self._data, self.committed.progress
         if steps is None:
             if data is None:
@@ -363,7 +366,7 @@ class StepLoop:
                 raise ValueError(
                     f"state.epochs({until}) asks for more epochs than Data has: give Data epochs={until}"
                 )
-        elif steps < 1:
+        elif whole_number(steps, "steps") < 1:
             raise ValueError(f"steps is {steps}: give a number that is 1 or more")
         if progress.began is None and data is not None and steps is None:
             progress.ended = max(progress.ended, data.committed[0])

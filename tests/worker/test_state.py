@@ -521,3 +521,36 @@ def test_parameters_that_an_optimizer_has_in_another_order_are_refused():
         other._committed.take(one._committed.snapshot())
     same._committed.begin()
     same._committed.take(one._committed.snapshot())
+
+
+def given(**how: Any) -> worker.State:
+    model = nn.Linear(2, 2)
+    return worker.State(model, torch.optim.SGD(model.parameters(), lr=0.1), **how)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: given(data=[1, 2]), r"data= is of the type list: give a worker.Data\(...\) of it"),
+        (lambda: given(redundancy=2), "redundancy= is the number of copies of each shard: give shard="),
+        (lambda: given(unit=2), "unit= is the number of workers that hold one model: give shard= or split="),
+        (lambda: next(given().steps("10")), "the number of steps is '10': give a whole number"),
+        (lambda: next(given().steps(2.5)), "the number of steps is 2.5: give a whole number"),
+        (lambda: next(given().steps(3, accumulate=1.5)), "accumulate is 1.5: give a whole number"),
+        (lambda: next(given().epochs("3", steps=2)), "the number of epochs is '3': give a whole number"),
+        (lambda: next(given().epochs(3, steps="2")), "steps is '2': give a whole number"),
+        (lambda: worker.Data([1, 2], global_batch=2.0), "the batch is 2.0: give a whole number"),
+        (lambda: worker.run(5), "worker.run decorates the function that trains, and 5 is no function"),
+        (
+            lambda: worker.run(lambda state: None)(nn.Linear(2, 2)),
+            "the function that trains got an object of the type Linear: give it a worker.State first",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_in_a_sentence(call, sentence):
+    with pytest.raises(TypeError, match=sentence):
+        call()
+
+
+def test_a_number_of_steps_may_be_one_of_numpy():
+    assert [*given().steps(np.int64(2))] == [0, 1]
