@@ -141,6 +141,28 @@ USED: Final = (
     ),
     Private("torch.distributed.ProcessGroup._get_backend", "worker/world: the gloo or NCCL group."),
     Private(
+        "torch.futures.Future._set_unwrap_func",
+        "worker/world/waits.py: a failed future raises another exception for each wait.",
+    ),
+    *(
+        Private(f"torch.distributed.tensor.{name}", "worker/world/round_mesh.py: its cache is cleared.")
+        for name in (
+            "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding",
+            "_redistribute._gen_transform_infos",
+            "_collective_utils.MeshTopoInfo.build_from_mesh",
+        )
+    ),
+    Private(
+        "torch._C._clear_DTensor_sharding_propagator_cache",
+        "worker/world/round_mesh.py: clears it after a world.",
+        since=(2, 10),
+    ),
+    Private(
+        "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache",
+        "worker/world/round_mesh.py: clears it after a world.",
+        since=(2, 10),
+    ),
+    Private(
         f"{_BUILT}.ProcessGroupGloo._set_default_timeout",
         "worker/world/group.py: collectives' timeout.",
     ),

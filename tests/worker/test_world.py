@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import queue
 import select
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -345,6 +347,30 @@ def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_w
     finally:
         world.close()
         world.forget()
+
+
+def test_what_has_failed_with_the_world_keeps_nothing_of_those_who_waited() -> None:
+    """A model stands for what the frames of a script have. An exception has the frames that it left."""
+    kept = []
+
+    def train() -> None:
+        model = nn.Linear(1, 1)
+        kept.append(weakref.ref(model))
+        summed = waits.until_end(Future())
+        failed: Future[int] = Future()
+        done = waits.until_end(failed)
+        failed.set_exception(RuntimeError("[gloo/pair.cc] Connection closed by peer"))
+        waits.end()
+        for _ in range(2):
+            with pytest.raises(dist.DistNetworkError, match="the world ended before all workers"):
+                summed.wait()
+            with pytest.raises(RuntimeError, match="Connection closed by peer"):
+                done.wait()
+
+    waits.use_group_timeouts()
+    train()
+    gc.collect()
+    assert [ref() for ref in kept] == [None]
 
 
 @pytest.fixture

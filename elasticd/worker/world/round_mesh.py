@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 from elasticd.worker.world.group import device
 
@@ -34,7 +39,26 @@ class RoundMesh:
         return self._mesh
 
     def forget(self) -> None:
-        """Clear the mesh's references to its process groups, since torch's caches keep the mesh."""
+        """Clear the mesh's references to its process groups, and what torch's caches have of the mesh."""
         if self._mesh is not None:
             vars(self._mesh).get("_pg_registry", {}).clear()
             self._mesh = None
+            _clear_caches()
+
+
+def _clear_caches() -> None:
+    """Clear DTensor's caches of what an operation does to tensors on a mesh. Entries for a mesh that is gone
+    are of no use, and would never be removed. Some releases of torch lack some of these caches."""
+    torchs: Any = torch._C
+    of_dtensor: Any = DTensor
+    moves: Any = _redistribute
+    with contextlib.suppress(AttributeError):
+        of_dtensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    with contextlib.suppress(AttributeError):
+        torchs._clear_DTensor_sharding_propagator_cache()
+    with contextlib.suppress(AttributeError):
+        moves._gen_transform_infos.cache_clear()
+    with contextlib.suppress(AttributeError):
+        moves.clear_redistribute_planner_cache()
+    with contextlib.suppress(AttributeError):
+        MeshTopoInfo.build_from_mesh.cache_clear()

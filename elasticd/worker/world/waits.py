@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -167,9 +167,22 @@ def end() -> None:
         _fail(one, dist.DistNetworkError(_OVER))
 
 
+class _Ended(Future[T]):
+    """A future that keeps no exception that was raised. Such an exception has the frames of all who waited,
+    and so their models. Python cannot find out that nobody else needs them, as the future is torch's."""
+
+    def set_exception(self, result: Exception) -> None:  # type: ignore[override]
+        self._set_unwrap_func(_raise_another)
+        self.set_result(result.with_traceback(None))  # type: ignore[arg-type]
+
+
+def _raise_another(error: Exception) -> NoReturn:
+    raise type(error)(*error.args)
+
+
 def until_end(of: Future[T]) -> Future[T]:
     """Return a future that completes as the given one does, and fails when the present world ends."""
-    future: Future[T] = Future()
+    future: Future[T] = _Ended()
     if not _open(future):
         _fail(future, dist.DistNetworkError(_OVER))
         return future
