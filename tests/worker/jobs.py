@@ -318,6 +318,7 @@ def train(state, journal, accident, steps=STEPS, begins=lambda step: None):
 def work(address: str, folder: str, name: str, accident: Accident = NOTHING, **options: Any) -> None:
     """Run a whole script. ``body``, ``steps`` and ``saver`` are options; all others go to ``make``."""
     journal = begin(address, folder, name, options.pop("saver", ""))
+    hear_of_leaving()
     TRIPS.get(accident.point, lambda _: None)(accident)
     steps = options.pop("steps", STEPS)
     body = options.pop("body", train)

@@ -35,7 +35,7 @@ def gate(tmp_path: Path) -> Gate:
 
 
 def at(gate: Gate) -> Accident:
-    return Accident("start", 4, gate.wait)
+    return Accident("start", 4, gate.wait_and_leave)
 
 
 def grow(crew: Crew, folder: Path, gate: Gate, count: int, *accidents: Accident) -> None:
