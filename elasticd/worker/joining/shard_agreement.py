@@ -26,6 +26,7 @@ from elasticd.worker.sharding.moves import MovePlan, plan_passing
 from elasticd.worker.sharding.parts import NOTHING, Part, Shapes, missing, parts_of_ranks
 from elasticd.worker.sharding.sharded_state import ShardedState, node
 from elasticd.worker.sharding.transport import carry_out, carry_shards
+from elasticd.worker.values.plaindata import number_of
 from elasticd.worker.values.randomness import Sources
 from elasticd.worker.world.group import World, all_have, gathered
 
@@ -252,7 +253,7 @@ def _wanted(shards: ShardedState, world: World) -> list[Part]:
     mine = shards.model.part()
     wanted = parts_of_ranks(mine.cut, world.size)
     assert wanted[world.rank] == mine
-    cut = int.from_bytes(blake2b(repr(mine.cut).encode(), digest_size=7).digest())
+    cut = number_of(blake2b(repr(mine.cut).encode(), digest_size=8))
     if not all_have(cut, world):
         agentpage.fatal(Fatal.BAD_DATA)
         raise RuntimeError(

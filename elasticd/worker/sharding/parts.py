@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from elasticd.worker.values.plaindata import number_of
+
 
 class Span(NamedTuple):
     """A range of elements of a flattened parameter: from ``first`` up to, but not including, ``end``."""
@@ -69,7 +71,7 @@ class Shapes:
     @cached_property
     def digest(self) -> int:
         """A number that models with other shapes do not have."""
-        return int.from_bytes(blake2b(repr((self.rows, self.row)).encode(), digest_size=7).digest())
+        return number_of(blake2b(repr((self.rows, self.row)).encode(), digest_size=8))
 
     def rows_of_a_part(self, parameter: int, cut: Cut) -> int:
         return -(-self.rows[parameter] // cut.parts)
