@@ -147,35 +147,27 @@ def _alike(held: Sequence[_Kind]) -> list[tuple[_Kind, list[int]]]:
     return list(found.values())
 
 
-def _require_alike(kinds: Sequence[tuple[RankContent, list[int]]]) -> None:
-    if not _differ(its for its, _ in kinds):
-        return
-    said: dict[str, dict[str, list[list[int]]]] = {}
+_Form = tuple[str, tuple[int, ...]]  # the type and the shape of a tensor
+
+
+def _require_alike(kinds: Iterable[tuple[RankContent, list[int]]]) -> None:
+    said: dict[str, dict[_Form | None, list[list[int]]]] = {}
     for its, ranks in kinds:
-        entries = {part.key: f"{part.dtype} {list(part.shape)}" for part in its.parts}
-        for key, kind in (*entries.items(), *((key, "no tensor") for key in its.rooms)):
-            said.setdefault(key, {}).setdefault(kind, []).append(ranks)
-    for key, by_kind in said.items():
-        if len(by_kind) > 1:
-            where = {kind: sorted(chain.from_iterable(ranks)) for kind, ranks in by_kind.items()}
-            each = " and ".join(f"{kind} on {_ranks(ranks)}" for kind, ranks in where.items())
+        forms: dict[str, _Form | None] = {part.key: (part.dtype, part.shape) for part in its.parts}
+        for key, form in (*forms.items(), *((key, None) for key in its.rooms)):
+            said.setdefault(key, {}).setdefault(form, []).append(ranks)
+    for key, by_form in said.items():
+        if len(by_form) > 1:
+            where = {_said(form): sorted(chain.from_iterable(ranks)) for form, ranks in by_form.items()}
+            each = " and ".join(f"{form} on {_ranks(ranks)}" for form, ranks in where.items())
             raise ValueError(
                 f"{key} cannot be saved, as it is {each}: make it alike on all ranks, or put the rank into "
                 'its name, such as f"seen{rank}"'
             )
 
 
-def _differ(kinds: Iterable[RankContent]) -> bool:
-    """Whether an entry differs between the kinds: its type or shape, or whether it is a tensor."""
-    tensors: dict[str, TensorPart] = {}
-    objects: set[str] = set()
-    for its in kinds:
-        for part in its.parts:
-            first = tensors.setdefault(part.key, part)
-            if first is not part and (part.shape != first.shape or part.dtype != first.dtype):
-                return True
-        objects |= its.rooms.keys()
-    return not objects.isdisjoint(tensors)
+def _said(form: _Form | None) -> str:
+    return f"{form[0]} {list(form[1])}" if form is not None else "no tensor"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
