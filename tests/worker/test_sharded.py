@@ -570,24 +570,22 @@ def test_a_lost_shard_comes_from_the_newest_checkpoint(
     assert all(crew.hands[name].entered[-1].source == source for name in (0, 2))
 
 
-def test_workers_that_build_the_model_in_different_ways_are_refused_in_a_sentence(crew, tmp_path):
-    for name, feature in (("0", ""), ("1", "bare")):
-        crew.start(shardjob.train, str(tmp_path), name, feature=feature)
+@pytest.mark.parametrize(
+    ("feature", "sentence"),
+    [
+        ("bare", "some workers have built the model on the meta device, and others have not"),
+        ("left out", "shard= shards other parameters in some workers than in others"),
+    ],
+)
+def test_workers_that_build_or_shard_the_model_in_different_ways_are_refused_in_a_sentence(
+    crew, tmp_path, feature, sentence
+):
+    for name, its in (("0", ""), ("1", feature)):
+        crew.start(shardjob.train, str(tmp_path), name, feature=its)
     crew.form()
     crew.all_ended()
     for name in "01":
-        said = (tmp_path / f"{name}.err").read_text().splitlines()[-1]
-        assert "some workers have built the model on the meta device, and others have not" in said
-
-
-def test_workers_that_shard_other_parameters_are_refused_in_a_sentence(crew, tmp_path):
-    for name, feature in (("0", ""), ("1", "left out")):
-        crew.start(shardjob.train, str(tmp_path), name, feature=feature)
-    crew.form()
-    crew.all_ended()
-    for name in "01":
-        said = (tmp_path / f"{name}.err").read_text().splitlines()[-1]
-        assert "shard= shards other parameters in some workers than in others" in said
+        assert sentence in (tmp_path / f"{name}.err").read_text().splitlines()[-1]
 
 
 def test_an_init_that_draws_other_values_in_each_worker_is_refused_in_a_sentence(crew, tmp_path):
