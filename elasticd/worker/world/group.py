@@ -159,14 +159,13 @@ class World:
             self._know_groups()
             waits.use_group_timeouts()
             _survive_the_communicator()
-            with levels.unchecked():
-                dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                    store=dist.PrefixStore("group", self._store),
-                    rank=self.rank,
-                    world_size=self.size,
-                    timeout=timedelta(seconds=FORMING_S_MAX + FORMING_S_MAX_EACH * self.size),
-                )
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                store=dist.PrefixStore("group", self._store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=FORMING_S_MAX + FORMING_S_MAX_EACH * self.size),
+            )
             group = dist.group.WORLD
             assert group is not None
             for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -420,7 +419,7 @@ class World:
                 self._others = None
 
     def _know_groups(self) -> None:
-        """Note also the connections of groups that the script makes."""
+        """Note the connections of all groups of the world, also of those that the script makes."""
 
         def connecting(*args: Any, **kwargs: Any) -> Any:
             with self._connecting(), levels.unchecked():
