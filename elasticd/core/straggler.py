@@ -88,7 +88,8 @@ class Period:
             return cls(array("d", own), ((0.0, 0.0), (0.0, 0.0)), ordered[0], frozenset())
         low, high = (peers - 1) // 2, peers // 2
         middle = (ordered[low], ordered[low + 1]), (ordered[high], ordered[high + 1])
-        period = cls(array("d", own), middle, median(ordered), frozenset())
+        usual_s = (ordered[peers // 2] + ordered[(peers + 1) // 2]) / 2
+        period = cls(array("d", own), middle, usual_s, frozenset())
         least_s = calm * (middle[0][0] + middle[1][0]) / 2 * (1 - 1e-9)
         maybe = compress(count(), map(partial(le, least_s), own))
         return replace(period, behind=frozenset(rank for rank in maybe if period.ratio(rank) >= calm))

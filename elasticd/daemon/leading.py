@@ -218,8 +218,8 @@ class Leading:
             return term.retry_at
         term.view = _with_absence(term.view, state)
         plan = leader.decide(term.view, now)
-        if plan.judged is not term.view.judged:
-            term.view = replace(term.view, judged=plan.judged)
+        if plan.judged is not term.view.judged or plan.seated is not term.view.seated:
+            term.view = replace(term.view, judged=plan.judged, seated=plan.seated)
         news = term.take_on(plan)
         if plan.writes:
             self._write(term, term.guards_of(plan), (*plan.ahead, plan.writes))

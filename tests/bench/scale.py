@@ -374,8 +374,8 @@ class Leader:
     def settle(self, kind: str = "") -> None:
         """Handle all events, as the agent's loop does."""
         self.etcd.work()
-        while self._inbox:
-            self._handle(kind, self._inbox.popleft())
+        while self._inbox or (self.driver.wake_at is not None and self.driver.wake_at <= self._now):
+            self._handle(kind, self._inbox.popleft() if self._inbox else Tick())
             self.etcd.work()
 
     def tick(self, kind: str, after_s: float) -> None:

@@ -239,6 +239,16 @@ def test_a_worker_that_waits_at_another_place_than_most_is_blamed() -> None:
     assert blamed(judged(two)) == (Why.DEADLOCK, [0, 2]), "of two, nobody knows who is wrong"
 
 
+def test_the_others_wait_where_most_do_and_of_equally_many_where_the_first_rank_does() -> None:
+    looks, allowed = world("stopped", "waiting", "waiting", "waiting"), allowance(STEPS_OF_75_MS, 100, AUTO)
+    looks[1] = replace(looks[1], what="barrier", place="job.py:9")
+    assert allowed is not None
+    for kept, what in (looks, "all_reduce"), (looks[:3], "barrier"):
+        for groups in in_groups(kept), in_groups(kept)[::-1]:
+            verdict = judge(groups, allowed)
+            assert verdict is not None and verdict.others_what == what
+
+
 @pytest.mark.parametrize("what", ["all_reduce", "barrier"])
 def test_no_worker_is_blamed_while_the_last_waiter_may_have_just_come(what: str) -> None:
     looks = world("waiting", "waiting", "waiting")

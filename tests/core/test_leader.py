@@ -35,8 +35,9 @@ from elasticd.core.facts import (
     Spec,
     Stragglers,
 )
-from elasticd.core.leader import Plan, View, decide
+from elasticd.core.leader import Plan, View, decide, forming
 from elasticd.core.leader.roll import Registered
+from elasticd.core.leader.view import NOT_SEATED
 from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged
 from elasticd.core.reasons import (
@@ -322,6 +323,23 @@ def test_the_next_round_waits_for_nothing_else() -> None:
     assert sizes(formed) == {"a": 2, "b": 2, "c": 2}
     assert formed.closing is None and not formed.planned
     assert not [w for w in plan.writes if w.key == "budget"]
+
+
+def test_a_large_job_finds_its_members_first_and_writes_them_in_the_next_decision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = view(spec(2, 12), waiting(), [node(name, 4) for name in "abc"])
+    at_once = decide(seen, NOW)
+    monkeypatch.setattr(forming, "SEATED_AT_ONCE", 2)
+    first = decide(seen, NOW)
+    assert (first.writes, first.wake_at) == ((), NOW)
+    found = replace(seen, seated=first.seated)
+    assert decide(found, NOW) == at_once
+    fewer = leader.see(found, Changes((Entry("nodes/c", None, 99, 0),)), "nodes/", NOW)
+    monkeypatch.undo()
+    later = decide(fewer, NOW + 2)
+    assert later == decide(replace(fewer, seated=NOT_SEATED), NOW + 2)
+    assert sizes(next_round(later)) == {"a": 4, "b": 4}
 
 
 @pytest.mark.parametrize("cause", Cause)

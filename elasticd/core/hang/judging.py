@@ -377,7 +377,7 @@ def _still_s(seen: Look | Group, since: Mapping[str, float]) -> float:
 
 def _are_late(groups: Sequence[Group], limit_s: float, since: Mapping[str, float]) -> bool:
     """Whether no worker of the groups has made a step for ``limit_s`` seconds."""
-    return all(_still_s(group, since) >= limit_s for group in groups)
+    return min([_still_s(group, since) for group in groups], default=limit_s) >= limit_s
 
 
 def _parted(groups: Iterable[Group], guilty: Callable[[Look], bool]) -> tuple[list[Group], list[Group]]:
@@ -403,10 +403,13 @@ def _verdict(
     if since:
         named = [replace(look, still_s=_still_s(look, since)) for look in named]
     waits: Counter[tuple[str, str]] = Counter()
-    for group in sorted(others, key=attrgetter("rank")):
+    first: dict[tuple[str, str], int] = {}  # by collective and place, the least rank
+    for group in others:
         if group.doing is Doing.WAITING:
-            waits[group.what, group.place] += len(group.looks)
-    what, place = waits.most_common(1)[0][0] if waits else ("", "")
+            at = group.what, group.place
+            waits[at] += len(group.looks)
+            first[at] = min(first.get(at, group.rank), group.rank)
+    what, place = max(waits, key=lambda at: (waits[at], -first[at]), default=("", ""))
     return Verdict(why, tuple(named), sum([len(group.looks) for group in others]), what, place, more)
 
 
@@ -416,8 +419,10 @@ def _apart(waiting: Sequence[Group], settled_s: float) -> tuple[list[Group], lis
     for the same collective from several places."""
     places: Counter[tuple[int, str, str]] = Counter()
     for group in waiting:
-        stayed = [look for look in group.looks if look.there_s >= settled_s]
-        places[group.step, group.what, group.place] += len(stayed)
+        looks = group.looks
+        if group.there_s < settled_s:  # not all of these workers have stayed
+            looks = tuple(look for look in looks if look.there_s >= settled_s)
+        places[group.step, group.what, group.place] += len(looks)
     most, count = places.most_common(1)[0]
     workers = sum([len(group.looks) for group in waiting])
     if 2 * count <= workers or count == workers:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from elasticd.core import handover, seating, shortage
 from elasticd.core.facts import Budget, Members, Outcome, Phase, RankRange, Round, Spec
 from elasticd.core.leader.plan import Plan, end, write
 from elasticd.core.leader.roll import Mark
-from elasticd.core.leader.view import View
+from elasticd.core.leader.view import Seated, View
 from elasticd.core.ports import Put
 from elasticd.core.reasons import BelowMemory, BelowMinimum, Reason, RoundFormed, Settling
 from elasticd.core.shortage import Shortage
+
+SEATED_AT_ONCE: Final = 2000  # members that one decision both finds and writes; both take 10 ms
 
 
 def form_or_wait(
@@ -33,12 +35,30 @@ def form_or_wait(
         until = max(view.roll.came_at, round.since) + spec.policy.settle_s
         if now < until:
             return Plan(wake_at=until, reasons=(*reasons, Settling(have, spec.limits.max, until)))
+    facts = view.spec, view.round, view.budget, view.nodes, view.reports
+    if view.seated.hold(facts):
+        return _form(view, spec, round, budget, reasons, view.seated.members, now)
     nodes, limits = view.roll.candidates(), spec.limits
     members = seating.form(nodes, round, limits, budget.quarantines, now, view.roll.newest_holders)
     if members.workers < limits.min:
         most = seating.form_in_any_memory(nodes, round, limits, budget.quarantines, now)
         if (lacking := shortage.find(nodes, most, limits)) is not None:
             return _wait(view, spec, round, budget, reasons, _too_small(spec, round, lacking), now)
+    if len(members) > SEATED_AT_ONCE:
+        return Plan(wake_at=now, seated=Seated(facts, members))
+    return _form(view, spec, round, budget, reasons, members, now)
+
+
+def _form(
+    view: View,
+    spec: Spec,
+    round: Round,
+    budget: Budget,
+    reasons: tuple[Reason, ...],
+    members: Members,
+    now: float,
+) -> Plan:
+    """Write the round of these members, or first a handover round."""
     formed = _formed(view, spec, round, members, now)
     said = RoundFormed(formed.number, formed.world_size, len(formed.members), formed.cause)
     plan = write(view, formed, budget, (*reasons, said))

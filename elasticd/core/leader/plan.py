@@ -8,7 +8,7 @@ from typing import Final
 from elasticd.core import round_parts, seating
 from elasticd.core.facts import Budget, Cause, Failure, Outcome, Phase, RankRange, Round
 from elasticd.core.leader.roll import Mark
-from elasticd.core.leader.view import NOT_JUDGED, Judged, View
+from elasticd.core.leader.view import NOT_JUDGED, NOT_SEATED, Judged, Seated, View
 from elasticd.core.ports import Delete, Guard, Put, Write
 from elasticd.core.reasons import AwaitingRelease, JobEnded, Reason, RoundClosing
 
@@ -19,8 +19,8 @@ REPORT_S: Final = 5.0  # a report comes within milliseconds, unless etcd is slow
 class Plan:
     """The writes, or the time until which to wait. ``ahead``: writes without effect by themselves, for which
     the transaction has no room; each is a transaction before it, under the same guards. ``reasons`` explain
-    the plan. ``waiting``: why the job waits, in a plan that names hung workers or stragglers. ``judged``:
-    what the next decision need not judge again."""
+    the plan. ``waiting``: why the job waits, in a plan that names hung workers or stragglers. ``judged``
+    and ``seated``: what the next decision need not find out again."""
 
     guards: tuple[Guard, ...] = ()
     writes: tuple[Write, ...] = ()
@@ -29,6 +29,7 @@ class Plan:
     reasons: tuple[Reason, ...] = ()
     waiting: tuple[Reason, ...] = ()
     judged: Judged = NOT_JUDGED
+    seated: Seated = NOT_SEATED
 
 
 def write(view: View, round: Round, budget: Budget, reasons: tuple[Reason, ...] = ()) -> Plan:

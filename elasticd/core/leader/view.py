@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Final
 
 from elasticd.core import seating
-from elasticd.core.facts import Budget, Hang, Node, Paces, Phase, Report, Round, Spec, Stall, Stragglers
+from elasticd.core.facts import (
+    Budget,
+    Hang,
+    Members,
+    Node,
+    Paces,
+    Phase,
+    Report,
+    Round,
+    Spec,
+    Stall,
+    Stragglers,
+)
 from elasticd.core.hang.judging import in_groups
 from elasticd.core.leader import comparing
 from elasticd.core.leader.comparing import PaceComparison
@@ -21,6 +33,10 @@ NOT_LISTED: Final[PersistentMap[Registered]] = PersistentMap()
 FINDINGS = ("hang", "stragglers")  # keys that the leader writes besides the round
 
 
+def _are_the_same(facts: tuple[object, ...], others: tuple[object, ...]) -> bool:
+    return len(facts) == len(others) and all(map(is_, facts, others))
+
+
 @dataclass(frozen=True, slots=True)
 class Judged:
     """A judgement that found no hang. It holds while the facts ``of`` stay the same, until ``until`` at the
@@ -30,11 +46,25 @@ class Judged:
     until: float | None = None
 
     def holds(self, of: tuple[object, ...], now: float) -> bool:
-        same = len(of) == len(self.of) and all(a is b for a, b in zip(of, self.of, strict=True))
-        return same and (self.until is None or now < self.until)
+        return _are_the_same(of, self.of) and (self.until is None or now < self.until)
 
 
 NOT_JUDGED: Final = Judged()
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """The members of the next round of a large job. A decision of its own has found them, so that other news
+    need not wait for both the search and the write. They hold while the facts ``of`` stay the same."""
+
+    of: tuple[object, ...] = ()
+    members: Members = field(default_factory=Members)
+
+    def hold(self, of: tuple[object, ...]) -> bool:
+        return _are_the_same(of, self.of)
+
+
+NOT_SEATED: Final = Seated()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +74,10 @@ class View:
     ``revisions``: of ``spec``, ``round``, ``budget``, ``hang`` and ``stragglers``, as far as they have been
     listed. ``absence_counts_from``: before this time a node that is not registered may only be late, since
     etcd was away and leases ran out. ``hang``, ``stragglers``: what this or an earlier leader last wrote.
-    ``hang_at``: when ``hang`` was seen. ``judged``: the last judgement that found no hang. ``part_sizes``:
-    how this leader stores rounds. ``roll``: of the spec, the round, the nodes, the reports and the stalls;
-    ``up_to_date`` brings it up to date.
+    ``hang_at``: when ``hang`` was seen. ``judged``: the last judgement that found no hang. ``seated``:
+    members of the next round that the last decision found. ``part_sizes``: how this leader stores rounds.
+    ``roll``: of the spec, the round, the nodes, the reports and the stalls; ``up_to_date`` brings it up to
+    date.
     """
 
     spec: Spec | None = None
@@ -62,6 +93,7 @@ class View:
     hang: Hang | None = None
     hang_at: float = 0.0
     judged: Judged = NOT_JUDGED
+    seated: Seated = NOT_SEATED
     part_sizes: PartSizes = PART_SIZES
     roll: Roll = field(default_factory=Roll, compare=False)
 
