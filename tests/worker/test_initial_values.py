@@ -21,12 +21,14 @@ class Norm(nn.Module):
         self.scale = nn.Parameter(torch.empty(3))
         self.register_buffer("mean", torch.empty(3))
         self.register_buffer("counts", torch.empty(2, dtype=torch.long), persistent=False)
+        self.register_buffer("mask", torch.empty(2, 2, dtype=torch.bool))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.scale)
         nn.init.zeros_(self.mean)
         self.counts = torch.arange(2)
+        self.mask = torch.zeros(2, 2, dtype=torch.bool)
 
 
 def net() -> nn.Sequential:
@@ -119,12 +121,39 @@ def of_another_shape(name: str, module: nn.Module) -> None:
     module.weight = nn.Parameter(torch.zeros(1))
 
 
+def eight_bits() -> nn.Linear:
+    layer = nn.Linear(2, 3)
+    layer.weight = nn.Parameter(torch.empty(3, 2, dtype=torch.uint8), requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda mask: mask.fill_(False),
+        lambda mask: mask.data.zero_(),
+        lambda mask: mask[0].logical_and_(mask[1]),
+        lambda mask: torch.zeros(2, 2, dtype=torch.bool, out=mask),
+        lambda mask: mask.numpy().fill(True),
+    ],
+)
+def test_a_tensor_whose_type_has_no_mark_may_be_given_its_values_in_any_way(write):
+    def init(name: str, module: nn.Module) -> None:
+        without("1.mask")(name, module)
+        if name == "1":
+            write(module.mask)
+
+    values(bare(), init)
+
+
 @pytest.mark.parametrize(
     ("make", "init", "sentence"),
     [
         (net, without("2.0.bias"), "2.0.bias has got no values, or NaN"),
         (net, without("1.mean"), "1.mean has got no values, or NaN"),
         (net, without("1.counts"), "1.counts has got no values, or -9223372036854775808"),
+        (net, without("1.mask"), "1.mask has got no values: have init= write to all"),
+        (eight_bits, without(".weight"), "weight has got no values: have init= write to all"),
         (lambda: nn.TransformerEncoderLayer(4, 2, 4), in_one_call, "writes to modules within the model"),
         (lambda: nn.TransformerEncoderLayer(4, 2, 4), through_data, "writes to modules within the model"),
         (lambda: nn.Linear(2, 3), of_another_shape, "gives weight another shape or type"),

@@ -7,7 +7,7 @@ layout, and a worker needs memory for one module besides its part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,9 +76,12 @@ class InitialValues:
         with randomness.drawing_from():
             for name, module in self._with_buffers:
                 bare = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
-                module._buffers.update({k: _blank(b) for k, b in bare.items()})
-                self._call(name, module, {k: _blank_parameter(p) for k, p in _own(module).items()})
-                _require_values(name, {k: module._buffers.get(k) for k in bare})
+                blank = {k: _blank(b) for k, b in bare.items()}
+                module._buffers.update(blank)
+                own = {k: _blank_parameter(p) for k, p in _own(module).items()}
+                _, written = self._call(name, module, own)
+                made = {k: module._buffers.get(k) for k in bare}
+                _require_values(name, made, {*map(_memory_of, blank.values())} - written)
 
     def parameters(self, random: randomness.Sources) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each parameter's number and values. ``random``: the random numbers to draw. Random numbers
@@ -92,11 +95,10 @@ class InitialValues:
         whole: dict[int, nn.Parameter] = {}  # by the parameter's id; those that further modules share stay
         for at, (name, module) in enumerate(self._called):
             own = _own(module)
-            for p in own.values():
-                if id(p) not in whole:
-                    whole[id(p)] = _blank_parameter(p)
-            made = self._call(name, module, {key: whole[id(p)] for key, p in own.items()})
-            _require_values(name, made)
+            blank = {id(p): _blank_parameter(p) for p in own.values() if id(p) not in whole}
+            whole.update(blank)
+            made, written = self._call(name, module, {key: whole[id(p)] for key, p in own.items()})
+            _require_values(name, made, {*map(_memory_of, blank.values())} - written)
             whole.update((id(p), made[key]) for key, p in own.items())
             for parameter in {id(p) for p in own.values()}:
                 if last[parameter] == at:
@@ -104,12 +106,13 @@ class InitialValues:
 
     def _call(
         self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter]
-    ) -> dict[str, nn.Parameter]:
-        """Call ``init`` for a module with these parameters. Return the parameters that it has then."""
+    ) -> tuple[dict[str, nn.Parameter], set[int]]:
+        """Call ``init`` for a module with these parameters. Return the parameters that it has then, and the
+        memory (``_memory_of``) that was written to."""
         bare = dict(module._parameters)
         module._parameters.update(parameters)
         try:
-            with torch.no_grad(), _OwnOnly(name):
+            with torch.no_grad(), _OwnOnly(name) as writes:
                 if self._init is not None:
                     self._init(name, module)
                 else:
@@ -123,16 +126,18 @@ class InitialValues:
                 raise TypeError(
                     f"init= gives {_path(name, key)} another shape or type than the model has: keep both"
                 )
-        return {key: now[key] for key in parameters}
+        return {key: now[key] for key in parameters}, writes.written
 
 
 class _OwnOnly(TorchDispatchMode):
     """A ``with`` block that refuses to write to tensors without memory, also through ``.data``. The values
-    would be lost. ``name``: of the module that is given its values."""
+    would be lost. ``name``: of the module that is given its values. ``written``: the memory that is written
+    to."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
+        self.written: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -143,7 +148,9 @@ class _OwnOnly(TorchDispatchMode):
             for argument in func._schema.arguments:
                 its = given.get(argument.name)
                 each = its if isinstance(its, list | tuple) else [its]
-                if argument.is_write and any(isinstance(one, torch.Tensor) and one.is_meta for one in each):
+                tensors = [one for one in each if isinstance(one, torch.Tensor)] if argument.is_write else []
+                self.written.update(_memory_of(one) for one in tensors if not one.is_meta)
+                if any(one.is_meta for one in tensors):
                     raise TypeError(
                         f"init= writes to modules within {self._name or 'the model'} while it is called for "
                         "that module, and they have no memory then: write to each module's own parameters "
@@ -189,15 +196,28 @@ def _mark(tensor: torch.Tensor) -> float | int | None:
     return torch.iinfo(tensor.dtype).min
 
 
-def _require_values(name: str, made: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise TypeError for a tensor that nobody has written to, or not to all of it."""
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Return what the memory of the tensor is known by. Views have the same memory."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _require_values(name: str, made: Mapping[str, torch.Tensor | None], blank: Collection[int]) -> None:
+    """Raise TypeError for a tensor that nobody has written to, or not to all of it. If no number can mark
+    that, only the former is known. ``blank``: the memory (``_memory_of``) that nobody has written to."""
     for key, tensor in made.items():
-        if tensor is None or (mark := _mark(tensor)) is None:
+        if tensor is None or not tensor.numel():
             continue
-        is_nan = mark != mark
-        if bool((tensor.isnan() if is_nan else tensor == mark).any()):
+        if (mark := _mark(tensor)) is None:
+            # A write through NumPy is not seen, unless it has left other values than zeros.
+            bare = _memory_of(tensor) in blank and not bool(tensor.reshape(-1).view(torch.uint8).any())
+            values = "no values"
+        else:
+            is_nan = mark != mark
+            bare = bool((tensor.isnan() if is_nan else tensor == mark).any())
+            values = f"no values, or {'NaN' if is_nan else mark}"
+        if bare:
             raise TypeError(
-                f"{_path(name, key)} has got no values, or {'NaN' if is_nan else mark}: have init= write to "
+                f"{_path(name, key)} has got {values}: have init= write to "
                 f"all parameters and buffers of {name or 'the model'}"
             )
 
