@@ -108,6 +108,8 @@ class Checkpoints:
     ``tier``: where the last ``load`` found the state: this node's ``memory``, another node's memory as well
     (``peer``), or ``disk``; empty if there was none. ``overwrote``: whether the last ``load`` read anything
     into the state, even if it then failed.
+
+    Raises ValueError without a path, or if the path is a file.
     """
 
     def __init__(
@@ -125,6 +127,9 @@ class Checkpoints:
             )
         agentpage.uses(Use.CHECKPOINTS)
         self._store = store_at(where)
+        if Path(self._store.url).is_file():
+            with _ends_the_job():
+                raise Misfit(f"{where} is a file: give a folder for the checkpoints")
         self._schedule = Schedule(parse_cadence(when or os.environ.get("ELASTICD_CHECKPOINT_EVERY") or "1"))
         self._keep = Keep(whole_number(last, "last"), whole_number(every, "every"))
         self._line = SaverConnection(self._take, self._lost)

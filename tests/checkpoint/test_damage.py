@@ -328,6 +328,13 @@ def test_what_no_other_try_would_find_otherwise_ends_the_job_unless_the_script_k
     assert fatal == [Fatal.BAD_DATA, Fatal.NO_CHECKPOINT, Fatal.NO_CHECKPOINT]
 
 
+def test_a_file_in_place_of_the_folder_ends_the_job_in_a_sentence(fatal, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    (file := tmp_path / "run1").touch()
+    assert uncaught(lambda: Checkpoints(file)) == f"{file} is a file: give a folder for the checkpoints"
+    assert fatal == [Fatal.BAD_DATA]
+
+
 def test_what_may_pass_ends_a_worker_and_not_the_job(damaged, fatal, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
