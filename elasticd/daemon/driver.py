@@ -112,6 +112,12 @@ class Driver:
         return self._leading.waiting
 
     @property
+    def has_half_a_decision(self) -> bool:
+        """Whether the next event should be a Tick, or news of the lease: the leader of a large job decides in
+        two halves, and other news might undo the first."""
+        return self._leading.has_half_a_decision
+
+    @property
     def hung_round(self) -> int:
         """The last round that was found to hang; 0 if none was."""
         return self._hangs.hung[0] if self._hangs is not None else 0

@@ -45,7 +45,7 @@ class Inbox:
         due = routine(clock())
         while driver.left is None:
             wake_at = due if driver.wake_at is None else min(due, driver.wake_at)
-            event = self._next(max(0.0, wake_at - clock()))
+            event = self._next(max(0.0, wake_at - clock()), driver.has_half_a_decision)
             if event is None:
                 continue
             now = clock()
@@ -55,12 +55,14 @@ class Inbox:
             if now >= due:
                 due = routine(now)
 
-    def _next(self, within_s: float) -> Happening | None:
-        """Return the next event, or a Tick after this time; None if there may be news of the lease."""
+    def _next(self, within_s: float, at_once: bool) -> Happening | None:
+        """Return the next event, or a Tick after this time; None if there may be news of the lease.
+        ``at_once``: do not wait, and only news of the lease comes before the Tick."""
         try:
             return self._of_the_lease.get_nowait()
         except queue.Empty:
-            pass
+            if at_once:
+                return Tick()
         try:
             return self._queue.get(timeout=within_s)
         except queue.Empty:

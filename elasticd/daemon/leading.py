@@ -124,7 +124,11 @@ class _Term:
 
 class Leading:
     """The leadership of one agent. The agent's thread makes all calls. ``post`` gets events for ``saw``,
-    ``answered`` and ``both_answered``, on any thread; ``say`` gets the reasons of decisions."""
+    ``answered`` and ``both_answered``, on any thread; ``say`` gets the reasons of decisions.
+
+    ``has_half_a_decision``: the next call should be ``lead``, since other news might undo the half that is
+    made.
+    """
 
     def __init__(
         self,
@@ -139,6 +143,7 @@ class Leading:
         self._part_sizes = part_sizes
         self._term: _Term | None = None
         self._terms = 0
+        self.has_half_a_decision = False
 
     @property
     def view(self) -> leader.View | None:
@@ -204,6 +209,7 @@ class Leading:
 
     def lead(self, state: AgentState, now: float) -> float | None:
         """Decide, if this agent leads. Return the time of the next decision, if nothing happens before."""
+        self.has_half_a_decision = False
         entry = state.leads
         if self._term and (entry is None or entry.created != self._term.created):
             self.stop()
@@ -220,6 +226,7 @@ class Leading:
         plan = leader.decide(term.view, now)
         if plan.judged is not term.view.judged or plan.seated is not term.view.seated:
             term.view = replace(term.view, judged=plan.judged, seated=plan.seated)
+        self.has_half_a_decision = plan.seated is not leader.NOT_SEATED
         news = term.take_on(plan)
         if plan.writes:
             self._write(term, term.guards_of(plan), (*plan.ahead, plan.writes))

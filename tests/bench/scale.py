@@ -374,8 +374,8 @@ class Leader:
     def settle(self, kind: str = "") -> None:
         """Handle all events, as the agent's loop does."""
         self.etcd.work()
-        while self._inbox or (self.driver.wake_at is not None and self.driver.wake_at <= self._now):
-            self._handle(kind, self._inbox.popleft() if self._inbox else Tick())
+        while self._inbox or self.driver.has_half_a_decision:
+            self._handle(kind, Tick() if self.driver.has_half_a_decision else self._inbox.popleft())
             self.etcd.work()
 
     def tick(self, kind: str, after_s: float) -> None:

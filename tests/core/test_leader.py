@@ -37,7 +37,6 @@ from elasticd.core.facts import (
 )
 from elasticd.core.leader import Plan, View, decide, forming
 from elasticd.core.leader.roll import Registered
-from elasticd.core.leader.view import NOT_SEATED
 from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged
 from elasticd.core.reasons import (
@@ -338,7 +337,7 @@ def test_a_large_job_finds_its_members_first_and_writes_them_in_the_next_decisio
     fewer = leader.see(found, Changes((Entry("nodes/c", None, 99, 0),)), "nodes/", NOW)
     monkeypatch.undo()
     later = decide(fewer, NOW + 2)
-    assert later == decide(replace(fewer, seated=NOT_SEATED), NOW + 2)
+    assert later == decide(replace(fewer, seated=leader.NOT_SEATED), NOW + 2)
     assert sizes(next_round(later)) == {"a": 4, "b": 4}
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import cast
 
-from elasticd.core.agent_messages import LeaseChanged, LeaveJob, Signalled
+from elasticd.core.agent_messages import LeaseChanged, LeaveJob, Signalled, Tick
 from elasticd.core.ports import LeaseHeld
 from elasticd.daemon.driver import Driver, Happening
 from elasticd.daemon.inbox import Inbox
+
+HALF = Signalled(99)  # lets the stand-in make half a decision
 
 
 @dataclass
@@ -19,6 +21,7 @@ class Handling:
     most: int
     comes: tuple[Happening, ...] = ()
     wake_at: float | None = None
+    has_half_a_decision: bool = False
     left: LeaveJob | None = None
     handled: list[Happening] = field(default_factory=list)
 
@@ -27,17 +30,19 @@ class Handling:
             for other in self.comes:
                 self.inbox.post(other)
         self.handled.append(event)
+        self.has_half_a_decision = event == HALF
+        self.wake_at = now if event == HALF else None
         if len(self.handled) == self.most:
             self.left = LeaveJob(0, "")
 
 
-def order(*posted: Happening, comes: tuple[Happening, ...] = ()) -> list[Happening]:
-    """Return the events in the order in which they are handled. ``comes``: are posted while the first one is
-    handled."""
+def order(*posted: Happening, comes: tuple[Happening, ...] = (), ticks: int = 0) -> list[Happening]:
+    """Return the events in the order in which they are handled, with so many ticks among them. ``comes``: are
+    posted while the first one is handled."""
     inbox = Inbox()
     for event in posted:
         inbox.post(event)
-    driver = Handling(inbox, len(posted) + len(comes), comes)
+    driver = Handling(inbox, len(posted) + len(comes) + ticks, comes)
     inbox.serve(cast(Driver, driver), lambda: 0.0, lambda now: 1e9)
     return driver.handled
 
@@ -51,3 +56,9 @@ def test_news_of_the_lease_comes_before_all_that_waits() -> None:
 def test_other_events_are_handled_in_the_order_in_which_they_came() -> None:
     events = [Signalled(number) for number in range(1, 5)]
     assert order(*events) == events
+
+
+def test_only_news_of_the_lease_comes_between_the_halves_of_a_decision() -> None:
+    held = LeaseChanged(LeaseHeld(5.0))
+    assert order(HALF, Signalled(1), ticks=1) == [HALF, Tick(), Signalled(1)]
+    assert order(HALF, Signalled(1), comes=(held,), ticks=0) == [HALF, held, Signalled(1)]

@@ -231,8 +231,9 @@ class SimAgent:
             return
         self._busy = True
         try:
-            while self._inbox and self.left is None:
-                self.driver.handle(self._inbox.popleft(), self.host.now())
+            while (self._inbox or self.driver.has_half_a_decision) and self.left is None:
+                event = Tick() if self.driver.has_half_a_decision else self._inbox.popleft()
+                self.driver.handle(event, self.host.now())
                 if self.driver.left is not None:
                     self._leave(self.driver.left)
         finally:
