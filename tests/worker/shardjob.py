@@ -22,11 +22,14 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from elasticd import worker
+from elasticd.channel.worker_messages import Enter
 from elasticd.data.auditnotes import EVERY, FOLDER, VARIABLE
 from elasticd.worker.joining import shard_agreement
 from elasticd.worker.sharding import sharded_state
 from elasticd.worker.sharding.host_shards import HostShard
+from elasticd.worker.sharding.parts import Cut, parts_of_ranks
 from elasticd.worker.steps import Step
+from elasticd.worker.world.group import World, WorldChanged
 from tests.worker.jobs import NOTHING, Accident, begin, commit, hear_of_leaving
 from tests.worker.step_samples import StepSamples, noise
 
@@ -495,6 +498,36 @@ def kept_alone() -> tuple[int, bool]:
     run(state)
     shards = state._committed.shards
     return len(shards.generations), shards._copies is None
+
+
+def kept_while_a_world_ends() -> tuple[float, float]:
+    """Make two commits of a buffer, and a third, before which a worker is lost. Return the buffer's values in
+    the commits to which the workers may then go back."""
+    state = make()
+
+    @worker.run
+    def run(state: worker.State) -> None:
+        pass
+
+    run(state)
+    committed, shards = state._committed, state._committed.shards
+    committed.world = World(Enter(2, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}))
+    shards.enter(0, ["here"], parts_of_ranks(Cut(1), 1))
+    for step in range(1, 3):
+        state.model.calls.fill_(step)
+        committed._keep(step)
+
+    def loses_a_worker(world: World) -> None:
+        raise WorldChanged
+
+    shards.complete = loses_a_worker
+    state.model.calls.fill_(3)
+    try:
+        committed._keep(3)
+    except WorldChanged:
+        pass
+    first, second = (of.small.kept["buffers"][0].item() for of in shards.generations)
+    return first, second
 
 
 def laid_out_twice() -> tuple[Any, Any, int]:

@@ -423,6 +423,10 @@ def test_after_losses_in_a_world_s_first_step_survivors_and_newcomers_load_the_c
     assert_trained(crew, tmp_path, (0, 4), undisturbed)
 
 
+def test_a_commit_during_which_a_worker_is_lost_leaves_the_two_before_it_as_they_are(tmp_path):
+    assert in_world(1, tmp_path, shardjob.kept_while_a_world_ends) == [(1.0, 2.0)]
+
+
 def test_a_world_that_cannot_change_keeps_no_copies(tmp_path):
     for kept in in_world(2, tmp_path, shardjob.kept_alone):
         assert kept == (0, True)

@@ -390,6 +390,19 @@ def test_buffers_that_change_their_shape_are_put_back_and_taken():
     assert state.model.cache.tolist() == [1, 1, 1] and newcomer.model.cache.tolist() == [2, 2, 2]
 
 
+def test_a_buffer_that_changes_its_type_is_put_back_in_full():
+    state = worker.State(nn.BatchNorm1d(1).half(), wrap=None)
+    entered(state)
+    for value in (1.0, 2.0, 3.0):  # the copies of older commits are used again
+        state.model.running_mean.fill_(value)
+        state.commit()
+    state.model.float().running_mean.fill_(exact := 1 + 2**-20)
+    state.commit()
+    state.model.running_mean.zero_()
+    state._loop.leave()
+    assert state.model.running_mean.item() == exact
+
+
 def test_an_optimizers_state_of_more_bits_than_its_parameters_arrives_in_full():
     def made() -> worker.State:
         torch.manual_seed(0)

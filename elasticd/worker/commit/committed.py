@@ -273,6 +273,9 @@ class CommittedState:
         """Keep the present state, so that this worker can go back to it. Raises TypeError if the state cannot
         be sent to other workers. ``step``: the number of steps with this commit. A sharded model raises
         WorldChanged if the world ends before all workers have the copies."""
+        if isinstance(self.shards, ShardedState) and self.world is not None:
+            # Until then the workers may go back to the commit before that, whose memory ``last`` uses again.
+            self.shards.complete(self.world)
         self.last.keep()
         self.uncommitted.keep()
         if self.shards is not None:

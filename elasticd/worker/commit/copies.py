@@ -128,7 +128,7 @@ class LastCommit:
             elif self._is_as_kept(i, buffer):
                 buffers.append(kept[i])
             else:
-                if copy is None or copy.shape != buffer.shape or copy.device != buffer.device:
+                if copy is None or _kind(copy) != _kind(buffer):
                     copy = torch.empty_like(buffer)
                 buffers.append(copy)
                 self._spare[i] = kept[i]
@@ -188,9 +188,9 @@ class LastCommit:
                 present = owner.get(name)
                 if buffer is None:
                     owner[name] = None
-                elif present is not None and present.shape == buffer.shape:
+                elif present is not None and (present.shape, present.dtype) == (buffer.shape, buffer.dtype):
                     present.copy_(buffer)
-                else:  # the shape has changed, as of a cache that grows on demand
+                else:  # the shape or the type has changed, as of a cache that grows on demand
                     device = present.device if present is not None else self.device
                     owner[name] = buffer.to(device, copy=True)
         for name, module in self._extra.items():
@@ -199,6 +199,7 @@ class LastCommit:
             part.training = mode
         randomness.resume(kept["random"])
         self._versions = [_version(owner.get(name)) for owner, name in self._buffers]
+        self._spare = [None] * len(self._buffers)  # they may be the copies that are now kept
         self.kept = kept
 
 
