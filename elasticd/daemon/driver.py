@@ -37,7 +37,6 @@ from elasticd.core.facts import Exit, Member, Node, Round
 from elasticd.core.hang.hang_messages import EvidenceKept, HangChanged, Looked, StallWithdrawn
 from elasticd.core.ports import (
     Assignment,
-    Entry,
     Listing,
     Procs,
     Refused,
@@ -52,6 +51,7 @@ from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.leading import BothAnswered, LeaderAnswered, LeaderNews, LeaderSaw, Leading
 from elasticd.daemon.observer import Observer
 from elasticd.daemon.round_watch import RoundWatch
+from elasticd.daemon.store_news import news_of, read_once
 from elasticd.daemon.timekeeper import Timekeeper
 
 JUDGE_S = 0.1  # all nodes report a standstill at about the same time, and are judged together
@@ -192,11 +192,8 @@ class Driver:
             self._gathering.tell(**changes)
 
     def _watched(self, key: str, seen: Seen) -> None:
-        if isinstance(seen, Listing) and not any(e.key == key for e in seen.entries):
-            self._post(KeySeen(Entry(key, None, seen.revision, 0)))
-        for entry in seen.entries:
-            if entry.key == key:
-                self._post(KeySeen(entry))
+        for entry in news_of(key, seen):
+            self._post(KeySeen(entry))
 
     def _step(self, event: Event, now: float) -> None:
         result = agent.step(self.state, event, now)
@@ -256,17 +253,12 @@ class Driver:
         self._post(WorkerExited(round_number, exit, steps))
 
     def _look_around(self) -> None:
-        cancels: list[Callable[[], None]] = []
+        def found(there: Listing) -> None:
+            mine = self.state.me.key
+            others = [e for e in there.entries if isinstance(e.fact, Node) and e.key != mine]
+            self._post(OtherNodesCounted(len(others)))
 
-        def seen(news: Seen) -> None:
-            if isinstance(news, Listing):
-                mine = self.state.me.key
-                others = [e for e in news.entries if isinstance(e.fact, Node) and e.key != mine]
-                self._post(OtherNodesCounted(len(others)))
-                for cancel in cancels:
-                    cancel()
-
-        cancels.append(self._store.watch("nodes/", seen, prefix=True))
+        read_once(self._store, "nodes/", found, prefix=True)
 
     def _wake_by(self, at: float | None) -> None:
         if at is not None:

@@ -86,10 +86,10 @@ def procs(
 
 
 def serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
-    """Serve the agent's pages and return their URL, or "off". A failure is logged and does not stop
-    training."""
+    """Serve the agent's pages and return their URL; empty if they are not served. A failure is logged and
+    does not stop training."""
     if config.http is None:
-        return "off"
+        return ""
     host, port = config.http
     try:
         site = Site(
@@ -102,7 +102,7 @@ def serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
         server = cleanup.enter_context(HttpServer(host, port, site, config.http_tls))
     except OSError as error:
         log.get("elasticd.agent").warning("http.off", host=host, port=port, why=str(error))
-        return "off"
+        return ""
     return server.url
 
 

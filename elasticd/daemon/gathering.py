@@ -27,7 +27,8 @@ from elasticd.core.gathered import Gathered
 from elasticd.core.leader import Registered, View
 from elasticd.core.ledger import totals
 from elasticd.core.persistent_map import PersistentMap
-from elasticd.core.ports import Applied, Heard, LeaderLink, Listing, Put, Seen, StillThere, Store
+from elasticd.core.ports import Applied, Heard, LeaderLink, Put, Seen, StillThere, Store
+from elasticd.daemon.store_news import news_of, read_once
 
 # The longest wait for each of: the other nodes' last telemetry, an answer, the last summary. In a large job
 # the nodes tell their last one after the other, and ``gathered.end_within_s`` comes on top.
@@ -199,15 +200,7 @@ class Gathering:
 
     def _read(self, key: str, found: Callable[[Fact | None], None]) -> None:
         """Pass on the present value of the key. ``found`` runs on the store's thread."""
-        ends: list[Callable[[], None]] = []
-
-        def seen(news: Seen) -> None:
-            if isinstance(news, Listing):
-                for end in ends:
-                    end()
-                found(next((entry.fact for entry in news.entries if entry.key == key), None))
-
-        ends.append(self._store.watch(key, seen))
+        read_once(self._store, key, lambda there: found(news_of(key, there)[0].fact))
 
     def _restore(self, kept: Fact | None, forgotten: Fact | None) -> None:
         with self._change:

@@ -29,6 +29,7 @@ from elasticd.core.hang.hang_messages import (
 from elasticd.core.hang.judging import Allowance, Patience
 from elasticd.core.ports import Answer, Applied, Delete, Inspector, Put, Seen, Store, Write
 from elasticd.core.reasons import Reason, WorkersHung
+from elasticd.daemon.store_news import news_of
 
 News = Looked | EvidenceKept | HangChanged | StallWithdrawn
 
@@ -48,9 +49,8 @@ class Hangs:
 
     def begin(self, post: Callable[[News], None]) -> None:
         def seen(news: Seen) -> None:
-            for entry in news.entries:
-                if entry.key == "hang":
-                    post(HangChanged(entry.fact if isinstance(entry.fact, Hang) else None))
+            for entry in news_of("hang", news):
+                post(HangChanged(entry.fact if isinstance(entry.fact, Hang) else None))
 
         self._post = post
         self._inspector.listen(post)

@@ -78,9 +78,10 @@ class MasterPort:
         await self._over.wait()
         for server in servers:
             server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
             task.cancel()
-        await asyncio.sleep(0)
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _store(self) -> tuple[str, int]:
         """Return the host and the port of the live round's store. Wait for a live round."""

@@ -30,6 +30,7 @@ from elasticd.core.reasons import (
 )
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
+from elasticd.daemon.store_news import news_of
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.procs.usage import Usage
 from elasticd.telemetry.catalog import BY_NAME, METRICS, Type
@@ -390,9 +391,8 @@ class Meter:
 
     def _checkpoint_seen(self, news: Seen) -> None:
         """Keep the checkpoint record. Runs on the store's thread."""
-        for entry in news.entries:
-            if entry.key == "checkpoint":
-                self._checkpoint = entry.fact if isinstance(entry.fact, Checkpoint) else None
+        for entry in news_of("checkpoint", news):
+            self._checkpoint = entry.fact if isinstance(entry.fact, Checkpoint) else None
         self._listed = True
 
     def _update_etcd(self) -> None:

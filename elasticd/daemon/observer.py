@@ -13,6 +13,7 @@ from elasticd.core.measuring import Measuring, SlotLag, lags, measure
 from elasticd.core.page_layout import PageContents, Use
 from elasticd.core.ports import Seen, Store
 from elasticd.core.reasons import Reason
+from elasticd.daemon.store_news import news_of
 from elasticd.telemetry.gpus import GpuReading
 
 LOOK_S = 1.0
@@ -45,7 +46,7 @@ class Observer:
         self.found: Stragglers | None = None
 
     def begin(self, store: Store) -> None:
-        store.watch("stragglers", self._verdict_seen)
+        store.watch("stragglers", self._stragglers_seen)
 
     def lags(self, node: str) -> Mapping[int, SlotLag]:
         """Return the comparison of this node's workers with their peers, by slot."""
@@ -80,7 +81,6 @@ class Observer:
         self.wake_at = max(min(now + LOOK_S, self._measuring.due), now + self._look_s)
         return paces
 
-    def _verdict_seen(self, seen: Seen) -> None:
-        for entry in seen.entries:
-            if entry.key == "stragglers":
-                self.found = entry.fact if isinstance(entry.fact, Stragglers) else None
+    def _stragglers_seen(self, seen: Seen) -> None:
+        for entry in news_of("stragglers", seen):
+            self.found = entry.fact if isinstance(entry.fact, Stragglers) else None

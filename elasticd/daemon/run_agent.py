@@ -262,7 +262,7 @@ class _LocalAgent:
             etcd=self._access.url,
             slots=config.slots,
             address=config.address,
-            http=served_at,
+            http=served_at or "off",
         )
 
     def serve(self) -> LeaveJob:

@@ -68,8 +68,12 @@ class StandaloneEtcd:
 
     def _serve(self) -> None:
         """Start the server, and again whenever it dies. Its data and leases survive the restart."""
-        while not self._ending.is_set():
+        while True:
             self._died.clear()
+            if (
+                self._ending.is_set()
+            ):  # looked at after the clear, which may have undone the wake-up of __exit__
+                return
             try:
                 self._server.start()
                 registry.register(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.core.agent import RETRY_S
+from elasticd.core.agent import RETRY_S, membership
 from elasticd.core.agent.hearing import with_exit
 from elasticd.core.agent_messages import (
     CheckProcess,
@@ -29,6 +29,7 @@ from elasticd.core.facts import (
     Cause,
     Exit,
     Leadership,
+    Limits,
     Node,
     Outcome,
     Phase,
@@ -37,6 +38,7 @@ from elasticd.core.facts import (
     Report,
     Resume,
     Round,
+    UnitWithin,
 )
 from elasticd.core.page_layout import Fatal
 from elasticd.core.ports import (
@@ -56,6 +58,7 @@ from elasticd.core.reasons import (
     LeaseLost,
     StoreAway,
     StoreBack,
+    WorkerEnded,
 )
 from tests.core.build import NOW, exit, life, node, report, round, spec
 from tests.core.by_hand import PORT, Agent, put
@@ -72,6 +75,20 @@ def ended(round: Round, outcome: Outcome) -> Round:
 
 def closing(round: Round, cause: Cause = Cause.WORKER_FAILED, *, planned: bool = False) -> Round:
     return replace(round, phase=Phase.CLOSING, closing=cause, planned=planned)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options"),
+    [
+        (Limits(2, 4), "--min 2 --max 4"),
+        (Limits(2, 8, unit=2), "--min 2 --max 8 --unit 2"),
+        (Limits(2, 8, unit=2, within=UnitWithin.NODE), "--min 2 --max 8 --unit 2 --unit-within node"),
+        (Limits(2, 8, sizes=(2, 4, 8)), "--min 2 --max 8 --sizes 2,4,8"),
+    ],
+)
+def test_a_node_with_other_limits_is_told_the_options_that_differ(wanted: Limits, options: str) -> None:
+    why = membership._difference(spec(2, 8), spec(2, 8, asked=wanted))
+    assert why is not None and f"runs with --min 2 --max 8, not with {options}; use the same" in why
 
 
 @pytest.mark.parametrize(
@@ -514,3 +531,10 @@ def test_leadership_ends_with_the_registration() -> None:
     assert one.state.leads is not None
     one.told(LeaseChanged(LeaseExpired()))
     assert one.state.leads is None
+
+
+def test_a_standby_that_died_as_its_round_began_is_reported_with_its_rank_and_the_round() -> None:
+    one = Agent.working(replace(SECOND, number=4))  # has ranks 2 and 3
+    one.exits(0, exit(1, rank=1))
+    ended = [reason for reason in one.said if isinstance(reason, WorkerEnded)]
+    assert [(its.round, its.rank) for its in ended] == [(4, 3)]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import socket
+import threading
+
+import pytest
 
 from elasticd.core.facts import Cause, Phase, Round
 from elasticd.daemon import master_port
@@ -35,6 +40,20 @@ def test_a_worker_that_enters_a_round_before_its_master_has_heard_of_it_waits_fo
         except BlockingIOError:
             return
         raise AssertionError("the old round's store was met")
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_port_closes_without_an_error_while_workers_wait_for_a_round() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    asked = threading.Semaphore(0)
+    with contextlib.ExitStack() as workers:
+        with MasterPort(["127.0.0.1"], port, asked.release):
+            for _ in range(8):
+                workers.enter_context(socket.create_connection(("127.0.0.1", port), 60.0))
+            for _ in range(8):
+                assert asked.acquire(timeout=60.0)
+        gc.collect()  # a task that is left behind says so now
 
 
 def _round(number: int, phase: Phase, store: socket.socket) -> Round:

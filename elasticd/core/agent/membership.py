@@ -9,7 +9,7 @@ from elasticd.core.age import Age
 from elasticd.core.agent.agent_state import AgentState, Decisions
 from elasticd.core.agent.crew import unreported
 from elasticd.core.agent_messages import CheckProcess, CountOtherNodes, Fence, LeaveJob, Tag
-from elasticd.core.facts import Leadership, Node, Outcome, Resume, Round, Spec
+from elasticd.core.facts import Leadership, Limits, Node, Outcome, Resume, Round, Spec, UnitWithin
 from elasticd.core.ports import Delete, Entry, Guard, Put, StillThere, Unchanged, Write
 from elasticd.core.reasons import NameTaken, PolicyDiffers
 
@@ -180,9 +180,8 @@ def _finished_before(round: Round, began_at: float) -> LeaveJob:
 def _difference(spec: Spec, wanted: Spec) -> str | None:
     if spec.asked != wanted.asked:
         return (
-            f"this job runs with --min {spec.asked.min} --max {spec.asked.max}, not with "
-            f"--min {wanted.asked.min} --max {wanted.asked.max}; use the same limits, another --job, "
-            "or `elasticd scale`"
+            f"this job runs with {_options(spec.asked)}, not with {_options(wanted.asked)}; use the same "
+            "limits, another --job, or `elasticd scale`"
         )
     if spec.fingerprint != wanted.fingerprint:
         return (
@@ -190,6 +189,16 @@ def _difference(spec: Spec, wanted: Spec) -> str | None:
             "use the same script, or another --job"
         )
     return None
+
+
+def _options(limits: Limits) -> str:
+    """Return the options that ask for these limits."""
+    options = f"--min {limits.min} --max {limits.max}"
+    if limits.unit > 1:
+        options += f" --unit {limits.unit}"
+    if limits.within is not UnitWithin.ANY:
+        options += f" --unit-within {limits.within}"
+    return f"{options} --sizes {','.join(map(str, limits.sizes))}" if limits.sizes else options
 
 
 def register(do: Decisions) -> None:
