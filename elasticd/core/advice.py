@@ -38,15 +38,15 @@ class Advice:
 def advise(known: Advice, crew: Crew, pages: Iterable[PageContents]) -> tuple[Advice, tuple[Reason, ...]]:
     """Return the observations after the pages of the crew's workers were read, and the warnings to give. In a
     world of several nodes, only the agent with rank 0 warns."""
-    pages = [t for t in pages if t.steps]
+    pages = [page for page in pages if page.steps]
     if not pages:
         return known, ()
     uses = known.uses
-    for each in pages:
-        uses |= each.uses
+    for page in pages:
+        uses |= page.uses
     known = replace(known, uses=uses)
     reasons: list[Reason] = []
-    if max(t.steps for t in pages) >= SEEN_AFTER:
+    if max(page.steps for page in pages) >= SEEN_AFTER:
         reasons += [OptionWithoutEffect(option, parts) for option, parts in known.asked if not uses & parts]
         known = replace(known, asked=())
     (last, before), size = known.trained, crew.round.world_size
@@ -55,11 +55,11 @@ def advise(known: Advice, crew: Crew, pages: Iterable[PageContents]) -> tuple[Ad
     if resized and not known.resized and not uses & _KEEPS_ITS_PLACE:
         reasons.append(BatchesChanged(before, size))
         known = replace(known, resized=True)
-    fresh = [t for t in pages if t.pid not in known.pids]
-    anew = bool(fresh) and all(t.made == 0 for t in fresh) and not uses & Use.STATE
+    fresh = [page for page in pages if page.pid not in known.pids]
+    anew = bool(fresh) and all(page.made == 0 for page in fresh) and not uses & Use.STATE
     if anew and known.furthest >= FAR and not known.again:
         reasons.append(TrainingBeganAgain(known.furthest))
         known = replace(known, again=True)
-    furthest = max([known.furthest, *((t.made or 0) + t.steps for t in pages)])
-    known = replace(known, furthest=furthest, pids=known.pids | {t.pid for t in fresh})
+    furthest = max([known.furthest, *((page.made or 0) + page.steps for page in pages)])
+    known = replace(known, furthest=furthest, pids=known.pids | {page.pid for page in fresh})
     return known, tuple(reasons) if crew.member.hosts_store else ()

@@ -148,7 +148,6 @@ class StartWorkers:
 
     round: Round
     member: Member
-    hosts_store: bool
     waiting: tuple[int, ...] = ()
 
 

@@ -101,9 +101,9 @@ def to_keep(known: Gathered) -> ForgottenNodes:
     return ForgottenNodes(known.run, spent)
 
 
-def kept_for(known: Gathered, told: NodeTelemetry) -> NodeLedger | None:
+def kept_for(known: Gathered, node: str) -> NodeLedger | None:
     """Return the ledger that an earlier agent of the node has left."""
-    before = _recalled(known, told.node).nodes.get(told.node)
+    before = _recalled(known, node).nodes.get(node)
     return before.ledger if before is not None else None
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-# XID errors that concern the GPU, its memory or its links, after NVIDIA's catalogue. Others (13, 31, 43, 45)
-# concern the program that ran on the GPU.
 STRAIN_S = 30.0  # how long a strain must last, or be absent, before it counts
 MEMORY_FULL = 0.98  # the share of a GPU's memory in use from which the GPU is short of memory
+# XID errors that concern the GPU, its memory or its links, after NVIDIA's catalogue. Others (13, 31, 43, 45)
+# concern the program that ran on the GPU.
 _ITS_OWN = frozenset((48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 119, 120, 136, 140, 143, 145, 155, 156))
 
 

@@ -1,12 +1,13 @@
 """The ledger: every second of every slot has exactly one kind. Pure.
 
 A slot is observed at intervals. Without a worker at work, the observation tells the kind. With a worker at
-work, the kind is known only later. The time before a worker's first step was spent on starting; the time
-between steps on training. The time after its last step is lost, unless the worker ends well.
+work, the kind is known only later. The time before a worker's first step was spent on starting, the time
+between steps on training, and the time after its last step on restarting.
 
-    seen:    idle | worker ----- step 1 ----- step 5 ----------- exit | waiting |
-    kinds:   idle | restarting | productive | productive? lost: | ... | waiting |
-                                              restarting
+    seen:   idle | worker ---- step 1 ---- step 5 ---- worker ends | waiting
+    kinds:  idle | restarting | productive | restarting            | waiting
+
+If the worker ends well, the time after its last step is productive.
 """
 
 from __future__ import annotations

@@ -59,10 +59,10 @@ def measure(
     crew = state.crew
     window_s = state.policy.straggler_window_s
     known = replace(known, due=now + max(PERIOD_S_MIN, window_s / PERIODS))
-    if crew is None or not crew.alive or crew.order or crew.fenced or crew.round.number != known.round:
-        known = Measuring(known.due, known.number, crew.round.number if crew is not None else 0)
-        if crew is None or not crew.alive or crew.order or crew.fenced:
-            return known, None
+    if crew is None or not crew.alive or crew.order or crew.fenced:
+        return Measuring(known.due, known.number, crew.round.number if crew is not None else 0), None
+    if crew.round.number != known.round:
+        known = Measuring(known.due, known.number, crew.round.number)
     here = {slot: page for slot, page in pages.items() if slot in crew.alive}
     known, fresh = _period(known, here, throttled_s)
     own = sorted(known.own.items()) if fresh else ()

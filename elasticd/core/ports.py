@@ -363,7 +363,7 @@ class Inspector(Protocol):
         why."""
 
 
-# ---------------------------------------------------------------- the store of a round
+# ---------------------------------------------------------------- the link to the leader
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +391,9 @@ class LeaderLink(Protocol):
     def flush(self, within_s: float, spread_s: float = 0.0) -> bool:
         """Tell the leader at a moment of the next ``spread_s`` seconds that is this node's own. Wait until
         the leader has answered; return False if it does not, ``within_s`` after the last moment."""
+
+
+# ---------------------------------------------------------------- the store of a round
 
 
 class RoundStores(Protocol):

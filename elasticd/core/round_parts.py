@@ -36,12 +36,6 @@ class PartSizes:
 PART_SIZES: Final = PartSizes()
 
 
-def split(round: Round, sizes: PartSizes) -> tuple[Round, tuple[Put, ...]]:
-    """Return the record of a round whose members are all known, and its parts. A small round has none."""
-    record = record_of(round, sizes)
-    return record, parts_of(round, record)
-
-
 def record_of(round: Round, sizes: PartSizes) -> Round:
     """Return the record of a round whose members are all known."""
     whole = replace(round, extent=None)
@@ -56,7 +50,7 @@ def record_of(round: Round, sizes: PartSizes) -> Round:
 
 
 def parts_of(round: Round, record: Round) -> tuple[Put, ...]:
-    """Return the parts that belong to the record of the round."""
+    """Return the parts that belong to the record of the round. A small round has none."""
     if record.extent is None:
         return ()
     parts: list[list[Member]] = [[] for _ in range(record.extent.parts)]

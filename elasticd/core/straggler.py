@@ -31,6 +31,7 @@ from elasticd.core.page_layout import PageContents
 PERIODS = 12  # periods in a window
 MOST = 0.75  # the share of periods in which a straggler must have been slower
 MAD_TO_SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+MEDIAN_ERROR = 1.2533  # a median's standard error over that of a mean of the same values
 SURE = 3.0  # how many standard errors of the median a straggler's ratio must lie above 1
 
 
@@ -69,10 +70,10 @@ def _measured(before: PageContents, after: PageContents) -> float:
 class Period:
     """The own times of all workers in one period, by rank; sorted once, as there may be many.
 
-    ``middle``: from it, ``ratio`` computes the median of a worker's peers. The sorted times of all workers
-    but the slowest have two middle times, or twice the one in the middle; each comes with the next longer
-    time. ``usual_s``: the median of all. ``behind``: the ranks that were
-    at least ``calm`` times as slow as their peers.
+    ``middle``: the two middle times of all workers but the slowest (one time twice if their number is odd),
+    each with the next longer time. ``ratio`` takes the next longer time for a worker that is itself among the
+    faster half. ``usual_s``: the median of all. ``behind``: the ranks that were at least ``calm`` times as
+    slow as their peers.
     """
 
     own: array[float]
@@ -144,5 +145,5 @@ class Watch:
         over_time = [period.ratio(rank) for period in self.periods]
         ratio = median(over_time)
         spread = MAD_TO_SIGMA * median(abs(r - ratio) for r in over_time)
-        error = 1.2533 * spread / math.sqrt(len(over_time))
+        error = MEDIAN_ERROR * spread / math.sqrt(len(over_time))
         return ratio >= self.limit and ratio - 1 >= SURE * error

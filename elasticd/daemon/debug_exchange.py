@@ -58,8 +58,8 @@ class DebugExchange:
         with self._lock:
             number, tails = self._own
         fact = DebugTails(state.me.node, number, tails)
-        wrong = number != round.number or not tails or fact == self._written
-        if self._writing or state.guard is None or wrong:
+        nothing_new = number != round.number or not tails or fact == self._written
+        if self._writing or state.guard is None or nothing_new:
             return
         self._writing, self._due = True, now + every_s(tails, len(round.members))
 

@@ -218,8 +218,8 @@ class Driver:
         match action:
             case Transact(tag, guards, writes):
                 self._store.transact(guards, writes, lambda answer: self._post(Answered(tag, answer)))
-            case StartWorkers(round, member, hosts_store, waiting):
-                if hosts_store:
+            case StartWorkers(round, member, waiting):
+                if member.hosts_store:
                     self._stores.open()
                 self._procs.start(round.number, self._assign(round, member), self._exited, waiting)
             case LeaveRound(planned, signal, grace_s, leave_s, going):

@@ -127,7 +127,7 @@ class Gathering:
                     continue  # the watch of etcd may be late
                 if told.asks and known.restored:
                     looked_up.append(told.node)
-                    kept.append(gathered.kept_for(known, told))
+                    kept.append(gathered.kept_for(known, told.node))
                 if told.paces is not None and (before is None or before.paces != told.paces):
                     paces.append(told.paces)
                 known = gathered.hear(known, told)
@@ -166,7 +166,7 @@ class Gathering:
             self._link.flush(FAREWELL_S, _end_within_s(ended))
         if round is not None and round.extent is not None:
             return mine, {}
-        summary = self._await_summary(state, ended)
+        summary = self._await_summary(ended)
         kept = summary.nodes if summary is not None else ()
         ledgers = {told.node: told.ledger for told in kept if told.ledger is not None} | {ledger.node: ledger}
         gone = summary.gone if summary is not None else {}
@@ -264,7 +264,7 @@ class Gathering:
         written.wait(FAREWELL_S)
         return known.ledgers, dict(known.spent)
 
-    def _await_summary(self, state: AgentState, ended: Round | None) -> Summary | None:
+    def _await_summary(self, ended: Round | None) -> Summary | None:
         """Return the newest summary. If the job has ended, wait for the final one."""
         newest: list[Summary] = []
         enough = threading.Event()

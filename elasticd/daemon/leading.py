@@ -323,6 +323,6 @@ def _is_small(view: leader.View) -> bool:
 
 
 def _is_old(seen: Seen, view: leader.View) -> bool:
-    """Whether the news of the round is older than the round that the agent has seen."""
+    """Whether the news of the round is older than the round in the leader's view."""
     known = view.revisions.get("round", 0)
     return all(entry.revision < known for entry in seen.entries)

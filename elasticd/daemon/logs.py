@@ -203,8 +203,8 @@ class Destinations:
                 self._folder = self._layout.begin(job)
 
     def run_folder(self) -> Path | None:
-        """Return the folder of this run's logs. None before the first start, and if the user's LogsSpecs does
-        not use torch's layout."""
+        """Return the folder of this run's logs. None before ``begin`` or the first start, and if the user's
+        LogsSpecs does not use torch's layout."""
         return self._folder
 
     def reify(self, round_number: int, envs: dict[int, dict[str, str]]) -> LogDest:

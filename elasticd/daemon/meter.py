@@ -339,7 +339,7 @@ class Meter:
         metrics.set("elasticd_etcd_up", state.etcd.silent is None and state.etcd.lease_until is not None)
         metrics.set("elasticd_etcd_full", bool(state.etcd.full))
         if view is None or not view.complete or view.round is None:
-            for kind in ("member", "waiting", "draining", "lost"):
+            for kind in (*Standing, "lost"):
                 metrics.forget("elasticd_members", kind)
             metrics.forget("elasticd_slots_quarantined")
             return

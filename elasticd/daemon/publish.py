@@ -71,7 +71,6 @@ class Publisher:
     ) -> None:
         self._config = config
         self._driver = driver
-        self._store = store
         self._heartbeats = read
         self._view = view
         self._meter = meter

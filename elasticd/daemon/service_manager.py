@@ -86,13 +86,13 @@ class Service:
         if status != self._status:
             self._status = status
             news.append(f"STATUS={status}")
-        every_s = (self._manager.watchdog_s or 2.0) / 2
-        if self._manager.watchdog_s is not None and now - self._alive_at >= every_s / 2:
+        alive_every_s = (self._manager.watchdog_s or 2.0) / 4
+        if self._manager.watchdog_s is not None and now - self._alive_at >= alive_every_s:
             self._alive_at = now
             news.append("WATCHDOG=1")
         if news:
             self._manager.tell(*news)
-        return now + min(1.0, every_s / 2)
+        return now + min(1.0, alive_every_s)
 
     def ends(self, why: str) -> None:
         """Notify the manager that the loop is over and the agent cleans up."""

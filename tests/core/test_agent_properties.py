@@ -78,13 +78,13 @@ class Watched(Agent):
                     assert self.state.etcd.silent is None
                     self.under_way.add(tag)
                     self._check_record(tag, action)
-                case StartWorkers(its_round, member, hosts_store):
+                case StartWorkers(its_round, member):
                     assert not self.running, "two crews"
                     assert self.state.registered and self.state.released.round < its_round.number
                     assert its_round.phase is Phase.LIVE and member in its_round.members
-                    assert not (hosts_store and self.store_open), "two stores"
+                    assert not (member.hosts_store and self.store_open), "two stores"
                     self.running = dict.fromkeys(member.slots, its_round.number)
-                    self.store_open = hosts_store
+                    self.store_open = member.hosts_store
                 case StopWorkers(signal, grace_s):
                     assert self.running and signal > 0 and grace_s >= 0
                 case RenewStore():

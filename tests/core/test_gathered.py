@@ -62,7 +62,7 @@ def test_a_summary_keeps_what_is_not_told_again_and_ignores_ledgers_of_other_run
 def test_the_progress_of_a_node_s_earlier_agent_is_dropped_and_its_ledger_is_kept_for_the_next() -> None:
     it = hear(known(a=10.0), replace(telemetry("a", None), progress=Progress("a", 3)))
     again = replace(telemetry("a", None, number=2), asks=True)
-    kept = gathered.kept_for(it, again)
+    kept = gathered.kept_for(it, again.node)
     assert kept is not None and kept.slots[0].spent == {"productive": 10.0}
     it = hear(it, again)
     assert it.nodes["a"].progress is None and it.nodes["a"].ledger == kept
@@ -105,7 +105,7 @@ def test_the_time_of_nodes_that_come_back_counts_once_also_if_they_had_no_room_i
     it, summary = summarize(known(**dict.fromkeys(names, 100.0)), "n000", {"n000"}, 200.0)
     assert summary.gone["productive"] == (200 - KEPT_MAX) * 100.0
     back = telemetry("n199", None, number=2)
-    assert gathered.kept_for(it, back) == telemetry("n199", 100.0).ledger
+    assert gathered.kept_for(it, back.node) == telemetry("n199", 100.0).ledger
     it = hear(it, back)
     assert it.spent["productive"] == pytest.approx(20_000.0), "a new agent of the node has told no ledger yet"
     for name in names:
@@ -139,7 +139,7 @@ def test_the_time_of_nodes_that_come_back_under_another_leader_counts_once(early
 def test_a_new_agent_of_a_node_that_an_earlier_leader_forgot_continues_its_time() -> None:
     first, summary = summarize(known(**{f"n{n:03}": 100.0 for n in range(200)}), "n000", {"n000"}, 200.0)
     second = restore(Gathered(RUN), summary, gathered.to_keep(first))
-    kept = gathered.kept_for(second, telemetry("n199", None, number=2))
+    kept = gathered.kept_for(second, "n199")
     assert kept is not None and kept.run == RUN and kept.slots[0].spent == {"productive": 100.0}
 
 

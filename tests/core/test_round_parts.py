@@ -24,6 +24,12 @@ def of(nodes: int, number: int = 5, phase: Phase = Phase.LIVE, **more: int) -> R
     return round(number, {f"n{i}": 1 + i % 3 for i in range(nodes)}, phase, closing=Cause.GREW)
 
 
+def _split(round: Round, sizes: PartSizes) -> tuple[Round, tuple[Put, ...]]:
+    """Return the record of the round, and its parts."""
+    record = round_parts.record_of(round, sizes)
+    return record, round_parts.parts_of(round, record)
+
+
 def facts(puts: tuple[Put, ...]) -> dict[str, object]:
     return {put.key: put.fact for put in puts}
 
@@ -31,14 +37,14 @@ def facts(puts: tuple[Put, ...]) -> dict[str, object]:
 @given(st.integers(1, 40), st.integers(1, 8), st.sets(st.integers(0, 39), max_size=3))
 def test_a_round_is_the_same_once_its_parts_are_read(nodes: int, size: int, leaving: set[int]) -> None:
     whole = replace(of(nodes), leaving=tuple(f"n{i}" for i in leaving))
-    record, parts = round_parts.split(whole, PartSizes(members=size))
+    record, parts = _split(whole, PartSizes(members=size))
     assert (record.world_size, record.nodes) == (whole.world_size, whole.nodes)
     assert record.leaving_workers == whole.leaving_workers
     read = round_parts.whole(record, dict(facts(parts)))  # type: ignore[arg-type]
     assert replace(read, extent=None) == whole
     if record.extent is not None:
         assert not record.members and round_parts.fits(read)
-        assert round_parts.split(read, PartSizes(members=size)) == (record, parts)
+        assert _split(read, PartSizes(members=size)) == (record, parts)
 
 
 @given(st.integers(4, 40))
@@ -46,7 +52,7 @@ def test_each_member_finds_itself_in_the_part_of_its_name_and_knows_its_place_in
     nodes: int,
 ) -> None:
     whole = of(nodes)
-    record, parts = round_parts.split(whole, SIZES)
+    record, parts = _split(whole, SIZES)
     assert record.extent is not None
     for member in whole.members:
         own = parts[round_parts.part_of(member.node, record.extent.parts)].fact
@@ -58,12 +64,12 @@ def test_each_member_finds_itself_in_the_part_of_its_name_and_knows_its_place_in
 
 def test_a_round_of_one_part_has_its_members_in_its_own_record() -> None:
     small = of(3)
-    assert round_parts.split(small, SIZES) == (small, ())
+    assert _split(small, SIZES) == (small, ())
 
 
 @pytest.mark.parametrize("change", ["a part is missing", "a part comes twice", "a part is of another round"])
 def test_parts_that_do_not_make_up_the_round_are_not_taken_for_it(change: str) -> None:
-    record, parts = round_parts.split(of(12), SIZES)
+    record, parts = _split(of(12), SIZES)
     there = [put.fact for put in parts if isinstance(put.fact, MemberPart)]
     there = {
         "a part is missing": there[1:],
@@ -79,17 +85,15 @@ def test_parts_that_do_not_make_up_the_round_are_not_taken_for_it(change: str) -
 def test_other_members_of_a_round_of_the_same_number_are_under_other_keys() -> None:
     one, other = of(12), replace(of(12), members=of(13).members[:12])
     moved = replace(other, members=(replace(other.members[0], incarnation="later"), *other.members[1:]))
-    assert facts(round_parts.split(one, SIZES)[1]).keys() == facts(round_parts.split(other, SIZES)[1]).keys()
-    assert (
-        not facts(round_parts.split(one, SIZES)[1]).keys() & facts(round_parts.split(moved, SIZES)[1]).keys()
-    )
+    assert facts(_split(one, SIZES)[1]).keys() == facts(_split(other, SIZES)[1]).keys()
+    assert not facts(_split(one, SIZES)[1]).keys() & facts(_split(moved, SIZES)[1]).keys()
 
 
 def test_the_record_of_a_round_of_ten_thousand_nodes_is_small_and_its_transactions_fit_into_etcd() -> None:
     size = 8
     names = [f"gpu-pool-a-{i:05}.train.svc.cluster.local" for i in range(10_000)]
     whole = round(5, dict.fromkeys(names, size))
-    record, parts = round_parts.split(whole, round_parts.PART_SIZES)
+    record, parts = _split(whole, round_parts.PART_SIZES)
     assert len(records.encode("round", record)) < 1000
     at_once = round_parts.PART_SIZES.at_once
     largest = max(
@@ -110,7 +114,7 @@ def leaders(before: Round, nodes: int) -> View:
 
 
 def stored(before: Round) -> Round:
-    record, parts = round_parts.split(before, SIZES)
+    record, parts = _split(before, SIZES)
     return round_parts.whole(record, dict(facts(parts)))  # type: ignore[arg-type]
 
 

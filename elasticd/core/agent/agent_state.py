@@ -77,10 +77,6 @@ class Crew:
     held: frozenset[int] = frozenset()
     held_until: float = 0.0
 
-    @property
-    def hosts_store(self) -> bool:
-        return self.member.hosts_store
-
     @cached_property
     def alive(self) -> frozenset[int]:
         """The slots whose worker has neither ended nor left the round."""

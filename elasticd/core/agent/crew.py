@@ -86,7 +86,7 @@ def follow_the_round(do: Decisions) -> None:
         ),
         standbys={slot: life for slot, life in state.standbys.items() if slot not in waiting},
     )
-    do.actions.append(StartWorkers(round, member, member.hosts_store, tuple(sorted(waiting))))
+    do.actions.append(StartWorkers(round, member, tuple(sorted(waiting))))
     ranks = tuple(member.rank_of(s) for s in member.slots)
     do.reasons.append(WorkersStarted(round.number, ranks, round.world_size))
 
@@ -200,7 +200,7 @@ def release(do: Decisions) -> None:
     newest = max(state.released.round, crew.round.number)
     fenced = crew.round.number if crew.fenced else state.released.fenced
     do.set(crew=None, released=Released(newest, told, fenced, state.released.declined))
-    if crew.hosts_store:
+    if crew.member.hosts_store:
         do.set(renewing_store=True)
         do.actions.append(RenewStore())
 

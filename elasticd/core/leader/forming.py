@@ -28,7 +28,7 @@ def form_or_wait(
     have = view.roll.world_without(budget.quarantines, now)
     if have < spec.limits.min:
         there = seating.workers_at_hand(view.roll.candidates(), round, spec.limits, budget.quarantines, now)
-        return _wait(view, spec, round, budget, reasons, _too_few(spec, round, there), now)
+        return _wait(view, round, budget, reasons, _too_few(spec, round, there), now)
     if round.phase is Phase.WAITING and have < spec.limits.max:
         # More workers may be on their way. After a closing round there is no such wait: its members have
         # already answered.
@@ -43,7 +43,7 @@ def form_or_wait(
     if members.workers < limits.min:
         most = seating.form_in_any_memory(nodes, round, limits, budget.quarantines, now)
         if (lacking := shortage.find(nodes, most, limits)) is not None:
-            return _wait(view, spec, round, budget, reasons, _too_small(spec, round, lacking), now)
+            return _wait(view, round, budget, reasons, _too_small(spec, round, lacking), now)
     if len(members) > SEATED_AT_ONCE:
         return Plan(wake_at=now, seated=Seated(facts, members))
     return _form(view, spec, round, budget, reasons, members, now)
@@ -92,7 +92,6 @@ def _too_small(spec: Spec, round: Round, lacking: Shortage) -> _Shortfall:
 
 def _wait(
     view: View,
-    spec: Spec,
     round: Round,
     budget: Budget,
     reasons: tuple[Reason, ...],

@@ -86,8 +86,9 @@ def close(
     anew: bool = False,
     budget: Budget | None = None,
 ) -> Plan:
-    """Return the transaction that closes the round. ``budget``: the budget of the next round, if other than
-    the present one."""
+    """Return the transaction that closes the round. ``budget``: of the next round, if other than the present
+    one; the transaction writes it, too."""
+    budget = budget or view.budget
     closing = replace(
         round,
         phase=Phase.CLOSING,
@@ -97,9 +98,9 @@ def close(
         lived_s=now - round.since,
         resizes_by=0.0,
         anew=anew,
-        left_out=_left_out(view, round, budget or view.budget, now) if planned else (),
+        left_out=_left_out(view, round, budget, now) if planned else (),
     )
-    return write(view, closing, view.budget, (RoundClosing(round.number, cause, nodes, failure),))
+    return write(view, closing, budget, (RoundClosing(round.number, cause, nodes, failure),))
 
 
 def _left_out(view: View, round: Round, budget: Budget, now: float) -> tuple[RankRange, ...]:

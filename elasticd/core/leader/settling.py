@@ -104,7 +104,7 @@ def _charge(
         progressed = progressed or not budgets.may_repeat(failure, round.failure)
     budget = budgets.charge(budget, failure, progressed, spec.policy, now, goes_on_from)
     round = replace(round, restarts=round.restarts + 1, failure=failure)
-    budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
+    budget, reasons = _judge_slot(view, spec, budget, failure, now)
     step = budgets.nonfinite_step(roll.reports_of(Mark.ASTRAY))
     if step is not None:
         budget = budgets.note_rollback(budget, step)
@@ -156,7 +156,7 @@ def _last_line(message: str) -> str:
 
 
 def _judge_slot(
-    view: View, spec: Spec, round: Round, budget: Budget, failure: Failure, now: float
+    view: View, spec: Spec, budget: Budget, failure: Failure, now: float
 ) -> tuple[Budget, tuple[Reason, ...]]:
     """Return the budget and reasons for a charge. A slot that fails alone is put in quarantine if enough
     others remain."""

@@ -11,7 +11,6 @@ from elasticd.core.facts import Cause, Outcome, Round, Spec
 from elasticd.core.leader.plan import Plan, await_reports, close, end, write
 from elasticd.core.leader.roll import Mark, in_rank_order
 from elasticd.core.leader.view import View
-from elasticd.core.ports import Put
 from elasticd.core.reasons import (
     AwaitingCheckpoint,
     AwaitingHeirs,
@@ -110,12 +109,7 @@ def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | N
             continue
         plan = close(view, round, Cause.SLOT_DRAINED, True, now, nodes=(laggard.node,), budget=without)
         drained = SlotDrained(*place, without.quarantines[-1].until, faults)
-        return replace(
-            plan,
-            guards=(*plan.guards, view.unchanged("budget")),
-            writes=(*plan.writes, Put("budget", without)),
-            reasons=(drained, *plan.reasons),
-        )
+        return replace(plan, reasons=(drained, *plan.reasons))
     return None
 
 

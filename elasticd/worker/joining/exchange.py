@@ -73,7 +73,8 @@ def choose(standings: Sequence[HeldState]) -> Transfer:
 def agree(state: CommittedState, world: World) -> Source:
     """Give all workers of the world the same state. Return where the state came from.
 
-    Raises StateLost. Raises WorldChanged if the world ends first; this worker's state is then unchanged.
+    Raises StateLost. Raises WorldChanged if the world ends first. This worker then has its old state, or a
+    torn one if it was loading a checkpoint.
     """
     state.begin()
     standings = _standings(state, world)
