@@ -21,6 +21,12 @@ class Folder:
     token: str
     seq: int
 
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Round, step and number of the save: of the saves of one job, a newer one has a larger age. The same
+        workers may save a step again, as after an evaluation."""
+        return self.round, self.step, self.seq
+
 
 def folder_name(step: int, round: int, token: str, seq: int) -> str:
     """Return a name that is never used again: the workers that save together draw the token and count their
@@ -34,6 +40,14 @@ def parse_folder(name: str) -> Folder | None:
     if match is None:
         return None
     return Folder(int(match["step"]), int(match["round"]), match["token"], int(match["seq"]))
+
+
+def age_of(name: str) -> tuple[int, int, int]:
+    """Return ``Folder.age`` of a checkpoint with this name. Raises ValueError."""
+    there = parse_folder(name)
+    if there is None:
+        raise ValueError(f"{name!r} is no checkpoint's name")
+    return there.age
 
 
 def require_name(name: str, step: int, round: int, world: int) -> None:

@@ -328,6 +328,17 @@ def test_what_no_other_try_would_find_otherwise_ends_the_job_unless_the_script_k
     assert fatal == [Fatal.BAD_DATA, Fatal.NO_CHECKPOINT, Fatal.NO_CHECKPOINT]
 
 
+def test_a_step_that_is_saved_again_is_loaded_as_it_was_saved_last(opened, saved):
+    checkpoints = saved(*range(1, 9))
+    for content in range(9, 12):  # the names of saves 9 and 10 are not in the order of their texts
+        assert checkpoints.save(training(content), 9)
+        assert checkpoints.wait() and not checkpoints.failed, checkpoints.last_error
+    checkpoints.close()
+    fresh = training(1)
+    assert opened().load(fresh) == 9
+    assert_same(fresh, tensors_of(training(11)))
+
+
 def test_a_file_in_place_of_the_folder_ends_the_job_in_a_sentence(fatal, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     (file := tmp_path / "run1").touch()

@@ -2,10 +2,12 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.checkpoint.replication.replicas import Offer, WholeState, holders, newest_whole
+from elasticd.core.checkpoint_names import age_of, folder_name
 
 placements = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24)  # the node of each rank
 
@@ -70,9 +72,19 @@ def test_the_chosen_state_is_the_newest_that_is_whole(offered, least, random):
     if not candidates:
         assert choice is None
         return
-    assert choice is not None and (choice.round, choice.step) == max(o.age for o in candidates)
+    assert choice is not None and (choice.round, choice.step) == max(o.age for o in candidates)[:2]
     for rank, nodes in enumerate(choice.holders):
         assert set(nodes) == {o.node for o in offered if o.name == choice.name and rank in o.ranks}
+
+
+@pytest.mark.parametrize("order", [(9, 10), (10, 9)])
+def test_of_two_saves_of_one_step_the_later_is_newer(order):
+    names = [folder_name(7, 2, "0000000a", save) for save in order]
+    both = [offer for name in names for offer in held(["a", "b"], name, 2, 7)]
+    newest, older = (folder_name(7, 2, "0000000a", save) for save in (10, 9))
+    choice = newest_whole(both)
+    assert choice is not None and choice.name == newest
+    assert newest_whole((o for o in both if o.name == older), age_of(newest)) is None
 
 
 @given(placements)

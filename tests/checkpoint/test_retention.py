@@ -11,8 +11,8 @@ from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Checkpoint, Saved
 
 
-def saved(step: int, round: int = 1) -> Saved:
-    return Saved(folder_name(step, round, "0000000a", 1), step, round, 4, 0.0, 100, "d")
+def saved(step: int, round: int = 1, token: str = "0000000a", save: int = 1) -> Saved:
+    return Saved(folder_name(step, round, token, save), step, round, 4, 0.0, 100, "d")
 
 
 @given(
@@ -52,6 +52,15 @@ def test_a_later_round_may_have_gone_back():
     known = Checkpoint("p", (saved(10, round=3),))
     newest = commit(known, saved(8, round=4), Keep()).checkpoint.newest
     assert newest is not None and newest.step == 8
+
+
+def test_the_workers_of_a_world_may_save_a_step_again_as_after_an_evaluation():
+    known = Checkpoint("p", (saved(10, save=9),))
+    newest = commit(known, saved(10, save=10), Keep()).checkpoint.newest
+    assert newest == saved(10, save=10)
+    for older in saved(10, save=8), saved(9, save=10), saved(10, token="0000000b", save=10):
+        with pytest.raises(CommitRefused, match="not newer than step 10"):
+            commit(known, older, Keep())
 
 
 @pytest.mark.parametrize("step", [9, 10])

@@ -20,6 +20,7 @@ from elasticd.checkpoint.replication.replicas import WholeState, newest_whole
 from elasticd.checkpoint.storage import CheckpointStore
 from elasticd.checkpoint.storage.reading import decode_committed, fill, read_manifest, require_files
 from elasticd.core.age import Age
+from elasticd.core.checkpoint_names import age_of
 from elasticd.core.facts import Checkpoint, Resume, Saved
 
 _log = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class Resuming:
         offered = self._queries.survey() if self._ranks.rank == 0 else []
         # Read after the memory: a state that has left the memory meanwhile is committed.
         there, _, _ = self._committed()
-        least = (there.newest.round, there.newest.step) if there.newest else (0, 0)
+        least = age_of(there.newest.name) if there.newest else (0, 0)
         return newest_whole(offered, least), there
 
     def _recall(self, beyond: Age | None) -> tuple[int | None, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from elasticd.core.checkpoint_names import age_of, parse_folder
 from elasticd.core.facts import Checkpoint, Saved
 
 
@@ -37,6 +38,12 @@ def kept(saved: Sequence[Saved], keep: Keep) -> tuple[Saved, ...]:
     return tuple(s for s in saved if s.name in stay)
 
 
+def _token_of(saved: Saved) -> str:
+    """Return what the names of all saves of one world have in common."""
+    there = parse_folder(saved.name)
+    return there.token if there is not None else ""
+
+
 class CommitRefused(ValueError):
     """The checkpoint may not be committed. The message is one sentence."""
 
@@ -52,13 +59,15 @@ class Commit:
 
 def commit(known: Checkpoint, new: Saved, keep: Keep) -> Commit:
     """Return the checkpoints with ``new`` as the newest. Raises CommitRefused if a later round, or a later
-    step of the same round, was committed before: the newest checkpoint never goes back."""
+    step of the same round, was committed before: the newest checkpoint never goes back. The workers of a
+    world may save a step again, after what is no step, such as an evaluation."""
     newest = known.newest
     if newest is not None:
         if new.round < newest.round:
             raise CommitRefused(
                 f"step {new.step} is of round {new.round}, and round {newest.round} has committed since"
             )
-        if new.round == newest.round and new.step <= newest.step:
+        again = _token_of(new) == _token_of(newest) and age_of(new.name) > age_of(newest.name)
+        if new.round == newest.round and new.step <= newest.step and not again:
             raise CommitRefused(f"step {new.step} is not newer than step {newest.step} of the same round")
     return Commit(replace(known, saved=kept((*known.saved, new), keep)))

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Final
 
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.core.checkpoint_names import require_name
+from elasticd.core.checkpoint_names import age_of, parse_folder, require_name
 
 _EACH: Final = 2  # the most replicas of each shard
 
@@ -78,7 +78,7 @@ class Replicas:
         label = replica.label
         some = self._held.setdefault((label.path, label.rank), [])
         some.append(replica)
-        some.sort(key=lambda r: (r.label.round, r.label.step))
+        some.sort(key=lambda r: age_of(r.label.name))
         second = [r for r in some if r.label.round == label.round]
         if len(second) >= _EACH:  # every node then has a save of this round, and older rounds are not needed
             self.forget(label.path, before=label.round)
@@ -114,9 +114,10 @@ class Offer:
     ranks: frozenset[int]
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Round and step: a state with a larger age is newer."""
-        return self.round, self.step
+    def age(self) -> tuple[int, int, int]:
+        """Round, step and number of the save: a state with a larger age is newer."""
+        there = parse_folder(self.name)
+        return self.round, self.step, there.seq if there is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +147,9 @@ def holders(nodes: Sequence[str]) -> Mapping[str, str]:
     return {node: ring[(i + 1) % len(ring)] for i, node in enumerate(ring)}
 
 
-def newest_whole(offers: Iterable[Offer], least: tuple[int, int] = (0, 0)) -> WholeState | None:
-    """Return the newest state whose shards are all held somewhere; None if it is older than ``least`` (round
-    and step).
+def newest_whole(offers: Iterable[Offer], least: tuple[int, ...] = (0, 0)) -> WholeState | None:
+    """Return the newest state whose shards are all held somewhere; None if it is older than ``least``, which
+    is an age.
 
     Of two states of the same age, which is an error, every caller chooses the same one.
     """
@@ -156,6 +157,7 @@ def newest_whole(offers: Iterable[Offer], least: tuple[int, int] = (0, 0)) -> Wh
     for offer in offers:
         states.setdefault(offer.name, []).append(offer)
     best: WholeState | None = None
+    newest: tuple[int, ...] = ()
     for name, some in sorted(states.items()):
         first = some[0]
         if any((o.age, o.world) != (first.age, first.world) for o in some):
@@ -163,7 +165,8 @@ def newest_whole(offers: Iterable[Offer], least: tuple[int, int] = (0, 0)) -> Wh
         if first.world < 1 or first.age < least:
             continue
         nodes = _nodes_by_rank(some, first.world)
-        if all(nodes) and (best is None or first.age > (best.round, best.step)):
+        if all(nodes) and first.age > newest:
+            newest = first.age
             best = WholeState(name, first.round, first.step, nodes)
     return best
 

@@ -25,7 +25,7 @@ from elasticd.checkpoint.newest.retention import Commit, CommitRefused
 from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
 from elasticd.checkpoint.storage import CheckpointStore, error_text
 from elasticd.checkpoint.storage.reading import is_finished
-from elasticd.core.checkpoint_names import parse_folder
+from elasticd.core.checkpoint_names import age_of, parse_folder
 from elasticd.core.facts import Saved
 
 _RECEIPT: Final = ".receipt"
@@ -184,7 +184,7 @@ class Committing:
                 if there is None or name in committed:
                     continue
                 # ``retention.commit`` would refuse an older checkpoint that is still being written.
-                older = (there.round, there.step) <= (newest.round, newest.step)
+                older = there.age <= age_of(newest.name)
                 if older and (there.step <= newest.step or not is_finished(store, name)):
                     store.remove(name)
             FilePointer(store).clear(names)

@@ -14,6 +14,7 @@ from elasticd.checkpoint.protocol import Layout, WorkerChannel
 from elasticd.checkpoint.replication.replicas import Label, Replica
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.storage import CheckpointStore
+from elasticd.core.checkpoint_names import age_of
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +79,7 @@ class SavingWorld:
         common = [set(plan.holds.values()) for plan in self.plans.values()]
         if not self.locals <= self.plans.keys() or not common:
             return None
-        return max(set.intersection(*common), default=None)
+        return max(set.intersection(*common), default=None, key=lambda held: age_of(held[1]))
 
     @property
     def is_here(self) -> bool:

@@ -26,7 +26,7 @@ from elasticd.checkpoint.format.manifest import (
     is_intact,
 )
 from elasticd.checkpoint.storage import CheckpointStore, Opened
-from elasticd.core.checkpoint_names import parse_folder
+from elasticd.core.checkpoint_names import age_of, parse_folder
 from elasticd.core.facts import Saved
 
 _THREADS_MAX: Final = 8
@@ -129,7 +129,7 @@ def whole_in(store: CheckpointStore) -> tuple[Saved, ...]:
             raise
         except BadCheckpoint:
             continue
-    return tuple(sorted(found, key=lambda saved: (saved.round, saved.step)))
+    return tuple(sorted(found, key=lambda saved: age_of(saved.name)))
 
 
 def _folders(store: CheckpointStore) -> list[str]:
