@@ -91,8 +91,8 @@ def trained(virtual_ranks: int, accumulate: int = 1) -> list[str]:
     buckets.FIRST_BYTES = buckets.BUCKET_BYTES = 300
     model, optimizer = made()
     rank, world = dist.get_rank(), dist.get_world_size()
-    place = [0]
-    reduction = ConsistentReduction([model], virtual_ranks, SEED, lambda: place)
+    place, own = [0], torch.Generator()
+    reduction = ConsistentReduction([model], virtual_ranks, SEED, lambda: place, generators=[own])
     found = []
     for number, samples in enumerate(BATCHES):
         place[0] = number
@@ -101,7 +101,8 @@ def trained(virtual_ranks: int, accumulate: int = 1) -> list[str]:
         parts = parts_of(rank, world, samples=samples, virtual_ranks=virtual_ranks, accumulate=accumulate)
         for part in parts:
             with reduction.part(part):
-                reduction.backward(model(x[part.samples.start : part.samples.stop]), part)
+                loss = model(x[part.samples.start : part.samples.stop])
+                reduction.backward(loss * torch.rand((), generator=own), part)
         reduction.finish(parts)
         assert reduction.loss is not None
         optimizer.step()
@@ -115,6 +116,7 @@ def trained_the_obvious_way(virtual_ranks: int, accumulate: int) -> list[str]:
     """Train in the simplest way: one virtual rank after the other, each with a copy of the model. Then add
     the gradients up in the order of the tree, by recursion."""
     model, optimizer = made()
+    generator = torch.Generator()
     trained = [p for p in model.parameters() if p.requires_grad]
     found = []
     for number, samples in enumerate(BATCHES):
@@ -127,9 +129,10 @@ def trained_the_obvious_way(virtual_ranks: int, accumulate: int) -> list[str]:
             mine = [p for p in parts if p.virtual_rank == v]
             own = copy.deepcopy(model)
             loss = torch.zeros(())
-            randomness.seed_all(SEED, number, v)
+            randomness.seed_all(SEED, number, v, generators=[generator])
             for i, part in enumerate(mine):
-                one = own(x[part.samples.start : part.samples.stop]) * part.weight
+                one = own(x[part.samples.start : part.samples.stop])
+                one = one * torch.rand((), generator=generator) * part.weight
                 one.backward()
                 loss = one.detach() if i == 0 else loss + one.detach()
             parameters = [p for p in own.parameters() if p.requires_grad]

@@ -553,6 +553,10 @@ def given(**how: Any) -> worker.State:
         (lambda: next(given().epochs("3", steps=2)), "the number of epochs is '3': give a whole number"),
         (lambda: next(given().epochs(3, steps="2")), "steps is '2': give a whole number"),
         (lambda: worker.Data([1, 2], global_batch=2.0), "the batch is 2.0: give a whole number"),
+        (
+            lambda: worker.State(nn.LazyLinear(2)),
+            "State's model.weight has no shape yet: call the model once",
+        ),
         (lambda: worker.run(5), "worker.run decorates the function that trains, and 5 is no function"),
         (
             lambda: worker.run(lambda state: None)(nn.Linear(2, 2)),

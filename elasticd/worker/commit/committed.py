@@ -171,13 +171,15 @@ class CommittedState:
 
     def _consistent_reduction(self, data: Data, world: World | None) -> Reduction:
         modules, ranks, seed = [*self.contents.modules.values()], data.virtual_ranks, data.seed
+        shared = self.contents.shared(self.contents.stateful).values()
+        generators = [its.generator for its in shared if isinstance(its, randomness.GeneratorState)]
         if isinstance(self.shards, ShardedState):
             # Imported here, since it imports parts of torch that only sharded models need.
             from elasticd.worker.gradients.sharded_reduction import ShardedReduction
 
             spans = self.shards.spans
-            return ShardedReduction(modules[0], spans, ranks, seed, lambda: self.place, world)
-        return ConsistentReduction(modules, ranks, seed, lambda: self.place, world)
+            return ShardedReduction(modules[0], spans, ranks, seed, lambda: self.place, world, generators)
+        return ConsistentReduction(modules, ranks, seed, lambda: self.place, world, generators)
 
     def leave(self) -> None:
         """Leave the world and go back to the last commit, unless parameters without a copy have changed

@@ -35,7 +35,8 @@ class ConsistentReduction:
     """The Reduction of consistent mode in one world. Call ``close`` at the world's end.
 
     ``modules``: the modules to train, not wrapped. ``place``: returns numbers that identify a step, the same
-    in any world. ``world``: None where the world cannot change.
+    in any world. ``world``: None where the world cannot change. ``generators``: the script's own, which are
+    seeded for each virtual rank as torch's is.
 
     The gradient of each virtual rank is computed separately, and added up as in elasticd.data.summing. For n
     virtual ranks a worker thus holds up to log2(n) gradients. The worker sends the gradients, bucket by
@@ -49,8 +50,10 @@ class ConsistentReduction:
         seed: int,
         place: Callable[[], Sequence[int]],
         world: World | None = None,
+        generators: Sequence[torch.Generator] = (),
     ) -> None:
         self._modules, self._seed, self._place, self._world = modules, seed, place, world
+        self._generators = generators
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         blocks = deal(virtual_ranks, size)
         self._block = blocks[rank]
@@ -75,7 +78,7 @@ class ConsistentReduction:
             if self._block.index(part.virtual_rank) > 0:
                 self._buffers.put_back()
             self._loss = None
-            randomness.seed_all(self._seed, *self._place(), part.virtual_rank)
+            self._reseed(part.virtual_rank)
         yield
         if part.closes and part.virtual_rank != self._block[-1]:
             self._add(range(len(self._buckets)))
@@ -106,7 +109,10 @@ class ConsistentReduction:
         self._under_way = False
         if self._world is not None:
             self._world.sums += 1
-        randomness.seed_all(self._seed, *self._place(), BETWEEN)
+        self._reseed(BETWEEN)
+
+    def _reseed(self, turn: int) -> None:
+        randomness.seed_all(self._seed, *self._place(), turn, generators=self._generators)
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""

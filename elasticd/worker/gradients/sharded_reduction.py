@@ -71,7 +71,8 @@ class ShardedReduction:
     """The Reduction of consistent mode for a sharded model in one world. Call ``close`` at the world's end.
 
     ``model``: as sharded for this world. ``spans``: the part of each parameter that each rank has. ``seed``,
-    ``place`` and ``world``: as of ``ConsistentReduction``. The parts must be those of ``parts_in_turns``.
+    ``place``, ``world`` and ``generators``: as of ``ConsistentReduction``. The parts must be those of
+    ``parts_in_turns``.
 
     A worker holds its pieces of up to log2(n) + 1 sums for n virtual ranks, and room for four whole gradients
     of the largest module that fully_shard gathers as one. If the samples of a virtual rank come in several
@@ -86,8 +87,9 @@ class ShardedReduction:
         seed: int,
         place: Callable[[], Sequence[int]],
         world: World | None = None,
+        generators: Sequence[torch.Generator] = (),
     ) -> None:
-        self._seed, self._place, self._world = seed, place, world
+        self._seed, self._place, self._world, self._generators = seed, place, world, generators
         self._virtual_ranks = virtual_ranks
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._turns = turns_of(virtual_ranks, self._size)
@@ -125,7 +127,7 @@ class ShardedReduction:
             self._skip_to(part.virtual_rank // self._size)
             self._loss = None
             if part.counts:
-                randomness.seed_all(self._seed, *self._place(), part.virtual_rank)
+                self._reseed(part.virtual_rank)
         self._passes += 1
         self._awaited = [0] * len(self._units)
         yield
@@ -157,7 +159,10 @@ class ShardedReduction:
         self._under_way = False
         if self._world is not None:
             self._world.sums += 1
-        randomness.seed_all(self._seed, *self._place(), BETWEEN)
+        self._reseed(BETWEEN)
+
+    def _reseed(self, turn: int) -> None:
+        randomness.seed_all(self._seed, *self._place(), turn, generators=self._generators)
 
     def close(self) -> None:
         """Remove the hooks from the modules and their parameters."""

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from elasticd.checkpoint.client.tensors import is_flattened
@@ -75,6 +76,11 @@ class Contents:
         if isinstance(value, nn.Module):
             if any(hasattr(p, "device_mesh") for p in value.parameters()) or is_flattened(value):
                 raise TypeError(f"State cannot keep {name}, which is sharded already: {SHARD_INSTEAD}")
+            if (lazy := next((key for key, p in value.named_parameters() if is_lazy(p)), None)) is not None:
+                raise TypeError(
+                    f"State's {name}.{lazy} has no shape yet: call the model once before, so that its lazy "
+                    "modules make their parameters"
+                )
             self.modules[name] = value
         elif isinstance(value, Optimizer):
             self.optimizers[name] = value

@@ -7,7 +7,7 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -143,8 +143,8 @@ def _seeded(seed: int) -> Sources:
     }
 
 
-def seed_all(*place: int) -> None:
-    """Seed all sources of random numbers from the numbers ``place``."""
+def seed_all(*place: int, generators: Sequence[torch.Generator] = ()) -> None:
+    """Seed all sources of random numbers, and the script's own ``generators``, from the numbers ``place``."""
     text = " ".join(map(str, place)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     torch.default_generator.manual_seed(number)
@@ -153,3 +153,5 @@ def seed_all(*place: int) -> None:
     random.seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed((number & 0xFFFFFFFF, number >> 32))
+    for position, generator in enumerate(generators, start=1):
+        generator.manual_seed((number + position) & 0xFFFFFFFFFFFFFFFF)
