@@ -390,6 +390,18 @@ def test_buffers_that_change_their_shape_are_put_back_and_taken():
     assert state.model.cache.tolist() == [1, 1, 1] and newcomer.model.cache.tolist() == [2, 2, 2]
 
 
+def test_a_buffer_that_a_module_gets_after_the_state_is_made_is_warned_of_once(caplog):
+    state = worker.State(nn.Sequential(nn.Linear(1, 1)), wrap=None)
+    entered(state)
+    state.commit()
+    assert not caplog.records
+    state.model[0].register_buffer("seen", torch.zeros(1))
+    state.commit()
+    state.commit()
+    (said,) = caplog.messages
+    assert said.startswith("the buffer 0.seen of model was registered after State was made, and is not kept")
+
+
 def test_a_buffer_that_changes_its_type_is_put_back_in_full():
     state = worker.State(nn.BatchNorm1d(1).half(), wrap=None)
     entered(state)

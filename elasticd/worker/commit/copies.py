@@ -4,6 +4,7 @@ summed."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from elasticd.worker.values import randomness
 from elasticd.worker.values.contents import Contents
 from elasticd.worker.values.plaindata import alike, copied, with_tensors
 
+_log = logging.getLogger(__name__)
 LOOKS = 8  # the number of first commits at which large buffers are compared with their copies
 LOOK_EVERY = 64  # after that, large buffers are compared at every 64th commit
 
@@ -34,6 +36,7 @@ class LastCommit:
 
     def __init__(self, contents: Contents) -> None:
         self.kept: dict[str, Any] = {}
+        self._warned = False
         self._plain, self._optimizers = contents.plain, contents.optimizers
         self._stateful = contents.stateful
         for name, whole in contents.modules.items():
@@ -45,6 +48,7 @@ class LastCommit:
         """Copy from these modules, and restore to them, from now on: they are others for each world if the
         model is sharded. The last copy stays."""
         modules = contents.modules
+        self._modules = modules
         self._buffers = [
             (module._buffers, name)
             for whole in modules.values()
@@ -115,6 +119,7 @@ class LastCommit:
         """
         if self._keeps < LOOKS or self._keeps % LOOK_EVERY == 0:
             self._find_unversioned()
+            self._warn_of_new_buffers()
         self._keeps += 1
         kept = self.kept["buffers"] if self.kept else [None] * len(self._buffers)
         buffers: list[torch.Tensor | None] = []
@@ -138,6 +143,26 @@ class LastCommit:
             torch._foreach_copy_(copies, changed)
         self._versions = [_version(owner.get(name)) for owner, name in self._buffers]
         return buffers
+
+    def _warn_of_new_buffers(self) -> None:
+        """Warn of the first buffer that a module got after ``follow``, as in its first forward pass."""
+        if self._warned or sum([len(part._buffers) for part in self._parts]) <= len(self._buffers):
+            return
+        self._warned = True
+        known = {(id(owner), name) for owner, name in self._buffers}
+        name, path, key = next(
+            (name, path, key)
+            for name, whole in self._modules.items()
+            for path, part in whole.named_modules()
+            for key in part._buffers
+            if (id(part._buffers), key) not in known
+        )
+        _log.warning(
+            "the buffer %s of %s was registered after State was made, and is not kept: register it in the "
+            "module's __init__",
+            f"{path}.{key}".lstrip("."),
+            name,
+        )
 
     def _is_as_kept(self, number: int, buffer: torch.Tensor) -> bool:
         """Whether this is a large buffer with the same version as its copy, and its versions are reliable."""
