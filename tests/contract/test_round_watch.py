@@ -27,7 +27,8 @@ def of(number: int, names: list[str] = NAMES, phase: Phase = Phase.LIVE) -> Roun
 
 
 def writes(whole: Round, *, parts: bool = True) -> tuple[Write, ...]:
-    record, puts = round_parts.split(whole, SIZES)
+    record = round_parts.record_of(whole, SIZES)
+    puts = round_parts.parts_of(whole, record)
     return (*(puts if parts else ()), Put("round", record))
 
 

@@ -293,7 +293,9 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
     # A process that ended while it waited, just before its round began, was not told the round's number.
     if crew is None or crew.round.number < event.round or exit.slot not in crew.alive:
         return
-    exit = replace(exit, rank=crew.member.rank_of(exit.slot))
+    number = event.round
+    if not number:  # a standby that has just become a member: until then its rank was a guess
+        number, exit = crew.round.number, replace(exit, rank=crew.member.rank_of(exit.slot))
     life, order = crew.workers[exit.slot], crew.order
     if life is Life.FAILING:
         exit = replace(exit, raised=True)
@@ -319,9 +321,7 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
     if by_itself:
         log = exit.log if exit.failed else ""
         do.reasons.append(
-            WorkerEnded(
-                crew.round.number, exit.slot, exit.rank, exit.code, exit.message, exit.hung, log, exit.at
-            )
+            WorkerEnded(number, exit.slot, exit.rank, exit.code, exit.message, exit.hung, log, exit.at)
         )
     if missed or (end is Life.FAILED and _trains(do)):
         leave(do, False, SIGTERM, do.state.policy.broken_s)
