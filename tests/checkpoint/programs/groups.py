@@ -45,8 +45,9 @@ def connected(before: set[tuple[str, str]]) -> list[set[int]]:
     """Return the ranks that each rank has connected to since it had the connections ``before``."""
     made: list[set[tuple[str, str]]] = [set()] * SIZE
     dist.all_gather_object(made, connections() - before)
-    rank_at = {end: rank for rank, mine in enumerate(made) for end, _ in mine}
-    return [{rank_at[other] for _, other in mine} for mine in made]
+    # By both ends: the kernel may give two ranks the same port for connections to different ends.
+    rank_of = {pair: rank for rank, mine in enumerate(made) for pair in mine}
+    return [{rank_of[other, own] for own, other in mine} for mine in made]
 
 
 def same_answers(ranks: RankGroup) -> None:
