@@ -42,19 +42,22 @@ def parse_folder(name: str) -> Folder | None:
     return Folder(int(match["step"]), int(match["round"]), match["token"], int(match["seq"]))
 
 
-def age_of(name: str) -> tuple[int, int, int]:
-    """Return ``Folder.age`` of a checkpoint with this name. Raises ValueError."""
+def folder_of(name: str) -> Folder:
+    """Return the parts of a checkpoint's name. Raises ValueError."""
     there = parse_folder(name)
     if there is None:
         raise ValueError(f"{name!r} is no checkpoint's name")
-    return there.age
+    return there
+
+
+def age_of(name: str) -> tuple[int, int, int]:
+    """Return ``Folder.age`` of a checkpoint with this name. Raises ValueError."""
+    return folder_of(name).age
 
 
 def require_name(name: str, step: int, round: int, world: int) -> None:
     """Raise ValueError unless ``world`` workers may have saved this step of this round under that name."""
-    there = parse_folder(name)
-    if there is None:
-        raise ValueError(f"{name!r} is no checkpoint's name")
+    there = folder_of(name)
     if (there.step, there.round) != (step, round):
         raise ValueError(f"{name} is not of step {step} and round {round}")
     if not 0 < world <= WORLD_MAX:

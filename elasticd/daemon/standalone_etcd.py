@@ -70,9 +70,7 @@ class StandaloneEtcd:
         """Start the server, and again whenever it dies. Its data and leases survive the restart."""
         while True:
             self._died.clear()
-            if (
-                self._ending.is_set()
-            ):  # looked at after the clear, which may have undone the wake-up of __exit__
+            if self._ending.is_set():  # not before the clear, which may undo what __exit__ has set
                 return
             try:
                 self._server.start()

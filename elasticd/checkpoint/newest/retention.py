@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elasticd.core.checkpoint_names import age_of, parse_folder
+from elasticd.core.checkpoint_names import folder_of
 from elasticd.core.facts import Checkpoint, Saved
 
 
@@ -38,12 +38,6 @@ def kept(saved: Sequence[Saved], keep: Keep) -> tuple[Saved, ...]:
     return tuple(s for s in saved if s.name in stay)
 
 
-def _token_of(saved: Saved) -> str:
-    """Return what the names of all saves of one world have in common."""
-    there = parse_folder(saved.name)
-    return there.token if there is not None else ""
-
-
 class CommitRefused(ValueError):
     """The checkpoint may not be committed. The message is one sentence."""
 
@@ -67,7 +61,8 @@ def commit(known: Checkpoint, new: Saved, keep: Keep) -> Commit:
             raise CommitRefused(
                 f"step {new.step} is of round {new.round}, and round {newest.round} has committed since"
             )
-        again = _token_of(new) == _token_of(newest) and age_of(new.name) > age_of(newest.name)
+        this, last = folder_of(new.name), folder_of(newest.name)
+        again = this.token == last.token and this.age > last.age
         if new.round == newest.round and new.step <= newest.step and not again:
             raise CommitRefused(f"step {new.step} is not newer than step {newest.step} of the same round")
     return Commit(replace(known, saved=kept((*known.saved, new), keep)))
