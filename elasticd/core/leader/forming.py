@@ -37,7 +37,7 @@ def form_or_wait(
             return Plan(wake_at=until, reasons=(*reasons, Settling(have, spec.limits.max, until)))
     facts = view.spec, view.round, view.budget, view.nodes, view.reports
     if view.seated.hold(facts):
-        return _form(view, spec, round, budget, reasons, view.seated.members, now)
+        return _write_round(view, spec, round, budget, reasons, view.seated.members, now)
     nodes, limits = view.roll.candidates(), spec.limits
     members = seating.form(nodes, round, limits, budget.quarantines, now, view.roll.newest_holders)
     if members.workers < limits.min:
@@ -46,10 +46,10 @@ def form_or_wait(
             return _wait(view, round, budget, reasons, _too_small(spec, round, lacking), now)
     if len(members) > SEATED_AT_ONCE:
         return Plan(wake_at=now, seated=Seated(facts, members))
-    return _form(view, spec, round, budget, reasons, members, now)
+    return _write_round(view, spec, round, budget, reasons, members, now)
 
 
-def _form(
+def _write_round(
     view: View,
     spec: Spec,
     round: Round,
@@ -58,7 +58,7 @@ def _form(
     members: Members,
     now: float,
 ) -> Plan:
-    """Write the round of these members, or first a handover round."""
+    """Return the transaction that writes the round of these members, or first a handover round."""
     formed = _formed(view, spec, round, members, now)
     said = RoundFormed(formed.number, formed.world_size, len(formed.members), formed.cause)
     plan = write(view, formed, budget, (*reasons, said))
