@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final
-
-import msgspec
 
 from elasticd.channel import framing
 from elasticd.channel.codec import ChannelClosed, Codec
 from elasticd.channel.framing import Channel, QueuedChannel
 from elasticd.checkpoint.format import metadata
-from elasticd.checkpoint.format.manifest import BadCheckpoint, decode_index
+from elasticd.checkpoint.format.layout import index_of
+from elasticd.checkpoint.format.manifest import BadCheckpoint, encode_index
 from elasticd.checkpoint.replication.replicas import Offer
 from elasticd.core.facts import Checkpoint, SaverAddress
 
@@ -226,7 +225,8 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True)
 class ShardHeld:
-    """The message carries two files: the memory of the shard of ``rank``, and the shard's ``Layout``."""
+    """The message carries two files: the memory of the shard of ``rank``, and the encoded
+    index of the state, which only the shard of rank 0 has."""
 
     rank: int
 
@@ -361,35 +361,60 @@ def descends_from(sock: socket.socket, agent: int) -> bool:
     return pid == agent > 0
 
 
-@dataclass(frozen=True)
 class Layout:
-    """Where the tensors and objects of all checkpoints of a plan are: the encoded ``Index`` of all shards.
-    Empty except from rank 0, whose saver commits."""
+    """Where the tensors and objects of all checkpoints of a plan are. ``shares``: what all ranks have and
+    write (``encode_shares``). Empty except from rank 0, whose saver commits."""
 
-    index: bytes
+    def __init__(self, shares: bytes) -> None:
+        self._shares = shares
+        self._described: tuple[bytes, bytes] | None = None
+        self._lock = threading.Lock()  # the index is made once, whichever thread needs it first
 
-    @cached_property
+    @property
+    def index(self) -> bytes:
+        """The encoded ``Index`` of all shards, or empty without shares. Raises BadCheckpoint if the shares
+        are not valid."""
+        return self._describe()[0] if self._shares else b""
+
+    @property
     def metadata(self) -> bytes:
-        """DCP's ``.metadata`` of the shards. Raises BadCheckpoint if the index is not valid."""
-        try:
-            return metadata.made_of(decode_index(self.index))
-        except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
-            raise BadCheckpoint(f"the index of its shards cannot be read: {error}") from error
+        """DCP's ``.metadata`` of the shards. Raises BadCheckpoint if the shares are not valid."""
+        return self._describe()[1]
+
+    def _describe(self) -> tuple[bytes, bytes]:
+        with self._lock:
+            if self._described is None:
+                try:
+                    index = index_of(self._shares)
+                    self._described = encode_index(index), metadata.made_of(index)
+                except (ValueError, LookupError, OverflowError, RecursionError) as error:
+                    raise BadCheckpoint(f"the index of its shards cannot be made: {error}") from error
+            return self._described
 
     def file(self) -> int:
-        """Return a file in memory for ``PlanShard`` and ``ShardHeld``. The caller closes the file."""
-        fd = os.memfd_create("elasticd-plan", os.MFD_CLOEXEC)
-        with open(fd, "wb", closefd=False) as file:
-            file.write(_LENGTH.pack(len(self.index)) + self.index)
-        return fd
+        return memory_file(self._shares)
 
     @classmethod
     def of(cls, fd: int) -> Layout:
         """Read a file that ``file`` made. Raises ValueError if the content is not valid, and OSError."""
-        there = min(os.fstat(fd).st_size, _LAYOUT_BYTES_MAX)
-        if there < _LENGTH.size:
-            raise ValueError("the layout is cut off")
-        (size,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, 0))
-        if _LENGTH.size + size > there:
-            raise ValueError(f"the layout has {there} bytes in place of {_LENGTH.size + size}")
-        return cls(os.pread(fd, size, _LENGTH.size))
+        return cls(read_memory_file(fd))
+
+
+def memory_file(content: bytes) -> int:
+    """Return a file in memory for ``PlanShard`` or ``ShardHeld``. The caller closes the file."""
+    fd = os.memfd_create("elasticd-plan", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(_LENGTH.pack(len(content)) + content)
+    return fd
+
+
+def read_memory_file(fd: int) -> bytes:
+    """Return the content of a file that ``memory_file`` made. Raises ValueError if the file is not valid, and
+    OSError."""
+    there = min(os.fstat(fd).st_size, _LAYOUT_BYTES_MAX)
+    if there < _LENGTH.size:
+        raise ValueError("the layout is cut off")
+    (size,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, 0))
+    if _LENGTH.size + size > there:
+        raise ValueError(f"the layout has {there} bytes in place of {_LENGTH.size + size}")
+    return os.pread(fd, size, _LENGTH.size)

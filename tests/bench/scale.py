@@ -23,15 +23,17 @@ from typing import Any
 import msgspec
 
 from elasticd.checkpoint.client.packs import packed
-from elasticd.checkpoint.client.save_plan import (
-    RankContent,
+from elasticd.checkpoint.client.save_plan import RankContent, share_out
+from elasticd.checkpoint.format.layout import (
+    Box,
+    Holding,
     RankShare,
-    TensorPart,
-    index_of,
+    StateForm,
+    TensorForm,
+    box_of,
+    encode_shares,
     lay_out,
-    share_out,
 )
-from elasticd.checkpoint.format.manifest import encode_index
 from elasticd.checkpoint.replication.wire import HEAD
 from elasticd.core import agent, gathered
 from elasticd.core.age import Age
@@ -814,40 +816,53 @@ class Planning:
 
 def plan_of_a_checkpoint(ranks: int, shards: int) -> Planning:
     """Plan a checkpoint. ``shards``: the ranks that hold one copy of the model together."""
-    encoded = [msgspec.json.encode(_content_of_a_gpt(shard, shards)) for shard in range(shards)]
-    # RankGroup.collect: four numbers; unless all ranks are alike, also two packs with their sizes from each
-    # node, of the ranks' digests and of what they are asked for, and the kinds
+    form = msgspec.json.encode(_form_of_a_gpt())
+    encoded = [msgspec.json.encode(_holding_of_a_gpt(shard, shards)) for shard in range(shards)]
+    # RankGroup.collect, twice: four numbers; unless all ranks are alike, also two packs with their sizes from
+    # each node, of the ranks' digests and of what they are asked for, and the kinds
     digests = packed([bytes([rank % shards] * 14) for rank in range(WORKERS)])
     told = len(digests) + len(packed([b""] * WORKERS)) + 2 * 8
-    received = 4 * 8 + (0 if shards == 1 else ranks // WORKERS * told + sum(map(len, encoded)))
+    received = 8 * 8 + (0 if shards == 1 else ranks // WORKERS * told + sum(map(len, encoded)))
     began = time.thread_time()
-    kinds = [msgspec.json.decode(raw, type=RankContent) for raw in encoded]
+    one = msgspec.json.decode(form, type=StateForm)
+    kinds = [RankContent(one, msgspec.json.decode(raw, type=Holding)) for raw in encoded]
     held = [kinds[rank % shards] for rank in range(ranks)]
     shares = share_out(held)
     sent = [msgspec.json.encode(share) if share else b"" for share in shares]
-    given = len(encode_index(index_of(held, shares)))
+    given = len(encode_shares([form] * ranks, [encoded[rank % shards] for rank in range(ranks)], sent))
     first_s = time.thread_time() - began
-    raw = max(sent[1:], key=len)
+    rank = max(range(1, ranks), key=lambda rank: len(sent[rank]))
     began = time.thread_time()
-    lay_out(1, msgspec.json.decode(raw, type=RankShare))
-    return Planning(first_s, received, given, time.thread_time() - began, len(raw))
+    lay_out(rank, one, held[rank].holding, msgspec.json.decode(sent[rank], type=RankShare))
+    return Planning(first_s, received, given, time.thread_time() - began, len(sent[rank]))
 
 
-def _content_of_a_gpt(shard: int, shards: int, layers: int = 24, width: int = 2048) -> RankContent:
-    """Return the parts of the model and of its optimizer that a rank has."""
+def _form_of_a_gpt(layers: int = 24, width: int = 2048) -> StateForm:
+    """Return the tensors of the model and of its optimizer."""
     layer = {"ln_1.weight": (width,), "ln_1.bias": (width,), "ln_2.weight": (width,), "ln_2.bias": (width,)}
     for name, *shape in (("qkv", 3 * width, width), ("proj", width, width), ("fc", 4 * width, width)):
         layer |= {f"{name}.weight": tuple(shape), f"{name}.bias": tuple(shape[:1])}
     layer |= {"out.weight": (width, 4 * width), "out.bias": (width,)}
     shapes = {"wte": (50304, width), "wpe": (2048, width)}
     shapes |= {f"h.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
-    parts = tuple(
-        TensorPart(f"{kind}.{name}", "float32", 4, shape, (shard * rows, *(0 for _ in rest)), (rows, *rest))
-        for kind in ("model", "exp_avg", "exp_avg_sq")
-        for name, shape in shapes.items()
-        for rows, *rest in ((shape[0] // shards, *shape[1:]),)
+    return StateForm(
+        tuple(
+            TensorForm(f"{kind}.{name}", (kind, name), "float32", 4, shape)
+            for kind in ("model", "exp_avg", "exp_avg_sq")
+            for name, shape in shapes.items()
+        )
     )
-    return RankContent(parts, {"random": 6000, "step": 200}, {part.key: (part.key,) for part in parts})
+
+
+def _holding_of_a_gpt(shard: int, shards: int) -> Holding:
+    """Return what a rank has of the model and of its optimizer."""
+    boxes: list[Box | None] = []
+    for tensor in _form_of_a_gpt().tensors:
+        most, rest = -(-tensor.shape[0] // shards), tensor.shape[1:]
+        first = min(shard * most, tensor.shape[0])
+        rows = min(most, tensor.shape[0] - first)
+        boxes.append(box_of((first, *(0 for _ in rest)), (rows, *rest)) if rows else None)
+    return Holding(tuple(boxes), {"random": (6000, ("random",)), "step": (200, ("step",))})
 
 
 def moves_in_a_new_world(ranks: int) -> tuple[float, int]:

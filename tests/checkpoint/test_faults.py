@@ -22,7 +22,6 @@ import pytest
 from elasticd.channel.codec import ChannelClosed
 from elasticd.channel.framing import close_all
 from elasticd.checkpoint import protocol
-from elasticd.checkpoint.format.manifest import Index, encode_index, shard_name
 from elasticd.checkpoint.newest.pointer import POINTER, FilePointer
 from elasticd.checkpoint.protocol import (
     SAVER_TO_WORKER,
@@ -52,6 +51,7 @@ from elasticd.checkpoint.storage import disk
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.faults import Helper, check, commit, filled, held_by, served
+from tests.daemon.handing_over import NO_SHARES
 
 TRIES = 100
 TRIES_OF_WORKERS = 25  # each begins with a load
@@ -418,7 +418,7 @@ def joins(tmp_path: Path) -> Iterator[Joins]:
             line.send(
                 OpenWorld(str(path), token, rank, world, round, round, ranks, holder="", last=3, every=0)
             )
-            layout = Layout(encode_index(Index([shard_name(0)], {}, {}, {}))).file()
+            layout = Layout(NO_SHARES).file()
             line.send(PlanShard(1, 64), (layout,))
             os.close(layout)
             memory = Memory.make(64)

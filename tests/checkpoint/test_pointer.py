@@ -12,9 +12,7 @@ import pytest
 from elasticd.checkpoint.format.manifest import (
     MANIFEST,
     BadCheckpoint,
-    Index,
     Unreadable,
-    encode_index,
     shard_name,
 )
 from elasticd.checkpoint.newest.pointer import POINTER, FilePointer, _saved_by
@@ -26,8 +24,7 @@ from elasticd.checkpoint.storage import CheckpointStore
 from elasticd.checkpoint.storage.disk import Disk
 from elasticd.core.checkpoint_names import folder_name
 from tests.checkpoint.conftest import store_of
-
-INDEX = encode_index(Index([shard_name(0)], {}, {}, {}))
+from tests.daemon.handing_over import NO_SHARES
 
 
 @pytest.fixture(params=["disk", "foldered", "memory"])
@@ -46,7 +43,7 @@ class Job:
     def commit(self, *steps: int) -> None:
         for step in steps:
             name = folder_name(step, self.world.round, "0000000a", step)
-            save = PendingSave(name, step, 1.0, 0.0, Layout(INDEX))
+            save = PendingSave(name, step, 1.0, 0.0, Layout(NO_SHARES))
             save.files = {0: self.store.write(f"{name}/{shard_name(0)}", memoryview(b"shard"))}
             self.committing.commit(self.world, save)
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 import boto3
 import pytest
 
-from elasticd.checkpoint.format.manifest import File, Index, encode_index, shard_name
+from elasticd.checkpoint.format.layout import encode_shares
+from elasticd.checkpoint.format.manifest import File, shard_name
 from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.newest.retention import Keep
 from elasticd.checkpoint.protocol import Layout
@@ -260,7 +261,7 @@ def test_what_other_nodes_have_written_is_asked_for_once_a_node(s3, where):
     def node(n: int) -> tuple[SavingWorld, PendingSave]:
         ranks = range(n * slots, (n + 1) * slots)
         world = SavingWorld(store, "0000000a", 1, 1, nodes * slots, frozenset(ranks), Keep(3))
-        save = PendingSave(name, 5, 1.0, time.monotonic(), Layout(encode_index(Index([], {}, {}, {}))))
+        save = PendingSave(name, 5, 1.0, time.monotonic(), Layout(encode_shares([], [], [])))
         save.files = {rank: File(shard_name(rank), 1, ["0" * 16]) for rank in ranks}
         return world, save
 

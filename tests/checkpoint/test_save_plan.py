@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
+from itertools import chain
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.checkpoint.client import save_plan
 from elasticd.checkpoint.client.save_plan import (
-    PART_MAX,
     SHARE_MIN,
     WHOLE_BELOW,
     WRITERS,
     RankContent,
-    TensorPart,
-    deal,
-    index_of,
     share_out,
     writers,
 )
+from elasticd.checkpoint.format.layout import (
+    PART_MAX,
+    Box,
+    Holding,
+    RankShare,
+    StateForm,
+    TensorForm,
+    TensorPart,
+    box_of,
+    encode_shares,
+    index_of,
+    lay_out,
+)
+from elasticd.checkpoint.format.manifest import BadCheckpoint, Blob
+from elasticd.checkpoint.protocol import Layout
 
 
 def whole(key: str, *shape: int) -> TensorPart:
     return TensorPart(key, "float32", 4, shape, (0,) * len(shape), shape)
+
+
+def form(part: TensorPart) -> TensorForm:
+    return TensorForm(part.key, (part.key,), part.dtype, part.itemsize, part.shape)
+
+
+def content(parts: Sequence[TensorPart], buffers: Sequence[str] = ()) -> RankContent:
+    boxes = tuple(box_of(part.offsets, part.sizes) for part in parts)
+    return RankContent(StateForm(tuple(map(form, parts)), tuple(buffers)), Holding(boxes, {}))
+
+
+def planned(held: Sequence[RankContent]) -> list[list[TensorPart]]:
+    """Return the parts that each rank writes."""
+    laid_out = (
+        lay_out(0, its.form, its.holding, share) for its, share in zip(held, share_out(held), strict=True)
+    )
+    return [[part for part, _ in shard.parts] for shard in laid_out]
+
+
+def deal(held: Sequence[Sequence[TensorPart]], buffers: Sequence[str] = ()) -> list[list[TensorPart]]:
+    return planned([content(parts, buffers) for parts in held])
 
 
 def rows(part: TensorPart) -> set[tuple[str, int]]:
@@ -72,17 +108,28 @@ def test_a_shard_that_two_of_four_have_is_written_by_one_of_them():
     assert all(p.offsets[0] == 4 * (rank % 2) for rank, its in enumerate(dealt) for p in its)
 
 
+def test_replicas_of_a_shard_write_half_of_its_tensors_each():
+    def shard(n: int) -> list[TensorPart]:
+        return [TensorPart(f"w{k}", "float32", 4, (8, 2), (4 * n, 0), (4, 2)) for k in range(6)]
+
+    kinds = [content(shard(0)), content(shard(1))]
+    kinds[1] = RankContent(kinds[0].form, kinds[1].holding)
+    dealt = planned([kinds[0], kinds[1], kinds[0], kinds[1]])
+    assert [[p.key for p in its] for its in dealt] == [["w0", "w2", "w4"]] * 2 + [["w1", "w3", "w5"]] * 2
+    assert all(p.offsets[0] == 4 * (rank % 2) for rank, its in enumerate(dealt) for p in its)
+
+
 def test_a_part_larger_than_a_frame_is_cut(monkeypatch):
     part = whole("w", 3000, PART_MAX // 4000)
     [its] = deal([[part]])
-    assert sum(p.size for p in its) == part.size and all(p.size <= save_plan.PART_MAX for p in its)
+    assert sum(p.size for p in its) == part.size and all(p.size <= PART_MAX for p in its)
 
 
 @given(SHAPES, SHAPES, st.integers(1, 9))
 def test_what_may_differ_is_written_by_the_first_rank_and_the_rest_evenly_by_all(shapes, buffers, world):
     parts = [whole(f"t{n}", *shape) for n, shape in enumerate(shapes)]
     together = [whole(f"b{n}", *shape) for n, shape in enumerate(buffers)]
-    dealt = deal([[*together, *parts]] * world, {part.key for part in together})
+    dealt = deal([[*together, *parts]] * world, [part.key for part in together])
     written = [row for its in dealt for part in its for row in sorted(rows(part))]
     assert sorted(written) == sorted(row for part in (*parts, *together) for row in rows(part))
     assert [part for part in dealt[0] if part.key.startswith("b")] == together
@@ -92,28 +139,117 @@ def test_what_may_differ_is_written_by_the_first_rank_and_the_rest_evenly_by_all
         assert sum(p.size for p in its) <= max(begun, total / world) + 2 * max(grain, WHOLE_BELOW)
 
 
-def part(key: str, first: int, count: int) -> TensorPart:
-    return TensorPart(key, "float32", 4, (9, 7000), (first, 0), (count, 7000))
-
-
-PARTS = st.lists(st.builds(part, st.sampled_from("abc"), st.integers(0, 4), st.integers(0, 4)), unique=True)
-CONTENTS = st.builds(
-    lambda parts, rooms, buffers: RankContent(
-        tuple(parts), rooms, {key: (key,) for key in rooms}, tuple(buffers)
-    ),
-    PARTS,
-    st.dictionaries(st.sampled_from("xyz"), st.integers(1, 99)),
-    st.sets(st.sampled_from("abc"), max_size=1),
+FORMS = {key: TensorForm(key, (key,), "float32", 4, (9, 7000)) for key in "abc"}
+BOXES: st.SearchStrategy[Box | None] = st.none() | st.builds(
+    lambda first, count: box_of((first, 0), (count, 7000)), st.integers(0, 4), st.integers(0, 4)
 )
 
 
+@st.composite
+def contents(draw: st.DrawFn) -> RankContent:
+    boxes = draw(st.dictionaries(st.sampled_from("abc"), BOXES))
+    rooms = draw(st.dictionaries(st.sampled_from("xyz"), st.integers(1, 99)))
+    buffers = draw(st.sets(st.sampled_from("abc"), max_size=1))
+    tensors = tuple(FORMS[key] for key in boxes)
+    objects: dict[str, tuple[int, tuple[str | int, ...]]] = {key: (n, (key,)) for key, n in rooms.items()}
+    return RankContent(StateForm(tensors, tuple(buffers)), Holding(tuple(boxes.values()), objects))
+
+
 @settings(max_examples=200)
-@given(st.lists(CONTENTS, min_size=1, max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=9))
-def test_the_plan_is_the_same_without_the_shortcut_for_equal_ranks(kinds, ranks):
+@given(
+    st.lists(contents(), min_size=1, max_size=3),
+    st.lists(st.integers(0, 2), min_size=1, max_size=9),
+    st.booleans(),
+)
+def test_each_part_is_written_once_by_a_rank_that_holds_the_part(kinds, ranks, known):
     held = [kinds[n % len(kinds)] for n in ranks]
-    apart = [copy(content) for content in held]
-    assert share_out(held) == share_out(apart)
-    assert index_of(held, share_out(held)) == index_of(apart, share_out(apart))
+    if not known:  # which ranks have all alike
+        held = [RankContent(copy(its.form), copy(its.holding)) for its in held]
+    has = [
+        {
+            row
+            for tensor, box in zip(its.form.tensors, its.holding.boxes, strict=True)
+            if box is not None
+            for row in rows_of(tensor.part(box))
+        }
+        for its in held
+    ]
+    boxes = {
+        (tensor.key, box)
+        for its in held
+        for tensor, box in zip(its.form.tensors, its.holding.boxes, strict=True)
+        if box is not None
+    }
+    written = [rows_of(part) for its in planned(held) for part in its]
+    expected = [rows_of(FORMS[key].part(box)) for key, box in boxes]
+    assert sorted(chain.from_iterable(written)) == sorted(chain.from_iterable(expected))
+    for its, had in zip(planned(held), has, strict=True):
+        assert all(set(rows_of(part)) <= had for part in its)
+
+
+def rows_of(part: TensorPart) -> list[tuple[str, int]]:
+    return [(part.key, part.offsets[0] + n) for n in range(part.sizes[0])]
+
+
+def test_the_index_that_the_saver_makes_has_each_part_where_its_rank_lays_it_out():
+    forms = StateForm(tuple(FORMS.values()))
+    held = [
+        RankContent(
+            forms,
+            Holding(
+                (box_of((3 * rank, 0), (3, 7000)), box_of((0, 0), (9, 7000)), None),
+                {f"seen{rank}": (99, (f"seen{rank}",))},
+            ),
+        )
+        for rank in range(3)
+    ]
+    shares = share_out(held)
+    index = index_of(encoded(held, shares))
+    assert [chunk.offsets for chunk in index.tensors["a"].chunks] == [(0, 0), (3, 0), (6, 0)]
+    assert sorted(index.paths) == ["a", "b", "c", "seen0", "seen1", "seen2"]
+    for rank, (its, share) in enumerate(zip(held, shares, strict=True)):
+        shard = lay_out(rank, its.form, its.holding, share)
+        places = [
+            (key, chunk.offsets, chunk.sizes, chunk.at)
+            for key, tensor in index.tensors.items()
+            for chunk in tensor.chunks
+            if chunk.file == rank
+        ]
+        assert places == [(part.key, part.offsets, part.sizes, at) for part, at in shard.parts]
+        assert index.blobs[f"seen{rank}"] == Blob(rank, *shard.blobs[0][1:])
+
+
+def encoded(held: Sequence[RankContent], shares: Sequence[RankShare]) -> bytes:
+    forms, holdings = (
+        [msgspec.json.encode(getattr(its, name)) for its in held] for name in ("form", "holding")
+    )
+    return encode_shares(forms, holdings, [msgspec.json.encode(its) if its else b"" for its in shares])
+
+
+TWO = RankContent(StateForm((form(whole("w", 2)),)), Holding(("0,2",), {}))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        encoded([TWO, TWO], [RankShare((0,))] * 2),  # twice
+        encoded([TWO], [RankShare((1,))]),
+        encoded([TWO], [RankShare(parts=(TensorPart("w", "float32", 4, (2,), (0,), (-2,)),))]),
+        encoded([TWO], [RankShare(parts=(TensorPart("w", "float32", 4, (2,), (1,), (2,)),))]),
+        *(
+            encoded([RankContent(TWO.form, Holding((box,), {}))], [RankShare((0,))])
+            for box in ("", "0", "0,1,2", "0,x", "1,2", "-1,2")
+        ),
+        encoded([TWO], [RankShare((0,))]).replace(b"[[0,0,0]]", b"[[0,0,1]]"),
+        encoded([TWO], [RankShare((0,))]).replace(b'"path"', b'"other"').replace(b'["w"]', b"[]"),
+    ],
+)
+def test_shares_of_which_nothing_could_be_loaded_are_refused(raw: bytes):
+    layout = Layout(raw)
+    with pytest.raises(BadCheckpoint, match="^the index of its shards cannot be made: "):
+        _ = layout.metadata
 
 
 @given(st.integers(1, 3 * WRITERS), st.data())

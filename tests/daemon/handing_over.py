@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 
+import msgspec
+
 from elasticd.checkpoint import protocol
-from elasticd.checkpoint.format.manifest import Index, encode_index, shard_name
+from elasticd.checkpoint.format.layout import Holding, StateForm, encode_shares
 from elasticd.checkpoint.protocol import Layout, OpenWorld, PlanShard, SaverChannel, SaveShard, ShareBuffer
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.core.checkpoint_names import folder_name
+
+# Of a world of one rank, which has nothing to save.
+NO_SHARES = encode_shares([msgspec.json.encode(StateForm(()))], [msgspec.json.encode(Holding((), {}))], [b""])
 
 
 def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) -> SaverChannel:
     """Save a step as the only worker of its world. ``last``: how many checkpoints are kept."""
     line = protocol.connect(saver)
     line.send(OpenWorld(store, f"{step:08x}", 0, 1, round, round, (0,), holder="", last=last, every=0))
-    layout = Layout(encode_index(Index([shard_name(0)], {}, {}, {}))).file()
+    layout = Layout(NO_SHARES).file()
     line.send(PlanShard(1, 64), (layout,))
     memory = Memory.make(64)
     line.send(ShareBuffer(1, 0), (memory.fd,))

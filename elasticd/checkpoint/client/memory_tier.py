@@ -21,7 +21,6 @@ from elasticd.checkpoint.protocol import (
     AskShards,
     Known,
     KnownUnreadable,
-    Layout,
     Offers,
     SaverAddresses,
     SaverChannel,
@@ -29,6 +28,7 @@ from elasticd.checkpoint.protocol import (
     SaverToWorker,
     ShardHeld,
     WorkerToSaver,
+    read_memory_file,
 )
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Offer, WholeState
@@ -123,10 +123,10 @@ class SaverQueries:
         HolderLost if the index is lost or not valid."""
         raw, node = b"", choice.holders[0][0]
         with self._near(choice.name) as shards:
-            for rank, memory, layout in shards:
+            for rank, memory, index_file in shards:
                 if rank == 0:
-                    raw, node = raw or Layout.of(layout).index, ""
-                close_all((memory, layout))
+                    raw, node = raw or read_memory_file(index_file), ""
+                close_all((memory, index_file))
         try:
             if not raw:
                 with PeerSaver(self._savers({node})[node]) as peer:
@@ -145,8 +145,8 @@ class SaverQueries:
         near: dict[int, int] = {}
         try:
             with self._near(choice.name) as shards:
-                for rank, memory, layout in shards:
-                    close_all((layout,) if rank not in near else (layout, memory))
+                for rank, memory, index_file in shards:
+                    close_all((index_file,) if rank not in near else (index_file, memory))
                     near.setdefault(rank, memory)
         except BaseException:
             close_all(near.values())
@@ -156,15 +156,15 @@ class SaverQueries:
     @contextlib.contextmanager
     def _near(self, name: str) -> Iterator[Iterator[tuple[int, int, int]]]:
         """Give the shards of the state that this node has: the rank, and the open files of the memory and the
-        layout. Unread answers are dropped if the block fails."""
+        index. Unread answers are dropped if the block fails."""
 
         def shards() -> Iterator[tuple[int, int, int]]:
             for message, files in self._ask(AskShards(self._path, name)):
                 match message, files:
                     case AllHeld(), _:
                         return
-                    case ShardHeld(rank), [memory, layout]:
-                        yield rank, memory, layout
+                    case ShardHeld(rank), [memory, index_file]:
+                        yield rank, memory, index_file
 
         try:
             yield shards()

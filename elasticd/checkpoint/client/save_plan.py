@@ -1,161 +1,98 @@
-"""Plan a save: which rank writes which part of the state, each part once, and where the part lies in the
-shard. Rank 0 gives each rank its share; each rank lays its share out."""
+"""Plan a save: which rank writes which part of the state, each part once. Rank 0 gives each rank its
+share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import chain
-from math import prod
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
-from elasticd.checkpoint.format.frames import ALIGNMENT, tensor_frame
-from elasticd.checkpoint.format.manifest import Blob, Chunk, Index, Tensor, shard_name
+from elasticd.checkpoint.format.layout import (
+    Box,
+    Holding,
+    RankShare,
+    StateForm,
+    TensorForm,
+    TensorPart,
+    bounded,
+)
 
-_frame = lru_cache(maxsize=4096)(tensor_frame)
 _RANKS_NAMED: Final = 8
 WHOLE_BELOW: Final = 256 * 1024  # bytes; smaller tensors are not cut, since cutting them gains nothing
-# Bytes; a frame's length has 32 bits, and several threads can read the parts of a tensor.
-PART_MAX: Final = 1 << 30
 # A world of more ranks than ``WRITERS`` has further writers only if each of them has ``SHARE_MIN`` bytes:
 # each rank may read the files of all writers. The other ranks write no file.
 WRITERS: Final = 64
 SHARE_MIN: Final = 16 << 20
 
 
-class TensorPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A box of a tensor: its start in the whole tensor and its length, in each dimension."""
+class RankContent(msgspec.Struct, frozen=True, gc=False):
+    """The content of a rank's state. Ranks that have a part alike should have one object of the part, since
+    what is one object is looked at once."""
 
-    key: str
-    dtype: str
-    itemsize: int
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    form: StateForm
+    holding: Holding
 
-    @property
-    def size(self) -> int:
-        """The size in bytes."""
-        return prod(self.sizes) * self.itemsize
-
-    def rows(self, first: int, count: int) -> TensorPart:
-        """Return ``count`` rows of the part, from row ``first`` of the part."""
-        offsets = (self.offsets[0] + first, *self.offsets[1:])
-        sizes = (count, *self.sizes[1:])
-        return TensorPart(self.key, self.dtype, self.itemsize, self.shape, offsets, sizes)
+    def size(self, number: int) -> int:
+        """Return the bytes that the rank has of the tensor with the number."""
+        box = self.holding.boxes[number]
+        return self.form.tensors[number].part(box).size if box is not None else 0
 
 
-class RankContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The content of a rank's state: its parts of tensors, and its objects with the bytes to reserve for
-    each. ``buffers``: the tensors that are buffers of modules."""
-
-    parts: tuple[TensorPart, ...]
-    rooms: dict[str, int]
-    paths: dict[str, tuple[str | int, ...]]
-    buffers: tuple[str, ...] = ()
-
-
-class RankShare(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one rank writes: parts of tensors, and objects with the bytes to reserve for each."""
-
-    parts: tuple[TensorPart, ...] = ()
-    rooms: tuple[tuple[str, int], ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.parts or self.rooms)
-
-
-@dataclass(slots=True)
-class Shard:
-    """The shard that one rank writes. ``parts``: each with the offset of its data. ``blobs``: each with its
-    offset and reserved bytes. ``fixed``: bytes that never change."""
-
-    size: int = 0
-    parts: list[tuple[TensorPart, int]] = field(default_factory=list)
-    blobs: list[tuple[str, int, int]] = field(default_factory=list)
-    fixed: list[tuple[int, bytes]] = field(default_factory=list)
+_Kind = tuple[RankContent, list[int]]  # what some ranks have, and these ranks
 
 
 def share_out(held: Sequence[RankContent]) -> list[RankShare]:
     """Return the shares by rank. Raises ValueError, with the entry and the ranks, if an entry differs between
-    ranks.
-
-    ``held``: by rank. What ranks have alike is looked at once if it is one object (``RankGroup.collect``).
-    """
+    ranks. ``held``: by rank."""
     kinds = _alike(held)
     _require_alike(kinds)
     rooms: dict[int, list[tuple[str, int]]] = {}
     seen: set[str] = set()
     for its, ranks in kinds:
-        for key, room in its.rooms.items():
+        for key, (room, _) in its.holding.objects.items():
             if key not in seen:  # objects of one name are the same, and the first rank writes them
                 seen.add(key)
                 rooms.setdefault(ranks[0], []).append((key, room))
-    buffers = {key for its, _ in kinds for key in its.buffers}
-    dealt = deal([h.parts for h in held], buffers)
-    return [RankShare(parts, tuple(rooms.get(rank, ()))) for rank, parts in enumerate(dealt)]
+    own, dealt = _dealt(kinds)
+    return [
+        RankShare(own[rank], tuple(parts), tuple(rooms.get(rank, ()))) for rank, parts in enumerate(dealt)
+    ]
 
 
-def index_of(held: Sequence[RankContent], shares: Sequence[RankShare]) -> Index:
-    """Return the index of all shards. ``held`` and ``shares``: by rank, as of ``share_out``."""
-    index = Index([shard_name(rank) for rank in range(len(shares))], {}, {}, {})
-    for its, _ in _alike(held):
-        for key, path in its.paths.items():
-            index.paths.setdefault(key, path)
-    for rank, share in enumerate(shares):
-        if share:
-            lay_out(rank, share, index)
-    return index
-
-
-def lay_out(rank: int, share: RankShare, index: Index | None = None) -> Shard:
-    """Return the shard that the rank writes, and add the shard to the index, if one is given."""
-    shard = Shard()
-    for key, room in share.rooms:
-        shard.blobs.append((key, shard.size, room))
-        shard.size += _aligned(room)
-    for part in share.parts:
-        head, tail = _frame(part.dtype, part.sizes, part.size)
-        item, at = shard.size, shard.size + len(head)
-        end = at + part.size
-        shard.parts.append((part, at))
-        shard.fixed += ((item, head), (end, tail))
-        shard.size = _aligned(end + len(tail))
-        if index is not None:
-            tensor = index.tensors.get(part.key)
-            if tensor is None:
-                tensor = index.tensors[part.key] = Tensor(part.dtype, part.shape, [])
-            tensor.chunks.append(Chunk(rank, at, part.offsets, part.sizes, item, end + len(tail) - item))
-    if index is not None:
-        index.blobs.update({key: Blob(rank, at, room) for key, at, room in shard.blobs})
-    return shard
-
-
-_Kind = TypeVar("_Kind")
-
-
-def _alike(held: Sequence[_Kind]) -> list[tuple[_Kind, list[int]]]:
-    """Return each object once, with its ranks, in the order of the first ranks."""
-    found: dict[int, tuple[_Kind, list[int]]] = {}
+def _alike(held: Sequence[RankContent]) -> list[_Kind]:
+    """Return each content once, with its ranks, in the order of the first ranks."""
+    found: dict[tuple[int, int], _Kind] = {}
     for rank, its in enumerate(held):
-        found.setdefault(id(its), (its, []))[1].append(rank)
+        found.setdefault((id(its.form), id(its.holding)), (its, []))[1].append(rank)
+    return list(found.values())
+
+
+_ByForm = list[tuple[StateForm, list[tuple[Holding, list[int]]]]]
+
+
+def _by_form(kinds: Iterable[_Kind]) -> _ByForm:
+    found: dict[int, tuple[StateForm, list[tuple[Holding, list[int]]]]] = {}
+    for its, ranks in kinds:
+        found.setdefault(id(its.form), (its.form, []))[1].append((its.holding, ranks))
     return list(found.values())
 
 
 _Form = tuple[str, tuple[int, ...]]  # the type and the shape of a tensor
 
 
-def _require_alike(kinds: Iterable[tuple[RankContent, list[int]]]) -> None:
+def _require_alike(kinds: Sequence[_Kind]) -> None:
     said: dict[str, dict[_Form | None, list[list[int]]]] = {}
-    for its, ranks in kinds:
-        forms: dict[str, _Form | None] = {part.key: (part.dtype, part.shape) for part in its.parts}
-        for key, form in (*forms.items(), *((key, None) for key in its.rooms)):
-            said.setdefault(key, {}).setdefault(form, []).append(ranks)
+    for form, its in _by_form(kinds):
+        ranks = [*chain.from_iterable(ranks for _, ranks in its)]
+        for tensor in form.tensors:
+            said.setdefault(tensor.key, {}).setdefault((tensor.dtype, tensor.shape), []).append(ranks)
+    for content, ranks in kinds:
+        for key in content.holding.objects:
+            said.setdefault(key, {}).setdefault(None, []).append(ranks)
     for key, by_form in said.items():
         if len(by_form) > 1:
             where = {_said(form): sorted(chain.from_iterable(ranks)) for form, ranks in by_form.items()}
@@ -175,58 +112,120 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {some}{' and more' if len(ranks) > _RANKS_NAMED else ''}"
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _dealt(kinds: Sequence[_Kind]) -> tuple[list[tuple[int, ...]], list[list[TensorPart]]]:
+    """Return, by rank, the tensors of which the rank writes all that it has (``RankShare.own``), and the
+    parts of other tensors that it writes.
 
-
-def deal(
-    held: Sequence[Sequence[TensorPart]], together: AbstractSet[str] = frozenset()
-) -> tuple[tuple[TensorPart, ...], ...]:
-    """Return the parts that each rank writes, from the parts that each rank holds.
-
-    Parts that all ranks hold (replicas) are laid end to end and cut between rows into equal pieces. A part
-    that some ranks hold goes to the one of these ranks with the fewest bytes so far. ``together``: keys of
-    tensors that may differ between ranks; the first rank that holds such a tensor writes all of it.
+    Parts that all ranks hold (replicas) are laid end to end and cut between rows into equal pieces. Sharded
+    tensors are dealt by ``_own``. Any other part goes to the one of its ranks with the fewest bytes so far.
+    Buffers of modules may differ between ranks: the first rank that holds a buffer writes all of it.
     """
-    holders: dict[TensorPart, list[list[int]]] = {}  # the ranks, by what they have alike
-    for parts, ranks in _alike(held):
-        for part in parts:
-            holders.setdefault(part, []).append(ranks)
-    world = len(held)
-    dealt: list[list[TensorPart]] = [[] for _ in held]
+    world = sum(len(ranks) for _, ranks in kinds)
+    buffers = {key for its, _ in kinds for key in its.form.buffers}
+    dealt: list[list[TensorPart]] = [[] for _ in range(world)]
     load = [0] * world
-    everywhere = []
-    for part, groups in holders.items():
-        if part.key in together:
-            first = groups[0][0]
-            load[first] += part.size
-            dealt[first] += _bounded(part)
-    begun = load[0] if world > 1 else 0
-    some: dict[tuple[int, ...], list[TensorPart]] = {}  # parts by the first ranks of their groups
-    for part, groups in holders.items():
-        if part.key in together:
+
+    def give(part: TensorPart, rank: int) -> None:
+        load[rank] += part.size
+        dealt[rank] += bounded(part)
+
+    sharded: list[_HeldTensor] = []
+    everywhere: list[TensorPart] = []
+    others: dict[tuple[int, ...], tuple[list[int], list[TensorPart]]] = {}  # by the first ranks of the groups
+    for tensor in _held_tensors(kinds):
+        if tensor.is_sharded and len(tensor.ranks[0]) < world and tensor.form.key not in buffers:
+            sharded.append(tensor)
             continue
-        if len(groups) == 1 and len(groups[0]) == 1:  # of a large sharded model, nearly all parts
-            rank = groups[0][0]
-            load[rank] += part.size
-            dealt[rank] += _bounded(part)
-        elif sum(map(len, groups)) == world:
-            everywhere.append(part)
-        else:
-            some.setdefault(tuple(ranks[0] for ranks in groups), []).append(part)
-    for its in some.values():
-        ranks = [*chain.from_iterable(holders[its[0]])]
-        chosen = writers(ranks, world, sum(part.size for part in its))
+        for part, groups in tensor.parts():
+            ranks = [*chain.from_iterable(groups)]
+            if part.key in buffers:
+                give(part, ranks[0])
+            elif len(ranks) == world:
+                everywhere.append(part)
+            else:
+                others.setdefault(tuple(its[0] for its in groups), (ranks, []))[1].append(part)
+    begun = load[0] if world > 1 else 0
+    own = _own(kinds, sharded, world)
+    if others:
+        for content, ranks in kinds:
+            for rank in ranks:
+                load[rank] += sum(content.size(number) for number in own[rank])
+    for ranks, parts in others.values():
+        chosen = writers(ranks, world, sum(part.size for part in parts))
         heap = [(load[rank], rank) for rank in chosen]
         heapify(heap)
-        for part in its:
+        for part in parts:
             rank = heap[0][1]
-            load[rank] += part.size
+            give(part, rank)
             heapreplace(heap, (load[rank], rank))
-            dealt[rank] += _bounded(part)
     for rank, part in _sliced(everywhere, world, begun):
-        dealt[rank] += _bounded(part)
-    return tuple(map(tuple, dealt))
+        dealt[rank] += bounded(part)
+    return own, dealt
+
+
+def _own(kinds: Sequence[_Kind], sharded: Sequence[_HeldTensor], world: int) -> list[tuple[int, ...]]:
+    """Return, by rank, the sharded tensors of which the rank writes all that it has.
+
+    Ranks that have the same part have all alike: each of them writes some of the tensors. Such ranks are
+    nearly alike from part to part, so the tensors are dealt once.
+    """
+    own: list[tuple[int, ...]] = [()] * world
+    for form, its in _by_form(kinds):
+        numbers = [tensor.numbers[id(form)] for tensor in sharded if id(form) in tensor.numbers]
+        alike: dict[int, list[tuple[Holding, list[int]]]] = {}  # by the number of ranks
+        for holding, ranks in its:
+            alike.setdefault(len(ranks), []).append((holding, ranks))
+        for count, some in alike.items():
+            first = RankContent(form, some[0][0])
+            sizes = {number: first.size(number) for number in numbers}
+            heap = [(0, place) for place in writers(range(count), world, sum(sizes.values()))]
+            dealt: dict[int, list[int]] = {place: [] for _, place in heap}
+            for number, size in sizes.items():
+                load, place = heap[0]
+                heapreplace(heap, (load + size, place))
+                dealt[place].append(number)
+            for place, theirs in dealt.items():
+                share = tuple(theirs)
+                for _, ranks in some:
+                    own[ranks[place]] = share
+    return own
+
+
+@dataclass(slots=True)
+class _HeldTensor:
+    """A tensor, and which ranks hold which of its parts. ``numbers``: of the tensor in each form, by the
+    form's id. ``boxes``: parts, and ``ranks``: for each of them, ranks that hold the part and have all else
+    alike."""
+
+    form: TensorForm
+    numbers: dict[int, int] = field(default_factory=dict)
+    boxes: list[Box] = field(default_factory=list)
+    ranks: list[list[int]] = field(default_factory=list)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks that hold the same part have all else alike, too."""
+        return len(set(self.boxes)) == len(self.boxes) > 0
+
+    def parts(self) -> list[tuple[TensorPart, list[list[int]]]]:
+        """Return each part once, with the ranks that hold the part, by what they have alike."""
+        found: dict[Box, list[list[int]]] = {}
+        for box, ranks in zip(self.boxes, self.ranks, strict=True):
+            found.setdefault(box, []).append(ranks)
+        return [(self.form.part(box), groups) for box, groups in found.items()]
+
+
+def _held_tensors(kinds: Sequence[_Kind]) -> Iterable[_HeldTensor]:
+    found: dict[str, _HeldTensor] = {}
+    for form, its in _by_form(kinds):
+        for number, tensor in enumerate(form.tensors):
+            held = found.setdefault(tensor.key, _HeldTensor(tensor))
+            held.numbers[id(form)] = number
+            for holding, ranks in its:
+                if (box := holding.boxes[number]) is not None:
+                    held.boxes.append(box)
+                    held.ranks.append(ranks)
+    return found.values()
 
 
 def writers(ranks: Sequence[int], world: int, size: int) -> Sequence[int]:
@@ -263,11 +262,3 @@ def _cut(part: TensorPart, at: int, total: int, count: int) -> Iterator[tuple[in
             yield number, part.rows(first, until - first)
             first = until
         number += 1
-
-
-def _bounded(part: TensorPart) -> Sequence[TensorPart]:
-    if part.size <= PART_MAX or not part.sizes or part.sizes[0] == 1:
-        return (part,)
-    rows = part.sizes[0]
-    most = max(1, PART_MAX // (part.size // rows))
-    return [part.rows(first, min(most, rows - first)) for first in range(0, rows, most)]

@@ -12,19 +12,22 @@ import torch
 
 from elasticd.checkpoint.client.collectives import RankGroup
 from elasticd.checkpoint.client.gpu_copy import GpuCopier, offload, stepped
-from elasticd.checkpoint.client.save_plan import (
-    RankContent,
-    RankShare,
-    Shard,
-    TensorPart,
-    index_of,
-    lay_out,
-    share_out,
-)
+from elasticd.checkpoint.client.save_plan import RankContent, share_out
 from elasticd.checkpoint.client.state_dict import Flat, Misfit, buffers_of
 from elasticd.checkpoint.client.tensors import local_of, require_dense
 from elasticd.checkpoint.format.frames import padded_blob, room_for
-from elasticd.checkpoint.format.manifest import Index, encode_index
+from elasticd.checkpoint.format.layout import (
+    Box,
+    Holding,
+    RankShare,
+    Shard,
+    StateForm,
+    TensorForm,
+    TensorPart,
+    box_of,
+    encode_shares,
+    lay_out,
+)
 from elasticd.checkpoint.protocol import BufferTorn, Layout, ShareBuffer
 from elasticd.checkpoint.shared_memory import Memory
 
@@ -86,9 +89,8 @@ class CopyPlan:
     ) -> tuple[CopyPlan, Layout]:
         """Return this rank's plan, and the ``Layout`` for the saver. All ranks must call this together.
         Raises Misfit."""
-        share, index = share_out_together(ranks, state, flat, blobs)
-        layout = Layout(encode_index(index) if index is not None else b"")
-        return cls(number, shape_of(flat), lay_out(ranks.rank, share), _rooms(blobs), gpu), layout
+        shard, shares = share_out_together(ranks, state, flat, blobs)
+        return cls(number, shape_of(flat), shard, _rooms(blobs), gpu), Layout(shares)
 
     @property
     def free(self) -> bool:
@@ -171,13 +173,17 @@ def box(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor:
 
 def share_out_together(
     ranks: RankGroup, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]
-) -> tuple[RankShare, Index | None]:
-    """Return this rank's share, and on rank 0 the index of all shards. All ranks must call this together. If
-    the ranks' states differ, all ranks raise the same Misfit."""
-    mine = RankContent(tuple(_parts_of(flat)), _rooms(blobs), flat.paths, tuple(buffers_of(state)))
-    said = ranks.collect(msgspec.json.encode(mine))
-    kinds = {raw: msgspec.json.decode(raw, type=RankContent) for raw in set(said)}
-    held = [kinds[raw] for raw in said]
+) -> tuple[Shard, bytes]:
+    """Return this rank's shard, and on rank 0 what all ranks have and write (``encode_shares``). All ranks
+    must call this together. If the ranks' states differ, all ranks raise the same Misfit."""
+    form = StateForm(tuple(_forms(flat)), tuple(buffers_of(state)))
+    objects = {key: (room, flat.paths[key]) for key, room in _rooms(blobs).items()}
+    holding = Holding(tuple(_boxes(flat)), objects)
+    forms = ranks.collect(msgspec.json.encode(form))
+    holdings = ranks.collect(msgspec.json.encode(holding))
+    form_of = {raw: msgspec.json.decode(raw, type=StateForm) for raw in set(forms)}
+    holding_of = {raw: msgspec.json.decode(raw, type=Holding) for raw in set(holdings)}
+    held = [RankContent(form_of[form], holding_of[its]) for form, its in zip(forms, holdings, strict=True)]
     shares: list[RankShare] = []
     why = ""
     if held:
@@ -187,23 +193,29 @@ def share_out_together(
             why = str(error)
     if why := ranks.from_first(why.encode()).decode():
         raise Misfit(why)
-    given = ranks.hand_out([msgspec.json.encode(its) if its else b"" for its in shares])
+    encoded = [msgspec.json.encode(its) if its else b"" for its in shares]
+    given = ranks.hand_out(encoded)
     share = msgspec.json.decode(given, type=RankShare) if given else RankShare()
-    return share, index_of(held, shares) if held else None
+    shard = lay_out(ranks.rank, form, holding, share)
+    return shard, encode_shares(forms, holdings, encoded) if held else b""
 
 
 def _rooms(blobs: Mapping[str, bytes]) -> dict[str, int]:
     return {key: room_for(raw) for key, raw in blobs.items()}
 
 
-def _parts_of(flat: Flat) -> Iterator[TensorPart]:
-    """Yield this rank's part of each tensor: the whole tensor, or its shard."""
+def _forms(flat: Flat) -> Iterator[TensorForm]:
     for key, tensor in flat.tensors.items():
         require_dense(tensor, key)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        yield TensorForm(key, flat.paths[key], dtype, tensor.itemsize, tuple(tensor.shape))
+
+
+def _boxes(flat: Flat) -> Iterator[Box | None]:
+    """Yield this rank's part of each tensor: the whole tensor, its shard, or None if the shard is empty."""
+    for tensor in flat.tensors.values():
         local, offsets = local_of(tensor)
-        if local.numel() or not tensor.numel():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            yield TensorPart(key, dtype, tensor.itemsize, tuple(tensor.shape), offsets, tuple(local.shape))
+        yield box_of(offsets, local.shape) if local.numel() or not tensor.numel() else None
 
 
 def shape_of(flat: Flat) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ def tensor_frame(dtype: str, sizes: Sequence[int], nbytes: int) -> tuple[bytes, 
     torch never checks the CRC-32, and the manifest has stronger checksums. Raises ValueError if the data is
     larger than the frame can hold.
     """
-    if nbytes > _LIMIT:
+    if not 0 <= nbytes <= _LIMIT:
         raise ValueError(f"a row of {nbytes} bytes cannot be stored: torch.save's frame holds 4 GiB")
     records = [
         ("archive/data.pkl", _tensor_pickle(dtype, sizes, nbytes)),

@@ -178,10 +178,10 @@ def _wrong_with(manifest: Manifest) -> str:
     for file in manifest.files:
         if file.size < 0 or len(file.digests) != -(-file.size // manifest.block):
             return f"it has {len(file.digests)} checksums of the {file.size} bytes of {file.name}"
-    return _wrong_with_index(manifest.index, [file.size for file in manifest.files])
+    return wrong_with_index(manifest.index, [file.size for file in manifest.files])
 
 
-def _wrong_with_index(index: Index, sizes: Sequence[int]) -> str:
+def wrong_with_index(index: Index, sizes: Sequence[int]) -> str:
     """Return why the index cannot be used, or an empty string. ``sizes``: of the shards; may be empty if
     unknown."""
     if index.files != [shard_name(rank) for rank in range(len(index.files))]:
@@ -228,7 +228,7 @@ def encode_index(index: Index) -> bytes:
 def decode_index(raw: bytes) -> Index:
     """Decode and check an index. Raises ValueError."""
     index = _INDEXES.decode(raw)
-    if wrong := _wrong_with_index(index, ()):
+    if wrong := wrong_with_index(index, ()):
         raise ValueError(wrong)
     return index
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from elasticd.channel.framing import accept
+from elasticd.checkpoint.protocol import Layout
 from elasticd.checkpoint.replication.peers import WAIT, Host, Peers, PeerSaver, serve
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, Replicas, offers
 from elasticd.checkpoint.replication.wire import SILENCE_S, PeerGone, Wire
@@ -78,14 +79,14 @@ class Replication:
         threading.Thread(target=self._serve, args=(sock,), name="peer", daemon=True).start()
 
     def push(
-        self, node: str, label: Label, index: bytes, memory: Memory, then: Callable[[str], None]
+        self, node: str, label: Label, layout: Layout, memory: Memory, then: Callable[[str], None]
     ) -> None:
         """Store a replica on ``node``. ``then`` gets the reason of a failure, or an empty string. The memory
         must not change until ``then`` is called."""
 
         def send() -> None:
             with PeerSaver(self._peers.find(node)) as peer:
-                peer.store_replica(label, index, memory.view)
+                peer.store_replica(label, layout.index, memory.view)
 
         def sent(outcome: BaseException | None) -> None:
             then("" if outcome is None else str(outcome))

@@ -52,6 +52,7 @@ from elasticd.checkpoint.protocol import (
     WorkerChannel,
     WorkerToSaver,
     descends_from,
+    memory_file,
 )
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, offers
 from elasticd.checkpoint.server.background import Background
@@ -288,7 +289,8 @@ class Saver:
             case PlanShard(number, size):
                 if size < 0:
                     raise ValueError(f"a shard of {size} bytes")
-                plan = ShardPlan(size, Layout.of(files[0]), files[0])
+                plan = ShardPlan(size, Layout.of(files[0]))
+                os.close(files[0])
                 client.plan, client.number = plan, number
                 if client.world is not None:
                     client.world.plans[client.rank] = plan
@@ -377,7 +379,7 @@ class Saver:
                 client.line.try_send(copied_note)
                 used(world.holder)
 
-            self._replication.push(world.holder, label, plan.layout.index, memory, copied)
+            self._replication.push(world.holder, label, plan.layout, memory, copied)
 
         def used(by: str) -> None:
             using.discard(by)
@@ -445,11 +447,11 @@ class Saver:
         here = self._over(path) if self._replication is None else self._replication.held(path)
         for replica in here:
             if replica.label.name == message.name:
-                layout = Layout(replica.index).file()
+                index = memory_file(replica.index)
                 try:
-                    client.line.post(ShardHeld(replica.label.rank), (replica.memory.fd, layout))
+                    client.line.post(ShardHeld(replica.label.rank), (replica.memory.fd, index))
                 finally:
-                    os.close(layout)
+                    os.close(index)
         client.line.try_send(AllHeld())
 
     def _tell_addresses(self, client: _Client, nodes: tuple[str, ...]) -> None:

@@ -3,7 +3,6 @@ no I/O."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,12 +22,8 @@ class ShardPlan:
 
     size: int
     layout: Layout
-    layout_fd: int
     buffers: dict[int, Memory] = field(default_factory=dict)
     holds: dict[int, tuple[int, str]] = field(default_factory=dict)  # step and name of each whole buffer
-
-    def __del__(self) -> None:
-        os.close(self.layout_fd)
 
 
 @dataclass(slots=True, eq=False)
