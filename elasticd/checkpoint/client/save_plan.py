@@ -131,26 +131,26 @@ def _dealt(kinds: Sequence[_Kind]) -> tuple[list[tuple[int, ...]], list[list[Ten
 
     sharded: list[_HeldTensor] = []
     everywhere: list[TensorPart] = []
-    others: dict[tuple[int, ...], tuple[list[int], list[TensorPart]]] = {}  # by the first ranks of the groups
+    others: dict[tuple[int, ...], tuple[list[list[int]], list[TensorPart]]] = {}  # by the groups' first ranks
     for tensor in _held_tensors(kinds):
         if tensor.is_sharded and len(tensor.ranks[0]) < world and tensor.form.key not in buffers:
             sharded.append(tensor)
             continue
         for part, groups in tensor.parts():
-            ranks = [*chain.from_iterable(groups)]
             if part.key in buffers:
-                give(part, ranks[0])
-            elif len(ranks) == world:
+                give(part, groups[0][0])
+            elif sum(map(len, groups)) == world:
                 everywhere.append(part)
             else:
-                others.setdefault(tuple(its[0] for its in groups), (ranks, []))[1].append(part)
+                others.setdefault(tuple(ranks[0] for ranks in groups), (groups, []))[1].append(part)
     begun = load[0] if world > 1 else 0
     own = _own(kinds, sharded, world)
     if others:
         for content, ranks in kinds:
             for rank in ranks:
                 load[rank] += sum(content.size(number) for number in own[rank])
-    for ranks, parts in others.values():
+    for groups, parts in others.values():
+        ranks = [*chain.from_iterable(groups)]
         chosen = writers(ranks, world, sum(part.size for part in parts))
         heap = [(load[rank], rank) for rank in chosen]
         heapify(heap)
