@@ -13,6 +13,9 @@ from elasticd.data.order import Order, Sequential, Shuffled, transform_seed
 from elasticd.worker.data import WORLD_MAX
 from elasticd.worker.samples.loading import iterator_of, loader_options
 
+# Whose kinds of RandomSampler only choose the seed.
+_SEEDED = ("accelerate.data_loader",)
+
 
 class GlobalBatches(Sampler[list[int]]):
     """A batch sampler for torch's DataLoader, over this worker's part of each step.
@@ -91,9 +94,11 @@ def order_of(dataset: Any, sampler: object, seed: int) -> Order | None:
     sampler's generator; None if the order is not known ahead."""
     if isinstance(dataset, IterableDataset):
         return None
-    if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset):
-        return Shuffled(len(dataset), seed)
-    return Sequential(len(dataset)) if isinstance(sampler, SequentialSampler) else None
+    kind = type(sampler)
+    if isinstance(sampler, RandomSampler) and (kind is RandomSampler or kind.__module__ in _SEEDED):
+        whole = not sampler.replacement and sampler.num_samples == len(dataset)
+        return Shuffled(len(dataset), seed) if whole else None
+    return Sequential(len(dataset)) if kind is SequentialSampler else None
 
 
 def order_of_loader(loader: DataLoader[Any], seed: int) -> Order:

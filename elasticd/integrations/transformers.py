@@ -23,7 +23,7 @@ import json
 import logging
 import tempfile
 import zipfile
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +151,7 @@ class Elastic(_Base):  # type: ignore[misc]
         self._batches: GlobalBatches | None = None
         self._elastic: ElasticCallback | None = None
         self._kept: dict[str, Any] | None = None
+        self._accumulated: int = self.args.gradient_accumulation_steps
         if largest_world():
             asked = self.args
             largest = largest_world(asked.world_size)
@@ -221,6 +222,9 @@ class Elastic(_Base):  # type: ignore[misc]
             return computed
         parts = batches.pieces * self.args.world_size
         weight = mine * parts / batches.samples(self.state.global_step % batches.steps)
+        if self.compute_loss_func and getattr(self, "loss_is_scaled_for_ga", None) is None:
+            # Transformers adds such losses up, and does not divide them by the number of batches.
+            weight *= self._accumulated / batches.pieces
         if return_outputs:
             return computed[0] * weight, computed[1]
         return computed * weight
@@ -229,7 +233,8 @@ class Elastic(_Base):  # type: ignore[misc]
 
     def _progress(self) -> dict[str, Any]:
         """Return the progress that is the same in all workers."""
-        known = {name: value for name, value in asdict(self.state).items() if name not in _OWN}
+        names = {field.name for field in fields(self.state)}.difference(_OWN)
+        known = {name: getattr(self.state, name) for name in names}
         callbacks = [*self.callback_handler.callbacks, self.control]
         known["stateful_callbacks"] = {
             type(callback).__name__: callback.state()

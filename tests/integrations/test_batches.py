@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
-from elasticd.data.order import Shuffled
-from elasticd.integrations.batches import GlobalBatches
+from elasticd.data.order import Sequential, Shuffled
+from elasticd.integrations.batches import GlobalBatches, order_of
 
 
 def step_samples(world: int, number: int, **cut: int) -> list[int]:
@@ -77,3 +80,25 @@ def test_epochs_have_orders_of_their_own():
 def test_a_batch_that_cannot_be_cut_is_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         GlobalBatches(Shuffled(53, 0), rank=0, **settings)
+
+
+class EasyFirst(SequentialSampler):
+    """Overrides the order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(range(8), key=lambda number: -number))
+
+
+class Evens(RandomSampler):
+    """Leaves out every second sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number in super().__iter__() if number % 2 == 0)
+
+
+@pytest.mark.parametrize("kind", [EasyFirst, Evens])
+def test_the_order_of_a_sampler_of_the_script_s_own_is_not_known_ahead(kind: type[Sampler[int]]) -> None:
+    data = list(range(8))
+    assert order_of(data, kind(data), 0) is None  # type: ignore[call-arg]
+    assert isinstance(order_of(data, SequentialSampler(data), 0), Sequential)
+    assert isinstance(order_of(data, RandomSampler(data), 0), Shuffled)

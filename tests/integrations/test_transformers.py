@@ -42,6 +42,46 @@ class TestOneProcess:
         assert len(trainer.get_train_dataloader()) == 8
         assert trainer.args.gradient_accumulation_steps == 4
 
+    @pytest.mark.parametrize("accumulated", [1, 2])
+    @pytest.mark.parametrize("largest", [1, 2, 4])
+    def test_a_loss_function_of_the_script_s_own_gives_the_same_step_in_any_world(
+        self, largest: int, accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from transformers import TrainingArguments
+
+        from elasticd.integrations.transformers import Trainer
+
+        class Net(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w = torch.nn.Parameter(torch.zeros(1))
+
+            def forward(self, x: Any, target: Any) -> dict[str, Any]:
+                return {"y": self.w * x, "target": target}
+
+        def mean_of_squares(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+            return (outputs["y"] - outputs["target"]).square().mean()
+
+        monkeypatch.setenv("ELASTICD_WORLD_MAX", str(largest))
+        args = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=8 // largest // accumulated,
+            gradient_accumulation_steps=accumulated,
+            max_steps=1,
+            learning_rate=0.1,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            max_grad_norm=0,
+        )
+        data = [{"x": torch.tensor([1.0]), "target": torch.tensor([1.0])} for _ in range(8)]
+        net = Net()
+        Trainer(net, args, train_dataset=data, compute_loss_func=mean_of_squares).train()
+        # Transformers itself adds up what it accumulates.
+        assert net.w.item() == pytest.approx(0.2 * accumulated)
+
     def test_the_trainer_warns_of_data_whose_order_is_not_known(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
