@@ -470,6 +470,26 @@ def test_rates_follow_a_growing_batch_while_the_optimizer_steps_and_never_show(m
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
+def test_a_step_that_ends_with_an_error_leaves_the_rate_as_the_script_set_it(monkeypatch):
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError(self.param_groups[0]["lr"])
+
+    model = nn.Linear(1, 1)
+    optimizer = Fails(model.parameters(), lr=0.5)
+    data = Data(Numbers(40), worker_batch=4, rate="linear", rate_batch=8)
+    state = worker.State(model, optimizer, data=data, wrap=None)
+    monkeypatch.setattr("elasticd.worker.commit.committed.world_size", lambda: 4)
+    entered(state)
+    with pytest.raises(RuntimeError, match="1.0"):
+        optimizer.step()
+    state._loop.leave()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    entered(state)
+    with pytest.raises(RuntimeError, match="1.0"):
+        optimizer.step()
+
+
 def test_rates_are_right_for_the_first_worlds_batch_by_default():
     data = Data(Numbers(40), worker_batch=4, rate="linear")
     assert data.growth(2) == (8, 1.0)

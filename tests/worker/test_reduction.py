@@ -1,5 +1,7 @@
 """The gradient of a global batch is the same, whoever computes its parts."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticd.channel.worker_messages import Enter
 from elasticd.core.thread_activity import ActivityKind, Frame, activity_of
 from elasticd.data.dealing import Portion, parts_of
+from elasticd.worker.gradients import buckets
+from elasticd.worker.gradients.consistent import ConsistentReduction
 from elasticd.worker.gradients.reduction import AveragedReduction
 from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_parallel
 from elasticd.worker.world.group import World
@@ -162,3 +166,36 @@ def test_a_worker_that_waits_for_another_ranks_call_is_seen_to_wait_and_not_to_s
     ]
     activity = activity_of(frames)
     assert activity is not None and activity.kind is ActivityKind.COLLECTIVE
+
+
+def calls_in_consistent_mode(samples: int, virtual_ranks: int) -> list[str]:
+    """Return the order in which this rank begins to communicate in a step."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    begun = []
+    start, broadcast = buckets._start, dist.broadcast
+
+    def exchanged(*ways: Any) -> Any:
+        begun.append("exchange")
+        return start(*ways)
+
+    def broadcasted(*args: Any, **options: Any) -> Any:
+        begun.append("broadcast")
+        return broadcast(*args, **options)
+
+    buckets._start, dist.broadcast = exchanged, broadcasted
+    reduction = ConsistentReduction([model], virtual_ranks, 0, lambda: (0, 0))
+    parts = parts_of(dist.get_rank(), dist.get_world_size(), samples=samples, virtual_ranks=virtual_ranks)
+    x = torch.randn(samples, 4)
+    reduction.begin(lambda: 0)
+    for part in parts:
+        with reduction.part(part):
+            mine = x[part.samples.start : part.samples.stop]
+            reduction.backward(model(mine).square().mean(), part)
+    reduction.finish(parts)
+    return begun
+
+
+def test_all_ranks_communicate_in_one_order_as_nccl_needs_it_also_those_without_a_part(tmp_path):
+    orders = in_world(3, tmp_path, calls_in_consistent_mode, 4, 2)
+    assert "broadcast" in orders[0] and orders[0] == orders[1] == orders[2]

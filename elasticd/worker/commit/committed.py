@@ -195,6 +195,8 @@ class CommittedState:
             parameter.grad = None
         for scaler in self.contents.scalers:  # the interrupted step may have left the scaler before update()
             vars(scaler)["_per_optimizer_states"].clear()
+        if self._rates is not None:
+            self._rates.give_back()
         undone = self.uncommitted.go_back()
         if self.shards is not None:  # the next world's agreement restores a commit
             if isinstance(self.shards, ShardedState):

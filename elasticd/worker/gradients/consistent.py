@@ -98,9 +98,10 @@ class ConsistentReduction:
         with torch.no_grad():
             if self._block:
                 self._skip_to(self._block[-1])
-            self._buffers.send_round()
             for _ in range(self._sent, len(self._buckets)):
                 self._send_next()
+            # NCCL needs one order of calls on all ranks, and some ranks have sent all buckets by now.
+            self._buffers.send_round()
             for bucket in self._buckets[-UNDER_WAY:]:
                 bucket.add_up()
             for bucket in self._buckets:

@@ -67,6 +67,11 @@ class ScaledRates:
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * self.times
 
+    def give_back(self) -> None:
+        """Restore the rates of optimizers whose step was interrupted by an error."""
+        for optimizer in [*self._asked]:
+            self._after(optimizer)
+
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         for group, rate in zip(optimizer.param_groups, self._asked.pop(optimizer, ()), strict=False):
             group["lr"] = rate
