@@ -81,6 +81,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         notes.append("--replicate has no effect on a standalone run: no other node is there to hold a copy")
     if beyond := sorted(rank for rank in logs(options, environ).local_ranks or () if rank >= size.slots):
         notes.append(f"--local-ranks-filter names {beyond[0]}, but local ranks here end at {size.slots - 1}")
+    _check_devices(options, size.slots, environ)
     if options.hang_after not in (None, "auto"):
         notes += [
             f"{name} in the file of --policy has no effect beside --hang-after {options.hang_after}"
@@ -200,6 +201,8 @@ def _ignored(options: RunOptions) -> list[str]:
     notes = []
     for name, why in _MEANS_NOTHING.items():
         value = getattr(options, name)
+        if name == "master_addr" and options.master_port:
+            continue
         if value is not None and not (name == "event_log_handler" and value == "null"):
             notes.append(f"{flag(name)} means nothing here: {why}")
     return notes
@@ -269,6 +272,16 @@ def _master_port(options: RunOptions, address: str) -> tuple[tuple[str, ...], in
         raise CommandError(f"--master-port {port} is not a port: give a number from 1 to 65535.")
     named = options.master_addr or address
     return tuple({address, "127.0.0.1", named if is_local_address(named) else address}), port
+
+
+def _check_devices(options: RunOptions, slots: int, environ: Mapping[str, str]) -> None:
+    """Raise CommandError if two workers would use one GPU, each as its only one."""
+    devices = [part for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    if options.virtual_local_rank and 0 < len(devices) < slots:
+        raise CommandError(
+            f"--virtual-local-rank gives each worker a GPU of its own, and CUDA_VISIBLE_DEVICES has "
+            f"{len(devices)} for {slots} workers: start at most {len(devices)}."
+        )
 
 
 def _debug(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:

@@ -87,6 +87,8 @@ def _sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
     if offered is None and options.slots is not None:
         per_node = _auto(machine)
         per_node = max(per_node - per_node % (options.unit or 1), 1)
+    if standalone:  # no other node can join
+        high = low
     return Sizes(Limits(low * per_node, high * per_node), per_node, tuple(notes))
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Self
 
 from elasticd.core.facts import Phase, Round
@@ -23,7 +25,8 @@ _CHUNK_BYTES = 1 << 16
 
 
 class MasterPort:
-    """Listens until ``close``. The constructor raises OSError if it cannot listen.
+    """Listens until ``close``, on those of ``hosts`` that are this machine's. The constructor raises OSError
+    if it cannot listen.
 
     ``round``: returns the newest round that the agent knows. It is called on another thread.
     """
@@ -32,9 +35,17 @@ class MasterPort:
         self._listeners: list[socket.socket] = []
         self._round = round
         try:
-            for address in sorted({_first_address(host, port) for host in hosts}):
+            for address in sorted({*_addresses(hosts, port)}):
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                self._listeners.append(socket.create_server((address, port), family=family, backlog=BACKLOG))
+                try:
+                    listener = socket.create_server((address, port), family=family, backlog=BACKLOG)
+                except OSError as error:
+                    if error.errno != errno.EADDRNOTAVAIL:
+                        raise
+                else:
+                    self._listeners.append(listener)
+            if not self._listeners:
+                raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
         except OSError:
             self._shut()
             raise
@@ -116,5 +127,8 @@ async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
             await sink.drain()
 
 
-def _first_address(host: str, port: int) -> str:
-    return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+def _addresses(hosts: Iterable[str], port: int) -> Iterator[str]:
+    """Yield the first address of each host. A name may be of another machine, or not known here."""
+    for host in hosts:
+        with contextlib.suppress(socket.gaierror):
+            yield str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])

@@ -183,7 +183,8 @@ class Meter:
             return
         self.metrics.set("elasticd_worker_resident_memory_bytes", used.resident_bytes, slot)
         self.metrics.add("elasticd_worker_cpu_seconds_total", max(0.0, used.cpu_s - worker.cpu_s), slot)
-        self._workers[slot] = replace(worker, cpu_s=used.cpu_s)
+        # A reading may lack a process that ended meanwhile. The next one has its time again.
+        self._workers[slot] = replace(worker, cpu_s=max(used.cpu_s, worker.cpu_s))
 
     def used_itself(self, used: Usage) -> None:
         self.metrics.set("elasticd_agent_resident_memory_bytes", used.resident_bytes)

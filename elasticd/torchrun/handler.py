@@ -341,7 +341,11 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                 return  # the others continued without this node, and may close it themselves
             if time.monotonic() >= deadline:
                 raise problem
-            membership.wait(membership.sight(), RETRY_S)
+            try:
+                sight = membership.sight()
+            except StoreError as error:
+                raise RendezvousConnectionError(str(error)) from error
+            membership.wait(sight, RETRY_S)
 
     def _read_round(self, membership: Membership) -> tuple[RendezvousRound, int] | None:
         found = membership.backend.get_state()

@@ -232,6 +232,11 @@ def test_an_ignored_flag_is_reported_once(name: str, job: str) -> None:
     assert "means nothing here" in "".join(notes)
 
 
+def test_the_master_s_address_has_a_meaning_beside_its_port(job: str) -> None:
+    notes = planned("--master-addr", "host", "--master-port", "29500", job).notes
+    assert not any("--master-addr" in note for note in notes)
+
+
 @pytest.mark.parametrize(
     ("source", "args", "names"),
     [
@@ -277,7 +282,7 @@ def test_flags_that_were_not_given_are_not_talked_about(job: str) -> None:
         ("--nproc-per-node cpu", {"gpu_count": 2}, Limits(16, 16), 16),
         ("--nproc-per-node npu", {}, Limits(3, 3), 3),
         (f"--nnodes=2:4 --nproc-per-node=8 {SHARED}", {}, Limits(16, 32), 8),
-        ("--nnodes=1:4 --standalone --nproc-per-node=2", {}, Limits(2, 8), 2),
+        ("--nnodes=1:4 --standalone --nproc-per-node=2", {}, Limits(2, 2), 2),
         ("--min 2 --max 8", {}, Limits(2, 8), 4),
         ("--min 2 --max 8", {"core_count": 1}, Limits(2, 8), 2),
         ("--min 2 --max 8", {"core_count": 64}, Limits(2, 8), 8),

@@ -42,6 +42,19 @@ def test_a_worker_that_enters_a_round_before_its_master_has_heard_of_it_waits_fo
         raise AssertionError("the old round's store was met")
 
 
+def test_the_port_is_open_on_each_node_where_its_host_is_another_machine_or_not_known_yet() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with (
+        MasterPort(["127.0.0.1", "192.0.2.1", "node0.invalid"], port, lambda: None),
+        socket.create_connection(("127.0.0.1", port), 60.0),
+        pytest.raises(OSError, match="in use"),
+    ):
+        MasterPort(["127.0.0.1"], port, lambda: None)
+    with pytest.raises(OSError, match="assign"):
+        MasterPort(["192.0.2.1"], port, lambda: None)
+
+
 @pytest.mark.filterwarnings("error")
 def test_the_port_closes_without_an_error_while_workers_wait_for_a_round() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -193,6 +193,14 @@ def test_a_process_that_goes_on_in_the_next_round_has_used_no_cpu_time_twice() -
     assert value(made.metrics, "worker_steps_total", 0) == 9
 
 
+def test_cpu_time_that_a_reading_lacks_is_not_counted_twice() -> None:
+    made, _ = meter()
+    made._read(SlotProgress(0, 0, 100, 5, 50.0), 1, 60.0)
+    for cpu_s in (90.0, 70.0, 91.0):  # a child was reaped while its parent was read
+        made.used(0, 100, Usage(1 << 20, cpu_s))
+    assert value(made.metrics, "worker_cpu_seconds_total", 0) == 91.0
+
+
 def test_what_a_process_that_waits_between_two_rounds_had_told_is_counted_once_and_not_shown() -> None:
     made, _ = meter()
     made._page_contents = lambda: {

@@ -21,6 +21,7 @@ from torchrun_harness import PATIENCE_S, Nodes, until
 
 from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.embedded import Embedded
+from elasticd.etcd.errors import StoreRefused
 from elasticd.torchrun import create
 from elasticd.torchrun.rendezvous_records import prefix_of
 from tests.etcd.cluster import EtcdOnPorts
@@ -175,6 +176,22 @@ def test_a_member_whose_job_failed_stops_the_others_and_then_the_id_is_free_agai
         nodes.joined(second)
     again = [nodes.new(2, 2) for _ in range(2)]
     assert {info.world_size for info in nodes.joined(*again)} == {2}
+
+
+def test_a_node_that_etcd_refuses_at_the_end_says_so_and_its_job_s_result_stands(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = nodes.new(1, 1)
+    nodes.joined(handler)
+    refused = StoreRefused("etcd: permission denied")
+
+    def get_state() -> None:
+        raise RendezvousConnectionError(str(refused))
+
+    monkeypatch.setattr(handler._membership.backend, "get_state", get_state)
+    handler._membership.failed(refused)
+    assert not handler.shutdown()
+    assert "could not be closed: etcd: permission denied" in caplog.text
 
 
 def test_a_superseded_node_cannot_close_the_new_world(nodes: Nodes) -> None:
