@@ -129,9 +129,9 @@ def is_local_address(address: str) -> bool:
         ip = ipaddress.ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
         return True
-    with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as probe:
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as probe:
             probe.bind((address.strip("[]"), 0))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True

@@ -126,12 +126,12 @@ def routed_address(endpoints: Iterable[tuple[str, int]]) -> str | None:
         except OSError:
             continue
         for family, kind, protocol, _, address in infos:
-            with socket.socket(family, kind, protocol) as probe:
-                try:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
                     probe.connect(address)
-                except OSError:
-                    continue
-                mine = str(probe.getsockname()[0])
+                    mine = str(probe.getsockname()[0])
+            except OSError:  # there is no route, or this machine lacks IPv6
+                continue
             if not ipaddress.ip_address(mine.partition("%")[0]).is_loopback:
                 return mine
             found = found or mine
@@ -182,6 +182,12 @@ def _split(part: str, fallback: str) -> tuple[str, str]:
         raise ValueError(f"etcd endpoint {shown!r} names no host")
     if any(c.isspace() for c in url.hostname) or (":" in url.hostname and "[" not in url.netloc):
         raise ValueError(f"etcd endpoint {shown!r} is malformed; expected scheme://host:port")
+    try:
+        url.hostname.encode("idna")
+    except UnicodeError as error:
+        raise ValueError(
+            f"etcd endpoint {shown!r} has an invalid host name: {error.__cause__ or error}"
+        ) from None
     if port == 0:
         raise ValueError(f"etcd endpoint {shown!r} has port 0, which nobody can listen on")
     host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname

@@ -7,6 +7,7 @@ host. (gRPC's own address lists allow neither.)
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,16 +106,46 @@ class Connection:
     def start(
         self, method: str, request: Any, *, timeout_s: float, done: Callable[[Any | StoreError], None]
     ) -> None:
-        """Send a request once, without waiting. ``done`` gets the response or the error, in any thread."""
+        """Send a request once, without waiting; log in first if there is no login. ``done`` gets the response
+        or the error, in any thread."""
         index = self._current
+        token = self._tokens.get(index)
+        if self.access.username is None or token is not None:
+            self._start(index, method, request, token, timeout_s, done)
+            return
+
+        def logged_in(result: Any | StoreError) -> None:
+            if isinstance(result, StoreError):
+                if isinstance(result, StoreUnavailable):
+                    result.sent = False  # the request itself was never sent
+                done(result)
+            else:
+                self._tokens[index] = result.token
+                self._start(index, method, request, result.token, timeout_s, done)
+
+        self._start(index, "authenticate", self._login(), None, timeout_s, logged_in)
+
+    def _start(
+        self,
+        index: int,
+        method: str,
+        request: Any,
+        token: str | None,
+        timeout_s: float,
+        done: Callable[[Any | StoreError], None],
+    ) -> None:
+        metadata = _REQUIRE_LEADER if token is None else (*_REQUIRE_LEADER, ("token", token))
         try:
             stub = getattr(self._stubs(index), method)
-            future = stub.future(request, timeout=timeout_s, metadata=self._metadata(index))
+            future = stub.future(request, timeout=timeout_s, metadata=metadata)
         except (grpc.RpcError, ValueError) as error:
             done(self._failed(error, index))
             return
         except StoreError as error:
             done(error)
+            return
+        except Exception as error:  # noqa: BLE001  # gRPC could not start a thread, for example
+            done(self._unsent(error, index))
             return
 
         def finished(future: Any) -> None:
@@ -135,6 +166,10 @@ class Connection:
             call = getattr(self._stubs(index), method)(requests, metadata=self._metadata(index))
         except (grpc.RpcError, ValueError) as error:
             raise self._failed(error, index) from error
+        except StoreError:
+            raise
+        except Exception as error:
+            raise self._unsent(error, index) from error
         return call, lambda error: self._failed(error, index)
 
     def turn(self) -> None:
@@ -169,9 +204,8 @@ class Connection:
             return _REQUIRE_LEADER
         token = self._tokens.get(index)
         if token is None:
-            request = rpc.AuthenticateRequest(name=self.access.username, password=self.access.password)
             try:
-                response = self._stubs(index).authenticate(request, timeout=self.access.timeout_s)
+                response = self._stubs(index).authenticate(self._login(), timeout=self.access.timeout_s)
             except grpc.RpcError as error:
                 failure = self._failed(error, index)
                 if isinstance(failure, StoreUnavailable):
@@ -179,6 +213,9 @@ class Connection:
                 raise failure from error
             token = self._tokens[index] = response.token
         return (*_REQUIRE_LEADER, ("token", token))
+
+    def _login(self) -> Any:
+        return rpc.AuthenticateRequest(name=self.access.username, password=self.access.password)
 
     def _failed(self, error: Exception, index: int) -> StoreError:
         """Return the typed error. Switches away from a bad endpoint, and forgets an expired token."""
@@ -189,6 +226,16 @@ class Connection:
         elif isinstance(failure, TokenExpired):
             self._tokens.pop(index, None)
         return failure
+
+    def _unsent(self, error: Exception, index: int) -> StoreError:
+        """Return the error of a request that could not be sent. Leaves its channel alone for ever: gRPC may
+        count on a thread that never started, so no answer would arrive, and to close or to delete the channel
+        would wait for that thread."""
+        with self._lock:
+            left = self._channels.pop(index, None)
+        if left is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left[0]))
+        return StoreUnavailable(f"a request to etcd could not be sent ({error})", sent=False)
 
     def _turn_from(self, index: int) -> None:
         with self._lock:

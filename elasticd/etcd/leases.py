@@ -67,12 +67,16 @@ class LeaseKeeper:
     """Renews all leases of a connection."""
 
     def __init__(
-        self, connection: Connection, clock: Callable[[], float], silent: Callable[[], None]
+        self,
+        connection: Connection,
+        clock: Callable[[], float],
+        silent: Callable[[], None],
+        expired: Callable[[], None] = lambda: None,
     ) -> None:
-        """``silent`` is called when etcd stops responding."""
+        """``silent`` is called when etcd stops responding; ``expired`` when a lease has ended in etcd."""
         self._connection = connection
         self._clock = clock
-        self._silent = silent
+        self._silent, self._expired = silent, expired
         self._actor = Actor("etcd-lease", self._handle, self._ask_due, self._idle_s)
         self._leases: dict[Lease, None] = {}
         self._cut_off: bool | None = None  # None: unknown
@@ -198,6 +202,7 @@ class LeaseKeeper:
         lease._due = 0.0
         if lease._id:
             lease._id = 0
+            self._expired()
             self._tell(lease, LeaseExpired(lease._late_s))
         lease._late_s = 0.0
 

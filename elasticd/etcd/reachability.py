@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import selectors
 import socket
 import threading
@@ -12,6 +13,7 @@ from contextlib import suppress
 
 from elasticd.etcd.access import host_and_port, is_unix
 
+_log = logging.getLogger(__name__)
 PROBE_S = 0.5  # how long a host may take to accept or refuse a connection
 AGAIN_S = 1.0  # the pause between two probes
 
@@ -29,7 +31,10 @@ def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozens
                     continue
                 host, port = host_and_port(endpoint)
                 for family, kind, protocol, _, address in _resolve(host, port, deadline):
-                    sock = socket.socket(family, kind, protocol)
+                    try:
+                        sock = socket.socket(family, kind, protocol)
+                    except OSError:  # this machine may lack IPv6
+                        continue
                     sock.setblocking(False)
                     selector.register(sock, selectors.EVENT_WRITE, endpoint)
                     if _answered(sock.connect_ex(address)):
@@ -93,7 +98,12 @@ class ReachabilityProbe:
     def _run(self) -> None:
         while self._wanted.wait() and not self._closed.is_set():
             at = self._clock()
-            verdict = cut_off(self._endpoints)
+            try:
+                verdict = cut_off(self._endpoints)
+            except Exception:  # noqa: BLE001  # nothing may end this thread
+                _log.exception("whether etcd can be reached could not be found out; continuing")
+                self._closed.wait(AGAIN_S)
+                continue
             if self._wanted.is_set() and not self._closed.is_set():
                 self._verdict(verdict, at)
             self._closed.wait(AGAIN_S)
@@ -110,12 +120,12 @@ _addresses: dict[tuple[str, int], _Addresses] = {}
 def _resolve(host: str, port: int, deadline: float) -> _Addresses:
     """Return the addresses of a host by the deadline; if the lookup fails, the addresses of the last lookup.
     A numeric address needs no lookup."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)  # type: ignore[return-value]
     found: list[_Addresses] = []
 
     def look_up() -> None:
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):
             found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type]
 
     thread = threading.Thread(target=look_up, name="etcd-resolve", daemon=True)

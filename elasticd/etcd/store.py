@@ -54,7 +54,7 @@ class EtcdLink:
         self.calls, watches, leases = Connection(access), Connection(access), Connection(access)
         self._connections = (self.calls, watches, leases)
         self.watcher = Watcher(watches)
-        self.leases = LeaseKeeper(leases, self.clock, self.watcher.suspect)
+        self.leases = LeaseKeeper(leases, self.clock, self.watcher.suspect, self.watcher.look_again)
         self.writers = ThreadPoolExecutor(WRITERS_MAX, thread_name_prefix="etcd-write")
 
     def close(self) -> None:

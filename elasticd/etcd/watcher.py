@@ -80,6 +80,7 @@ class KeyWatch:
         self._state = _State.TO_LIST
         self._id = -1  # the watch's id on its stream
         self._revision = 0  # the last revision seen
+        self._stale = False  # to be listed again once it is open
         self._retries = 0
         self._retry_at = 0.0
         self._told = ""
@@ -141,6 +142,11 @@ class Watcher:
         """Ask the stream for its progress now, because etcd seems to be silent."""
         self._actor.tell("suspect", None, None)
 
+    def look_again(self) -> None:
+        """List all watched keys again, because a lease has ended. etcd may have been wiped, and may have as
+        many revisions again already: a watch alone would not notice."""
+        self._actor.tell("look again", None, None)
+
     def close(self) -> None:
         """End all watches and the threads."""
         self._actor.close()
@@ -176,6 +182,9 @@ class Watcher:
             case "broken":
                 if whose is self._stream:
                     self._broken(content)
+            case "look again":
+                for watch in self._watches:
+                    self._look_again(watch)
             case "suspect":
                 if self._stream and self._stream.asked_at is None:
                     self._stream.heard_at = min(self._stream.heard_at, time.monotonic() - QUIET_S)
@@ -213,6 +222,7 @@ class Watcher:
 
     def _list(self, watch: KeyWatch) -> None:
         self._become(watch, _State.LISTING)
+        watch._stale = False
         self._connection.start(
             "range",
             kv.range_request(watch.key, prefix=watch.prefix),
@@ -274,7 +284,7 @@ class Watcher:
                 self._become(watch, _State.OPEN)
                 watch._id, watch._told = response.watch_id, ""
                 stream.open[watch._id] = watch
-                if response.header.revision < watch._revision:
+                if watch._stale or response.header.revision < watch._revision:
                     self._cancel(stream, stream.open.pop(watch._id)._id)
                     self._relist(watch)
             return
@@ -309,6 +319,17 @@ class Watcher:
             self._retry(watch, StoreRefused(f"etcd denies the watch of {watch.key.decode(errors='replace')}"))
         else:
             self._retry(watch, StoreUnavailable(f"etcd ended the watch ({reason or 'without a reason'})"))
+
+    def _look_again(self, watch: KeyWatch) -> None:
+        match watch._state:
+            case _State.OPEN:
+                assert self._stream is not None
+                self._cancel(self._stream, self._stream.open.pop(watch._id)._id)
+                self._relist(watch)
+            case _State.OPENING:
+                watch._stale = True
+            case _State.TO_OPEN:
+                self._relist(watch)
 
     def _relist(self, watch: KeyWatch) -> None:
         self._become(watch, _State.TO_LIST)

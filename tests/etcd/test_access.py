@@ -48,6 +48,8 @@ def test_endpoints_are_taken_as_people_write_them(text: str, endpoints: tuple[st
         ("http://::1:2379", "malformed"),
         ("http://[::1", "malformed"),
         ("http://a b:1", "malformed"),
+        ("http://etcd..svc:2379", "invalid host name: label empty or too long"),
+        (f"http://{'a' * 64}:2379", "invalid host name: label too long"),
         ("http://a:1/v3", "after its port"),
         ("http://a:1?x=1", "after its port"),
         ("http://me:s3cret@a:1", "give them as options"),

@@ -24,6 +24,7 @@ from elasticd.core.ports import (
     StoreSilent,
 )
 from elasticd.etcd import connection, kv, watcher
+from elasticd.etcd._client3 import rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.connection import Connection
@@ -101,6 +102,48 @@ def test_a_watch_that_fell_behind_a_compaction_lists_again(
     heard.until(lambda: budgets(heard)[-1:] == [6])
     assert [type(what) for what in heard].count(Listing) == 2
     assert budgets(heard) == [5, 6]
+
+
+def test_where_a_thread_cannot_start_once_the_lease_is_renewed_and_the_watch_goes_on(
+    etcd: Embedded, heard: Heard, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC starts a thread for a request. At a limit of processes there may be none for a moment."""
+    start, refused = threading.Thread.start, set[str]()
+
+    def at_a_limit(self: threading.Thread) -> None:
+        asks = threading.current_thread().name
+        if asks in ("etcd-lease", "etcd-watch") and asks not in refused:
+            refused.add(asks)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    store = open_store(etcd.access, 2)
+    store.hold_lease(heard)
+    heard.until(lambda: len(heard) >= 2)
+    monkeypatch.setattr(threading.Thread, "start", at_a_limit)
+    store.watch("", heard, prefix=True)
+    heard.until(lambda: refused == {"etcd-lease", "etcd-watch"})
+    seen = len(heard)
+    heard.until(lambda: sum(isinstance(what, LeaseHeld) for what in heard[seen:]) >= 2)
+    write(store, 1)
+    heard.until(lambda: budgets([what for what in heard if hasattr(what, "entries")]) == [1])
+
+
+def test_what_is_watched_is_listed_again_once_a_lease_has_ended(
+    etcd: Embedded, heard: Heard, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """etcd may have been wiped, and may have as many revisions again."""
+    leases, store = Heard(), open_store(etcd.access, 2)
+    store.hold_lease(leases)
+    store.watch("", heard, prefix=True)
+    leases.until(lambda: leases)
+    heard.until(lambda: heard)
+    with Client(etcd.access) as client:
+        client._connection.call("revoke", rpc.LeaseRevokeRequest(ID=store._lease.id))
+    leases.until(lambda: any(isinstance(news, LeaseExpired) for news in leases))
+    heard.until(lambda: [type(what) for what in heard].count(Listing) == 2)
+    write(store, 1)
+    heard.until(lambda: budgets(heard) == [1])
 
 
 def test_a_watch_gone_mute_is_noticed_and_made_anew(
