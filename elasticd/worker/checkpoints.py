@@ -310,6 +310,7 @@ class Checkpoints:
     ) -> None:
         """Decide which rank writes which part, on all ranks together, and send the plan to the saver."""
         self._plans += 1
+        self._line.wait_until_sent(_COPY_S)  # the saver knows one plan, and the message is of the last one
         self._plan, layout = CopyPlan.agree(ranks, self._plans, state, flat, blobs, self._gpu)
         file = layout.file()
         try:

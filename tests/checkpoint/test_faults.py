@@ -29,11 +29,14 @@ from elasticd.checkpoint.protocol import (
     Alive,
     AllHeld,
     AskAlive,
+    AskKnown,
+    AskOffers,
     AskShards,
     BufferFree,
     BufferTorn,
     Layout,
     MissSave,
+    Offers,
     OpenWorld,
     PlanShard,
     SaveCommitted,
@@ -45,6 +48,7 @@ from elasticd.checkpoint.protocol import (
     ShardHeld,
     ShareBuffer,
 )
+from elasticd.checkpoint.server import standalone
 from elasticd.checkpoint.server.save_report import Footprint
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.storage import disk
@@ -666,3 +670,48 @@ def test_a_saver_without_a_free_descriptor_serves_on_and_admits_workers_later(fo
     resource.prlimit(saver, resource.RLIMIT_NOFILE, (soft, hard))
     assert late.recv(1000)
     late.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "locals_"),
+    [(5, 2, (0, 1, 5)), (-1, 2, (0,)), (0, 0, (0,)), (1, 2, (0,)), (0, 2, (0, 7)), (0, 1 << 40, (0,))],
+)
+def test_a_rank_that_no_world_has_ends_that_conversation_and_no_other(rank, world, locals_, tmp_path):
+    with served() as name, contextlib.ExitStack() as lines:
+        liar, good = (lines.enter_context(contextlib.closing(protocol.connect(name))) for _ in range(2))
+        liar.send(
+            OpenWorld(str(tmp_path), "0000000a", rank, world, 1, 1, locals_, holder="", last=3, every=0)
+        )
+        with pytest.raises(ChannelClosed):
+            liar.receive()
+        good.send(AskOffers(str(tmp_path)))
+        assert protocol.answer(good)[0] == Offers(())
+
+
+def test_an_address_that_no_library_takes_ends_that_conversation_and_no_other(monkeypatch, tmp_path):
+    def breaks(*_: object, **__: object) -> None:
+        raise RuntimeError("a library's own error")
+
+    monkeypatch.setattr("elasticd.checkpoint.server.saver.store_at", breaks)
+    with served() as name, contextlib.ExitStack() as lines:
+        first, second = (lines.enter_context(contextlib.closing(protocol.connect(name))) for _ in range(2))
+        first.send(AskKnown("sftp://host/run"))
+        with pytest.raises(ChannelClosed):
+            first.receive()
+        second.send(AskAlive())
+        while not isinstance(second.receive()[0], Alive):
+            pass
+
+
+def test_processes_that_are_no_workers_of_the_job_do_not_fill_the_log():
+    said: list[str] = []
+    with served(agent=1 << 22, say=said.append) as name:  # no process has this pid
+        for _ in range(20):
+            with pytest.raises(ChannelClosed):
+                protocol.connect(name)
+    assert said == ["a process that is no worker of this job was rejected"]
+
+
+def test_what_a_file_says_controls_no_terminal(capfd):
+    standalone.say("step 5 was not saved: \x1b]0;title\x07\rgone")
+    assert capfd.readouterr().err == "elasticd saver: step 5 was not saved: \ufffd]0;title\ufffd\ufffdgone\n"

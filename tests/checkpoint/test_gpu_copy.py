@@ -209,3 +209,20 @@ def test_a_save_that_the_script_spoils_fails_and_the_next_does_not(lazy, opened)
     train(state)
     assert checkpoints.wait() and checkpoints.failed == 1
     assert opened().load(training(7)) == 2
+
+
+def test_a_save_of_another_shape_waits_for_the_copy_of_the_one_before(lazy, opened):
+    checkpoints, gpu = lazy
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    assert checkpoints.save(state, 0)  # without AdamW's state
+    with torch.no_grad():
+        model.weight.grad, model.bias.grad = torch.ones(4, 4), torch.ones(4)
+    optimizer.step()  # waits for the copy on the GPU, and the saver hears of the copy later
+    assert checkpoints.save(state, 1)
+    for copy in gpu.copies:
+        copy.run()
+    assert checkpoints.wait() and not checkpoints.failed, checkpoints.last_error
+    assert checkpoints.newest.step == 1

@@ -99,6 +99,8 @@ WRONG_INDEXES = [
     chunks(FIRST, Chunk(1, -64, (2, 0), (2, 2), 0, 128)),
     chunks(FIRST, Chunk(1, 64, (2,), (4,), 0, 128)),
     chunks(shape=(-1, 2)),
+    chunks(FIRST, Chunk(1, 120, (2, 0), (2, 2), 0, 128)),  # past the end of its torch.save file
+    chunks(FIRST, FIRST),
     {"blobs": {"b": Blob(2, 0, 8)}},
     {"blobs": {"b": Blob(0, -8, 8)}},
     {"blobs": {"b": Blob(0, 0, -8)}},

@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -21,9 +22,11 @@ import pytest
 
 from elasticd.checkpoint.client.memory_tier import HolderLost, SaverQueries
 from elasticd.checkpoint.newest.pointer import FilePointer
+from elasticd.checkpoint.replication import peers
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Label, Replica
 from elasticd.checkpoint.replication.wire import PeerGone, Seals, Wire
+from elasticd.checkpoint.server import replicating
 from elasticd.checkpoint.server.replicating import Replication
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.storage import store_at
@@ -205,6 +208,67 @@ def test_a_caller_that_waits_for_its_turn_is_kept_from_timing_out(monkeypatch):
         third = thread.submit(lambda: PeerSaver(me).offers("/anywhere"))
         first.close()
         assert third.result(60.0) == []
+
+
+def stored(me: SaverAddress, step: int, size: int = 1000) -> None:
+    label = Label("/run", folder_name(step, 1, "0000000a", step), 1, step, 1, 0)
+    with PeerSaver(me) as peer:
+        peer.store_replica(label, b"{}", memoryview(bytes(size)))
+
+
+def test_a_node_with_room_for_two_copies_of_a_shard_always_has_the_newest_two(monkeypatch):
+    here, me = etcd_peers.listen("a", "127.0.0.1")
+    replication = Replication(me, here, Alone())
+    held = replication._replicas
+    monkeypatch.setattr(replicating, "available", lambda: 2500 - sum(its.memory.size for its in held))
+    with served(replication=replication):
+        for step in range(1, 6):
+            stored(me, step)
+        with PeerSaver(me) as peer:
+            assert sorted(offer.step for offer in peer.offers("/run")) == [4, 5]
+
+
+def test_a_caller_is_kept_from_timing_out_while_memory_is_made_for_its_shard(monkeypatch):
+    """The kernel clears memory at about a gigabyte in a second."""
+    here, me = etcd_peers.listen("a", "127.0.0.1")
+    replication, waits = Replication(me, here, Alone()), threading.Semaphore(0)
+    make, send = Memory.make, Wire.send_message
+
+    def sends(self: Wire, message: dict[str, Any]) -> None:
+        send(self, message)
+        if message == {"wait": True}:
+            waits.release()
+
+    def slowly(size: int) -> Memory:
+        for _ in range(3):
+            assert waits.acquire(timeout=60.0)
+        return make(size)
+
+    monkeypatch.setattr(peers, "SILENCE_S", 0.04)
+    monkeypatch.setattr(Wire, "send_message", sends)
+    monkeypatch.setattr(Memory, "make", slowly)
+    with served(replication=replication):
+        stored(me, 1)
+        with PeerSaver(me) as peer:
+            assert [offer.step for offer in peer.offers("/run")] == [1]
+
+
+def test_a_caller_for_whom_there_is_no_thread_is_served_later_and_ends_no_saver(monkeypatch):
+    here, me = etcd_peers.listen("a", "127.0.0.1")
+    start, refused = threading.Thread.start, []
+
+    def at_a_limit(self: threading.Thread) -> None:
+        if self.name == "peer" and not refused:
+            refused.append(self)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", at_a_limit)
+    with served(replication=Replication(me, here, Alone())):
+        with pytest.raises(PeerGone):
+            PeerSaver(me)
+        with PeerSaver(me) as peer:
+            assert peer.offers("/run") == []
 
 
 def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tmp_path: Path) -> None:

@@ -273,6 +273,8 @@ def test_a_server_that_hangs_up_on_everything_is_an_error_in_the_end(s3, bucket,
         ("nonsense://bucket/x", "not an address for checkpoints"),
         ("simplecache::s3://bucket/x", "names several stores"),
         (f"s3://KEY:{SECRET}@bucket/x", "holds a secret"),
+        ("/checkpoints/\udcff", "is not UTF-8"),
+        ("/checkpoints/\0", "holds a NUL byte"),
     ],
 )
 def test_an_invalid_address_is_refused_in_one_sentence(address, why):
@@ -288,6 +290,28 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(remote.fsspec, "url_to_fs", missing)
     with pytest.raises(BadStore, match=r"pip install 'elasticd\[s3\]'"):
         Remote.at("s3://bucket/x")
+
+
+def test_a_library_that_connects_at_once_may_fail_in_its_own_way(monkeypatch):
+    class AuthenticationException(Exception):
+        pass
+
+    def fails(*_: object, **__: object) -> None:
+        raise AuthenticationException("Authentication failed.")
+
+    monkeypatch.setattr(remote.fsspec, "url_to_fs", fails)
+    with pytest.raises(BadStore, match="is not an address for checkpoints: Authentication failed"):
+        Remote.at("sftp://host/x")
+
+
+def test_a_file_system_without_locks_takes_checkpoints_without(tmp_path, monkeypatch):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    name = folder_name(1, 1, "0000000a", 1)
+    FilePointer(Disk(tmp_path)).commit(Saved(name, 1, 1, 1, 1.0, 10, "d"), Keep())
+    assert [saved.step for saved in FilePointer(Disk(tmp_path)).read().saved] == [1]
 
 
 def test_a_file_url_is_the_disk(tmp_path):

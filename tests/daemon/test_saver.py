@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from elasticd.checkpoint.format.manifest import (
 )
 from elasticd.checkpoint.newest.pointer import POINTER, FilePointer
 from elasticd.checkpoint.newest.retention import Commit, CommitRefused, Keep
-from elasticd.checkpoint.protocol import AskKnown, BufferFree, Known, KnownUnreadable
+from elasticd.checkpoint.protocol import AskKnown, BufferFree, Known, KnownUnreadable, OpenWorld
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
 from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.storage import CheckpointStore, disk
@@ -439,6 +439,39 @@ def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tm
     other.commit(saved(3, 4), Keep(), 3)
     for pointer in (mine, other):
         pointer.close()
+
+
+def test_a_folder_that_another_run_went_on_in_is_not_resumed_from_an_older_step(server, client, tmp_path):
+    round_is(client, 3)
+    with closing(EtcdPointer(server.access, "j", Disk(tmp_path))) as pointer:
+        pointer.commit(whole(tmp_path, 1000, 3), Keep(), 3)
+        FilePointer(tmp_path).commit(whole(tmp_path, 2000, 4), Keep())
+        with pytest.raises(
+            BadCheckpoint, match="committed step 2000 to .*: end this job, call `elasticd forget j`"
+        ):
+            pointer.read()
+        assert [saved.step for saved in pointer.read(own=True).saved] == [1000]
+
+
+def test_while_etcd_is_away_what_is_committed_is_told_by_the_file_and_a_saver_without_work_ends(tmp_path):
+    nowhere = EtcdAccess(("127.0.0.1:9",), timeout_s=0.5)
+    known = FilePointer(tmp_path).commit(whole(tmp_path, 1, 1), Keep()).checkpoint
+    with (
+        serving(lambda store: EtcdPointer(nowhere, "j", store), agent=os.getpid()) as saver,
+        ExitStack() as lines,
+    ):
+        for number in range(3):  # the saver asks etcd for the round of each
+            line = lines.enter_context(closing(protocol.connect(saver.name)))
+            line.send(OpenWorld(str(tmp_path), f"{number:08x}", 0, 1, 2, 2, (0,), "", 3, 0))
+        asker = lines.enter_context(closing(protocol.connect(saver.name)))
+        asker.send(AskKnown(str(tmp_path)))
+        assert protocol.answer(asker)[0] == Known(known)
+
+
+def test_a_record_in_etcd_that_names_no_folder_ends_no_saver(server, client, tmp_path):
+    nul = Checkpoint(f"{tmp_path}/\0", (saved(1, 1),))
+    client.transact("j", (), (Put("checkpoint", nul),))
+    settle(server.access, "j")
 
 
 class Watched(EtcdPointer):

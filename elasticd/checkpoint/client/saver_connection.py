@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -57,6 +58,7 @@ class SaverConnection:
         self._line: SaverChannel | None = None
         self._silent_until, self._silence = 0.0, ""  # when to try the saver again (monotonic), and the error
         self.why = ""  # why the connection is not open
+        self._sent: threading.Event | None = None  # set once the message that waits for a copy is sent
 
     @property
     def is_open(self) -> bool:
@@ -143,15 +145,24 @@ class SaverConnection:
     ) -> None:
         """Send ``message`` once the copy has ended, from another thread, or ``spoilt(why)`` if it failed.
         The training thread notices a lost connection at its next call."""
-        line = self._line
+        line, sent = self._line, threading.Event()
 
         def on_copied(done: Future[str]) -> None:
             said = spoilt(why) if (why := done.result()) else message
-            if line is not None:
-                with contextlib.suppress(ChannelClosed):
-                    line.send(said)
+            try:
+                if line is not None:
+                    with contextlib.suppress(ChannelClosed):
+                        line.send(said)
+            finally:
+                sent.set()
 
+        self._sent = sent
         copy_done.add_done_callback(on_copied)
+
+    def wait_until_sent(self, timeout_s: float) -> None:
+        """Wait until the last message of ``send_when_copied`` is sent."""
+        if self._sent is not None:
+            self._sent.wait(timeout_s)
 
     def listen(self) -> None:
         """Take all messages that have arrived."""

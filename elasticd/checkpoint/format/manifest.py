@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Final
 
@@ -192,7 +193,7 @@ def wrong_with_index(index: Index, sizes: Sequence[int]) -> str:
             return f"it does not say where in the state {key} belongs"
         if any(n < 0 for n in tensor.shape):
             return f"{key} has the shape {list(tensor.shape)}"
-        there = 0
+        there, itemsize = 0, _itemsize(tensor.dtype)
         for chunk in tensor.chunks:
             box = [*zip(chunk.offsets, chunk.sizes, tensor.shape, strict=False)]
             inside = all(at >= 0 and n >= 0 and at + n <= whole for at, n, whole in box)
@@ -204,7 +205,12 @@ def wrong_with_index(index: Index, sizes: Sequence[int]) -> str:
                 return f"a part of {key} is in none of its shards"
             if end > most.get(chunk.file, end):
                 return f"a part of {key} is past the end of its file"
-            there += prod(chunk.sizes)
+            elements = prod(chunk.sizes)
+            if chunk.at + elements * itemsize > end:
+                return f"a part of {key} has fewer bytes than elements"
+            there += elements
+        if len({chunk.offsets for chunk in tensor.chunks}) < len(tensor.chunks):
+            return f"two parts of {key} begin at one place"
         if there != prod(tensor.shape):
             return (
                 f"the parts of {key} hold {there} elements in all, and its shape {list(tensor.shape)} has "
@@ -219,6 +225,14 @@ def wrong_with_index(index: Index, sizes: Sequence[int]) -> str:
         if end > most.get(blob.file, end):
             return f"{key} is past the end of its file"
     return ""
+
+
+@lru_cache
+def _itemsize(dtype: str) -> int:
+    """Return the bytes of an element of torch's dtype, such as ``float32``; 0 if unknown. The saver does not
+    import torch."""
+    bits = re.match(r"[a-z]+([0-9]+)", dtype)
+    return max(1, int(bits[1]) // 8) if bits else int(dtype == "bool")
 
 
 def encode_index(index: Index) -> bytes:

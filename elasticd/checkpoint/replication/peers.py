@@ -4,13 +4,15 @@ A caller lists the shards in memory, stores a replica, or reads shards."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol, Self, TypeVar
 
 import msgspec
 
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica
-from elasticd.checkpoint.replication.wire import Message, PeerGone, Wire
+from elasticd.checkpoint.replication.wire import SILENCE_S, Message, PeerGone, Wire
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.storage.reading import WantedRange, by_file
 from elasticd.core.checkpoint_names import require_name
@@ -83,8 +85,10 @@ def _found(wire: Wire, replica: Replica | None) -> Replica | None:
 
 def _hold(wire: Wire, host: Host, label: Label, size: int) -> None:
     try:
-        memory = host.room(label, size)
+        memory = _room(wire, host, label, size)
     except OSError as error:
+        if isinstance(error, PeerGone):
+            raise
         wire.send_message({"why": f"there is no memory for {size} bytes ({error.strerror})"})
         return
     try:
@@ -96,6 +100,21 @@ def _hold(wire: Wire, host: Host, label: Label, size: int) -> None:
         raise
     host.keep(Replica(label, index, memory))
     wire.send_message({"ok": True})
+
+
+def _room(wire: Wire, host: Host, label: Label, size: int) -> Memory:
+    """Return memory for a replica. The kernel clears the memory first, which takes a second for a gigabyte:
+    the caller hears meanwhile that it must wait. Raises OSError."""
+    with ThreadPoolExecutor(1, "room") as pool:
+        made = pool.submit(host.room, label, size)
+        try:
+            while futures.wait([made], SILENCE_S / 4).not_done:
+                wire.send_message(WAIT)
+        except PeerGone:
+            if made.exception() is None:
+                host.give_up(size)
+            raise
+        return made.result()
 
 
 # ------------------------------------------------------------ the client

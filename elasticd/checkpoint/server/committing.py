@@ -30,8 +30,9 @@ from elasticd.core.facts import Saved
 
 _RECEIPT: Final = ".receipt"
 _READERS: Final = 16
-_OTHERS_S: Final = 600.0  # how long to wait for the shards of other nodes
+_OTHERS_S: Final = 600.0  # how long to wait for the next shard of another node
 _ALONE_S: Final = 30.0  # how long to wait once all workers of the world on this node have left
+_UNREADABLE_S: Final = 60.0  # how long the store may fail to list the folder
 
 
 class _Receipt(msgspec.Struct, frozen=True):
@@ -127,11 +128,19 @@ class Committing:
         missing = set(range(world.size)) - save.files.keys()
         read: set[str] = set()
         alone_since: float | None = None
+        listed_at = heard_at = time.monotonic()  # this node has just written its own shards
         while missing:
             later = [g for g in list(world.pending.values()) if g.step > save.step]
-            # List later checkpoints first. A node that has written a receipt there will write none here.
-            ahead = {receipt: g.step for g in later for receipt in _receipts(world.store, g.name)}
-            there = _receipts(world.store, save.name)
+            try:
+                # List later checkpoints first. A node that has written a receipt there will write none here.
+                ahead = {receipt: g.step for g in later for receipt in _receipts(world.store, g.name)}
+                there = _receipts(world.store, save.name)
+            except OSError:
+                if time.monotonic() > listed_at + _UNREADABLE_S:
+                    raise
+                time.sleep(world.store.poll_s)
+                continue
+            listed_at = time.monotonic()
             if fresh := sorted(there - read):
                 with ThreadPoolExecutor(min(_READERS, len(fresh)), "receipts") as pool:
                     paths = [f"{save.name}/{receipt}" for receipt in fresh]
@@ -146,6 +155,7 @@ class Committing:
                         files |= said.files
                 read |= there
                 missing -= files.keys()
+                heard_at = time.monotonic()
                 continue
             first = min(missing)
             # Nodes write receipts in order of step, so a missing receipt will never come.
@@ -156,8 +166,7 @@ class Committing:
                 )
             now = time.monotonic()
             alone_since = None if world.lines else alone_since or now
-            waited_s = _OTHERS_S if alone_since is None else alone_since + _ALONE_S - save.began
-            if now > save.began + waited_s:
+            if now > (heard_at + _OTHERS_S if alone_since is None else alone_since + _ALONE_S):
                 raise TimeoutError(f"the shard of rank {first}, which is on another node, never arrived")
             time.sleep(world.store.poll_s)
         world.store.unlink(f"{save.name}/{receipt}" for receipt in read)

@@ -41,11 +41,13 @@ class SavePipeline:
         self._writers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), "write")
         self._committers = ThreadPoolExecutor(8, "commit")
         self.askers = ThreadPoolExecutor(2, "ask")
+        self._witnesses = ThreadPoolExecutor(2, "witness")  # may wait for etcd for long
 
     def close(self) -> None:
         """Finish the calls in progress, and start no more."""
         for pool in (self._writers, self._committers, self.askers):
             pool.shutdown(cancel_futures=True)
+        self._witnesses.shutdown(wait=False, cancel_futures=True)  # end with their committers
         for saved, why in self._committing.close():
             said = f"it is committed, but {POINTER} could not be updated: {why}"
             self._report(SaveReport(Fate.FAILED, saved.step, saved.name, why=said))
@@ -59,7 +61,7 @@ class SavePipeline:
         """Ask whether the world's round is still the job's round. Must be called when a checkpoint is handed
         over: only a checkpoint that was handed over before the next round began may be committed. Its write
         may end later, and its workers may have ended."""
-        return self.askers.submit(lambda: self._committing.committer(world.store).witness(world.fence))
+        return self._witnesses.submit(lambda: self._committing.committer(world.store).witness(world.fence))
 
     def find_or_begin(
         self, world: SavingWorld, name: str, step: int, at: float, layout: Layout

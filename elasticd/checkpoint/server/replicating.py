@@ -76,7 +76,13 @@ class Replication:
                 with contextlib.suppress(OSError):  # the connection is closed already
                     oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes the connection
             self._strangers[sock] = None
-        threading.Thread(target=self._serve, args=(sock,), name="peer", daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, args=(sock,), name="peer", daemon=True).start()
+        except RuntimeError as error:  # there is no thread for one more
+            with self._lock:
+                self._strangers.pop(sock, None)
+            sock.close()
+            self._say(f"another node's saver cannot be served now: {error}")
 
     def push(
         self, node: str, label: Label, layout: Layout, memory: Memory, then: Callable[[str], None]
@@ -89,7 +95,7 @@ class Replication:
                 peer.store_replica(label, layout.index, memory.view)
 
         def sent(outcome: BaseException | None) -> None:
-            then("" if outcome is None else str(outcome))
+            then("" if outcome is None else str(outcome) or repr(outcome))
 
         self.jobs.run(self._senders, send, sent)
 
@@ -184,10 +190,10 @@ class Replication:
         return next((r for r in found if r.label.rank == rank), None)
 
     def _room(self, label: Label, size: int) -> Memory:
-        if size > (there := available()) * (1 - _SPARE):
-            raise OSError(errno.ENOMEM, f"only {there} bytes are available")
         self.jobs.ask(lambda: self._replicas.make_room(label, size))
         try:
+            if size > (there := available()) * (1 - _SPARE):
+                raise OSError(errno.ENOMEM, f"only {there} bytes are available")
             return Memory.make(size)
         except OSError:
             self._give_up(size)

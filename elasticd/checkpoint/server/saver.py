@@ -64,10 +64,11 @@ from elasticd.checkpoint.server.shards import SavingWorld, ShardPlan
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.storage import CheckpointStore, error_text, store_at
 from elasticd.checkpoint.storage.rate_limit import RateLimit
-from elasticd.core.checkpoint_names import require_name
+from elasticd.core.checkpoint_names import WORLD_MAX, require_name
 from elasticd.core.facts import Checkpoint, SaverAddress
 
 _SHORT_PAUSE_S: Final = 0.1
+_STRANGERS_S: Final = 60.0  # a rejected process is reported once in this time
 _FIRST_S: Final = 60.0  # how long to wait for the first client, unless the saver stays for ever
 _ENDING_S: Final = 5.0  # how long the kernel may take a worker down while others ask for what is in memory
 _UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may have no shards of the newest world
@@ -133,6 +134,7 @@ class Saver:
         self._pipeline = SavePipeline(self._jobs, self._committing, pace, report)
         self._pace = pace
         self._leaves = False
+        self._stranger_at = -_STRANGERS_S  # when a rejected process was last reported
 
     def leave(self) -> None:
         """Return from ``serve`` once nothing is left to do. Signal handlers may call this."""
@@ -214,8 +216,8 @@ class Saver:
             while True:
                 sock, _ = self._listener.accept()
                 if not is_ours(sock) or (self._agent is not None and not descends_from(sock, self._agent)):
-                    self._say("a process that is no worker of this job was rejected")
                     sock.close()
+                    self._note_stranger()
                     continue
                 line = WorkerChannel(sock, SAVER_TO_WORKER, WORKER_TO_SAVER)
                 client = _Client(line, admitted=not self._secret)
@@ -232,6 +234,14 @@ class Saver:
                 self._say(f"a worker cannot be admitted now: {error.strerror}")
             self._short = True
             time.sleep(_SHORT_PAUSE_S)  # pause, since the listener stays readable
+
+    def _note_stranger(self) -> None:
+        """Report a rejected process, at most once in ``_STRANGERS_S``: any process of the machine can
+        connect."""
+        now = time.monotonic()
+        if now >= self._stranger_at + _STRANGERS_S:
+            self._stranger_at = now
+            self._say("a process that is no worker of this job was rejected")
 
     def _choose_events(self) -> None:
         """Read no more from a client that has not read its answers."""
@@ -261,7 +271,7 @@ class Saver:
         message, files = heard
         try:
             self._obey(client, message, files)
-        except (KeyError, ValueError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  # no client may end the saver, which others use
             close_all(files)
             self._refuse(client, f"{type(message).__name__}: {error!r}")
         return True
@@ -273,8 +283,8 @@ class Saver:
         self._lose(client)
 
     def _obey(self, client: _Client, message: WorkerToSaver, files: list[int]) -> None:
-        """Handle a message. Raises KeyError, ValueError or OSError if the message is not valid: the
-        caller then closes the files."""
+        """Handle a message. Raises an exception if the message is not valid: the caller then closes the
+        files."""
         if not client.admitted and not isinstance(message, ProveSecret):
             raise ValueError("it has not sent the secret of this job")
         if len(files) != isinstance(message, PlanShard | ShareBuffer):
@@ -330,6 +340,12 @@ class Saver:
                 pass
 
     def _open(self, client: _Client, message: OpenWorld) -> None:
+        if not 0 < message.world <= WORLD_MAX or not {message.rank, *message.locals} <= {
+            *range(message.world)
+        }:
+            raise ValueError(f"rank {message.rank} of {message.world}, with {message.locals} on this node")
+        if message.rank not in message.locals:
+            raise ValueError(f"rank {message.rank} is not on this node")
         store, token = store_at(message.path), message.token
         world = next((w for w in self._worlds if (w.store.url, w.token) == (store.url, token)), None)
         if world is None:

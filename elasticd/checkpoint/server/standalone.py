@@ -35,9 +35,10 @@ def lower_priority() -> None:
 
 
 def say(words: str) -> None:
-    """Print a line to standard error."""
+    """Print a line to standard error. The words may come from a file that others can write."""
+    shown = "".join(char if char.isprintable() else "\ufffd" for char in words)
     with contextlib.suppress(OSError):  # the reader has closed the pipe
-        print(f"elasticd saver: {words}", file=sys.stderr, flush=True)
+        print(f"elasticd saver: {shown}", file=sys.stderr, flush=True)
 
 
 def main(fd: int, options: str = "{}") -> None:

@@ -109,8 +109,14 @@ class BadStore(ValueError):
 
 def store_at(where: str | os.PathLike[str]) -> CheckpointStore:
     """Return the store at a path, or at a URL that fsspec knows, such as ``s3://bucket/folder``. The store
-    itself is not touched. Raises BadStore."""
+    itself is not touched, except that SFTP connects. Raises BadStore."""
     text = os.fspath(where)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadStore(f"{text!a} is not UTF-8: rename the folder for checkpoints") from None
+    if "\0" in text:
+        raise BadStore(f"{text!r} is not an address for checkpoints: it holds a NUL byte")
     scheme, colon, rest = text.partition("://")
     if not colon:
         return Disk(text)

@@ -16,6 +16,8 @@ from typing import Final
 from elasticd.checkpoint.format.manifest import BLOCK, File, block_digest, fresh_name
 from elasticd.checkpoint.storage.rate_limit import RateLimit
 
+# Errors of a file system that has no locks.
+_NO_LOCKS: Final = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 _LARGE: Final = 1 << 20  # bytes; from this size on, files bypass the page cache
 
 
@@ -185,10 +187,15 @@ def settle(fresh: Path, path: Path) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock among the processes of this host, and of other hosts where the shared file
-    system supports locks. The lock ends with the process."""
+    system supports locks; none if the file system has no locks at all, such as Lustre without ``-o flock``.
+    The lock ends with the process."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
         yield
     finally:
         os.close(fd)

@@ -48,8 +48,8 @@ class Remote:
 
     @classmethod
     def at(cls, url: str) -> Remote:
-        """Return the store at ``url``, without any request to it. Raises BadStore if fsspec does not know the
-        scheme, or the package for the scheme is not installed."""
+        """Return the store at ``url``. Only SFTP connects for that. Raises BadStore if fsspec does not know
+        the scheme, if the package for the scheme is not installed, or if the connection fails."""
         scheme = url.partition("://")[0]
         try:
             # A cached listing would miss what other processes write.
@@ -57,7 +57,7 @@ class Remote:
         except ImportError as error:
             extra = f": pip install 'elasticd[{scheme}]'" if scheme == "s3" else f" ({_clause(error)})"
             raise BadStore(f"the package for {scheme}:// is not installed{extra}") from error
-        except (ValueError, TypeError, OSError) as error:
+        except Exception as error:  # the library of the scheme may connect already, and has its own errors
             raise BadStore(f"{url} is not an address for checkpoints: {_clause(error)}") from error
         return cls(fs, root, url, flat=scheme in _FLAT)
 

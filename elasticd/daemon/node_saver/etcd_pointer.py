@@ -51,11 +51,16 @@ class EtcdPointer:
         self._patience_s = patience_s
         self._clock = clock
         self._sleep = sleep
+        self._closed = False
 
     def close(self) -> None:
+        self._closed = True
         self._client.close()
 
     def read(self, *, own: bool = False) -> Checkpoint:
+        named = None
+        with contextlib.suppress(BadCheckpoint, OSError):  # etcd's record then counts alone
+            named = self._file.newest()  # read before etcd, as in ``settle``
         try:
             known = self._own(self._client.get(self._job, _KEY))
         except BadRecord as error:
@@ -66,11 +71,21 @@ class EtcdPointer:
             if own:  # the file may name checkpoints of other jobs
                 raise TimeoutError(f"reading etcd failed: {error}") from error
             return self._file.read()
-        return known or (Checkpoint(self._url) if own else self._file.read())
+        if known is None:
+            return Checkpoint(self._url) if own else self._file.read()
+        if not own:
+            try:
+                self._require_alone(named, known)
+            except CommitRefused as refused:  # all commits of this job would be refused as well
+                raise BadCheckpoint(
+                    f"{refused}, or go on from there: end this job, call `elasticd forget {self._job}`, and "
+                    "start the job again"
+                ) from refused
+        return known
 
     def witness(self, fence: int) -> bool:
         deadline = self._clock() + self._patience_s
-        while self._clock() < deadline:
+        while self._clock() < deadline and not self._closed:
             try:
                 return self._number(self._client.get(self._job, "round")) == fence
             except StoreUnavailable:
@@ -171,7 +186,7 @@ def _lost(taken: bool, why: str) -> Exception:
 
 def settle(access: EtcdAccess, job: str) -> None:
     """Copy etcd's record to the file, in case a saver died between the two writes."""
-    with contextlib.suppress(StoreError, CommitRefused, BadCheckpoint, BadStore, OSError):
+    with contextlib.suppress(StoreError, CommitRefused, BadCheckpoint, BadStore, OSError, ValueError):
         with Client(access) as client:
             there = client.get(job, _KEY)
         known = there.fact if there is not None else None

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from dataclasses import replace
 
 from elasticd.checkpoint.server.replicating import Replication
@@ -59,5 +60,6 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: saver.leave())
     with contextlib.suppress(OSError):
         os.write(1, b"\n")  # ready
-    settle(access, job)
+    # In a thread, since the folder that etcd names may be on a disk that hangs, and may not be this run's.
+    threading.Thread(target=settle, args=(access, job), name="settle", daemon=True).start()
     saver.serve()
