@@ -367,7 +367,7 @@ def _spans(batches: Iterable[BatchNote]) -> Iterator[tuple[int, int, list[int], 
 def _should(order: Order | None, data: Mapping[str, Any], epoch: int, positions: range) -> list[int] | None:
     """Return the samples that belong at these positions; None where the notes do not tell them."""
     if order is not None:
-        return order.at(epoch, positions)
+        return order.at(epoch, _within(order, positions))
     return list(positions) if data["order"]["kind"] == "stream" else None
 
 
@@ -376,7 +376,12 @@ def _lost(order: Order | None, epoch: int, positions: range) -> LostSamples:
 
 
 def _at(order: Order | None, epoch: int, positions: range) -> tuple[int, ...]:
-    return tuple(order.at(epoch, positions[:NAMED_MAX])) if order is not None else ()
+    return tuple(order.at(epoch, _within(order, positions)[:NAMED_MAX])) if order is not None else ()
+
+
+def _within(order: Order, positions: range) -> range:
+    """Return the positions that an epoch has."""
+    return range(min(positions.start, order.length), min(positions.stop, order.length))
 
 
 # ---------------------------------------------------------------- two runs

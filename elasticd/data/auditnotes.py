@@ -149,9 +149,30 @@ def decode(line: bytes) -> Note:
 def _checked(note: EntryNote | BatchNote) -> EntryNote | BatchNote:
     texts = {"series", "ids"}
     for name in set(note.__slots__) - {"data", "parts"}:
-        if type(getattr(note, name)) is not (str if name in texts else int):
+        value = getattr(note, name)
+        if type(value) is not (str if name in texts else int):
             raise TypeError(name)
+        if name not in texts and value < 0:
+            raise ValueError(name)
+    if isinstance(note, BatchNote):
+        counts = [count for start, count, _ in note.parts if start >= 0 and count >= 0]
+        if len(counts) < len(note.parts) or not len(unpack(note.ids)) == sum(counts) <= note.samples:
+            raise ValueError("parts")
+        if note.parts and not note.samples:
+            raise ValueError("samples")
+    elif note.data is not None:
+        _check_data(note.data)
     return note
+
+
+def _check_data(data: Mapping[str, Any]) -> None:
+    match data:
+        case {"order": {"kind": str(), **order}, "global_batch": int(), "drop_last": bool()}:
+            length = order.get("length", 1)
+            if type(length) is not int or length < 1:
+                raise ValueError("length")
+        case _:
+            raise ValueError("data")
 
 
 Numbered = list[tuple[int, Note | BadNote]]

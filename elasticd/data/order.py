@@ -71,6 +71,8 @@ class Shuffled:
         low, high = (1 << half) - 1, (1 << self._bits - half) - 1
         found = []
         for position in positions:
+            if not 0 <= position < self.length:
+                raise IndexError(f"an epoch of {self.length} samples has no position {position}")
             number = position
             while True:
                 left, right = number >> half, number & low

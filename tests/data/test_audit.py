@@ -6,9 +6,10 @@ import dataclasses
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.data.audit import (
@@ -481,3 +482,37 @@ def test_neighbours_are_packed_small():
 def test_packed_numbers_that_were_cut_raise_bad_note(text):
     with pytest.raises(BadNote):
         unpack(text)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_note_that_is_damaged_anywhere_is_a_finding_or_changes_nothing_and_stops_no_audit(data):
+    facts = {
+        "order": {"kind": "shuffled", "length": 16, "seed": 1},
+        "global_batch": 4,
+        "drop_last": False,
+    }
+    order = Shuffled(16, 1)
+    good = encode(EntryNote(1, 0, 1, 0, "", 0, 0, facts))
+    for step in range(4):
+        ids = pack(order.at(0, range(4 * step, 4 * step + 4)))
+        good += encode(BatchNote(step + 1, 0, 0, 4 * step, 4, ((0, 4, 1.0),), ids))
+        good += encode(CommitNote(step + 1))
+    damaged = bytearray(good)
+    damaged[data.draw(st.integers(0, len(good) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert not judge({"a": lines(good)}).findings
+    judge({"a": lines(bytes(damaged))})
+
+
+def test_positions_that_no_epoch_has_are_a_finding():
+    def facts(length: int) -> dict[str, Any]:
+        order = {"kind": "shuffled", "length": length, "seed": 1}
+        return {"order": order, "global_batch": 4, "drop_last": False}
+
+    notes = [
+        EntryNote(1, 0, 1, 0, "", 0, 500, facts(1000)),
+        BatchNote(1, 0, 0, 500, 4, ((0, 4, 1.0),), pack([1, 2, 3, 4])),
+        CommitNote(1),
+        EntryNote(2, 0, 1, 1, "", 1, 0, facts(100)),
+    ]
+    assert WrongSamples(0, {1: 1, 2: 1, 3: 1, 4: 1}, {}) in judge({"a": enumerate(notes)}).findings
