@@ -149,7 +149,7 @@ def decode(line: bytes) -> Note:
 def _checked(note: EntryNote | BatchNote) -> EntryNote | BatchNote:
     texts = {"series", "ids"}
     for name in set(note.__slots__) - {"data", "parts"}:
-        value = getattr(note, name)
+        value: Any = getattr(note, name)
         if type(value) is not (str if name in texts else int):
             raise TypeError(name)
         if name not in texts and value < 0:

@@ -421,7 +421,7 @@ def test_rounds_are_counted_anew_by_another_etcd():
 NOTES: list[Note] = [
     EntryNote(3, 1, 4, 17, "5.5", 1, 96, facts(23, 6)),
     EntryNote(1, 0, 1, 0),
-    BatchNote(18, 1, 1, 96, 32, ((8, 2, 0.1), (10, 3, float("inf"))), pack([5, 3, 10**12])),
+    BatchNote(18, 1, 1, 96, 32, ((8, 2, 0.1), (10, 3, float("inf"))), pack([5, 3, 10**12, 0, 9])),
     CommitNote(18),
     CommitNote(18, 4),
     Weights(100, "abc"),
