@@ -152,7 +152,7 @@ def _checked(note: EntryNote | BatchNote) -> EntryNote | BatchNote:
         value: Any = getattr(note, name)
         if type(value) is not (str if name in texts else int):
             raise TypeError(name)
-        if name not in texts and value < 0:
+        if isinstance(value, int) and value < 0:
             raise ValueError(name)
     if isinstance(note, BatchNote):
         counts = [count for start, count, _ in note.parts if start >= 0 and count >= 0]

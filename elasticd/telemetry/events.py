@@ -20,7 +20,9 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Required, Self, TypedDict
+
+import msgspec
 
 from elasticd.core.reasons import Reason
 from elasticd.telemetry import describe
@@ -34,6 +36,52 @@ WAITING_MAX = 10_000  # lines that wait for the disk; further lines are dropped,
 LAST_S = 2.0  # how long to wait for the last lines at the end
 
 Event = dict[str, Any]
+_Time = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]  # until the year 9999
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class _EventLine(TypedDict, total=False):
+    """The fields of events that this program reads again. A line may have more."""
+
+    at: Required[_Time]
+    event: Required[str]
+    level: str
+    job: str
+    node: str
+    text: str
+    version: str
+    script: str
+    pid: _Count
+    pid_started: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+    round: _Count | None
+    world_size: _Count
+    slots: _Count | list[_Count]
+    min: _Count
+    max: _Count
+    code: int | None
+    outcome: str | None
+    time: dict[str, dict[str, float]] | None
+
+
+class _Limits(TypedDict, total=False):
+    min: _Count
+    max: _Count
+
+
+class _Slot(TypedDict, total=False):
+    steps: _Count
+    spent: dict[str, float]
+
+
+class _TimelineLine(TypedDict, total=False):
+    """The fields of the timeline that this program reads again."""
+
+    at: Required[_Time]
+    round: Required[_Count]
+    phase: str
+    world_size: _Count
+    limits: _Limits | None
+    slots: dict[Annotated[str, msgspec.Meta(pattern="^[0-9]{1,9}$")], _Slot]
 
 
 def event(reason: Reason, at: float, job: str, node: str, **more: object) -> Event:
@@ -145,14 +193,14 @@ def read(folders: Sequence[Path]) -> list[Event]:
     found: list[Event] = []
     for folder in folders:
         with suppress(OSError), (folder / FILE).open("rb") as file:
-            found += [line for line in _parsed(file.read()) if "event" in line]
+            found += _parsed(file.read(), _EventLine)
     return sorted(found, key=lambda e: float(e["at"]))
 
 
 def read_timeline(folder: Path) -> list[dict[str, Any]]:
     """Return the timeline that one agent wrote. Lines that are not valid JSON are left out."""
     with suppress(OSError), (folder / TIMELINE).open("rb") as file:
-        return _parsed(file.read())
+        return _parsed(file.read(), _TimelineLine)
     return []
 
 
@@ -182,7 +230,7 @@ def follow(
                     file.seek(offsets[folder])
                     whole, newline, _ = file.read().rpartition(b"\n")
                     offsets[folder] += len(whole) + len(newline)
-                    fresh += [line for line in _parsed(whole) if "event" in line]
+                    fresh += _parsed(whole, _EventLine)
             for event in fresh:
                 if event["event"] == STARTED and (end := process(event)) is not None:
                     writing.add(end)
@@ -197,14 +245,14 @@ def follow(
             writing -= notices.wait(writing)
 
 
-def _parsed(data: bytes) -> list[Event]:
+def _parsed(data: bytes, kind: type[_EventLine | _TimelineLine]) -> list[dict[str, Any]]:
     """Return the valid lines. A crash may have left the last line half written."""
     found = []
     for line in data.splitlines():
-        with suppress(ValueError, RecursionError):
-            what = json.loads(line)
-            if isinstance(what, dict) and isinstance(what.get("at"), int | float):
-                found.append(what)
+        with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            what = msgspec.json.decode(line)
+            msgspec.convert(what, kind)
+            found.append(what)
     return found
 
 

@@ -197,7 +197,7 @@ def _agent(part: AgentFiles) -> AgentPart:
         node=str((part.events or [{}])[0].get("node", "?")),
         began_at=float(first.get("at", min(times))),
         ended_at=max(times),
-        code=int(last["code"]) if last is not None else None,
+        code=last.get("code") if last is not None else None,
         slots=int(first.get("slots") or len((part.timeline or [{}])[-1].get("slots", ()))),
         alive=part.alive and last is None,
     )

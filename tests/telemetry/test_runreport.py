@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elasticd.core.facts import Cause, Exit, Failure, Outcome
 from elasticd.core.reasons import FailureCharged, JobEnded, Reason, RoundClosing, RoundFormed
-from elasticd.telemetry import runreportpage, runreporttext
+from elasticd.telemetry import events, runreportpage, runreporttext
 from elasticd.telemetry.events import ENDED, STARTED, Event, event, of_agent
 from elasticd.telemetry.runreport import AgentFiles, RunReport, run_report
 
@@ -191,3 +196,27 @@ def test_the_text_says_it_in_a_screenful() -> None:
     lines = runreporttext.lines(found)
     assert len(lines) < 40 and lines[0] == "train: it ended"
     assert any(re.search(r"starting and losing workers +10.0 s", text) for text in lines)
+
+
+JUNK = (None, True, -1, 1e20, 2**70, "", "x", [], {}, ["a"], {"a": 1})
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_a_line_that_is_damaged_is_left_out_and_the_run_is_told_all_the_same(data: st.DataObject) -> None:
+    run = two_rounds(ended({"a": {"productive": 1.0}}))
+    lines: list[Any] = data.draw(st.sampled_from([run.events, run.timeline]))
+    place = lines[data.draw(st.integers(0, len(lines) - 1))]
+    while True:
+        name = data.draw(st.sampled_from(sorted(place)))
+        if not (isinstance(place[name], dict) and place[name] and data.draw(st.booleans())):
+            break
+        place = place[name]
+    place[name] = data.draw(st.sampled_from(JUNK))
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, its in ((events.FILE, run.events), (events.TIMELINE, run.timeline)):
+            (folder / file).write_text("".join(f"{json.dumps(line)}\n" for line in its))
+        read = AgentFiles(events.read([folder]), events.read_timeline(folder))
+    assert len(read.events) + len(read.timeline) >= len(run.events) + len(run.timeline) - 1
+    assert runreporttext.lines(run_report([read]))
