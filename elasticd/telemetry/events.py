@@ -52,10 +52,14 @@ class _EventLine(TypedDict, total=False):
     version: str
     script: str
     pid: _Count
-    pid_started: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+    pid_started: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     round: _Count | None
     world_size: _Count
     slots: _Count | list[_Count]
+    slot: int | None
+    rank: int | None
+    failed_node: str | None
+    log: str | None
     min: _Count
     max: _Count
     code: int | None
@@ -193,14 +197,14 @@ def read(folders: Sequence[Path]) -> list[Event]:
     found: list[Event] = []
     for folder in folders:
         with suppress(OSError), (folder / FILE).open("rb") as file:
-            found += _parsed(file.read(), _EventLine)
+            found += _parsed(file.read(), _EVENT_LINES)
     return sorted(found, key=lambda e: float(e["at"]))
 
 
 def read_timeline(folder: Path) -> list[dict[str, Any]]:
     """Return the timeline that one agent wrote. Lines that are not valid JSON are left out."""
     with suppress(OSError), (folder / TIMELINE).open("rb") as file:
-        return _parsed(file.read(), _TimelineLine)
+        return _parsed(file.read(), _TIMELINE_LINES)
     return []
 
 
@@ -230,7 +234,7 @@ def follow(
                     file.seek(offsets[folder])
                     whole, newline, _ = file.read().rpartition(b"\n")
                     offsets[folder] += len(whole) + len(newline)
-                    fresh += _parsed(whole, _EventLine)
+                    fresh += _parsed(whole, _EVENT_LINES)
             for event in fresh:
                 if event["event"] == STARTED and (end := process(event)) is not None:
                     writing.add(end)
@@ -245,14 +249,17 @@ def follow(
             writing -= notices.wait(writing)
 
 
-def _parsed(data: bytes, kind: type[_EventLine | _TimelineLine]) -> list[dict[str, Any]]:
+_EVENT_LINES = msgspec.json.Decoder(_EventLine)
+_TIMELINE_LINES = msgspec.json.Decoder(_TimelineLine)
+
+
+def _parsed(data: bytes, valid: msgspec.json.Decoder[Any]) -> list[dict[str, Any]]:
     """Return the valid lines. A crash may have left the last line half written."""
     found = []
     for line in data.splitlines():
         with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-            what = msgspec.json.decode(line)
-            msgspec.convert(what, kind)
-            found.append(what)
+            valid.decode(line)
+            found.append(msgspec.json.decode(line))
     return found
 
 

@@ -201,7 +201,7 @@ def test_the_text_says_it_in_a_screenful() -> None:
 JUNK = (None, True, -1, 1e20, 2**70, "", "x", [], {}, ["a"], {"a": 1})
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_line_that_is_damaged_is_left_out_and_the_run_is_told_all_the_same(data: st.DataObject) -> None:
     run = two_rounds(ended({"a": {"productive": 1.0}}))
