@@ -82,6 +82,8 @@ class Signals:
             self._post(Signalled(number))
 
         for number in self._numbers:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
+                continue
             self._before[number] = signal.signal(number, handler)
 
     def __exit__(self, *_: object) -> None:

@@ -57,8 +57,13 @@ class CheckpointFolder:
         write(unfinished)
         barrier()
         if is_main:
-            _remove(whole)
-            unfinished.rename(whole)
+            if whole.is_dir():  # the same step, saved before: removing a folder takes time
+                before = whole.with_name(f"{_STEP}{step}-before{self._suffix}{_UNFINISHED}")
+                whole.rename(before)
+                unfinished.rename(whole)
+                _remove(before)
+            else:
+                unfinished.replace(whole)
             for old in self._all()[: -self._last]:
                 _remove(old)
             worker.checkpointed(whole)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from typing import cast
 
 from elasticd.core.agent_messages import LeaseChanged, LeaveJob, Signalled, Tick
 from elasticd.core.ports import LeaseHeld
 from elasticd.daemon.driver import Driver, Happening
-from elasticd.daemon.inbox import Inbox
+from elasticd.daemon.inbox import Inbox, Signals
 
 HALF = Signalled(99)  # lets the stand-in make half a decision
 
@@ -62,3 +63,19 @@ def test_only_news_of_the_lease_comes_between_the_halves_of_a_decision() -> None
     held = LeaseChanged(LeaseHeld(5.0))
     assert order(HALF, Signalled(1), ticks=1) == [HALF, Tick(), Signalled(1)]
     assert order(HALF, Signalled(1), comes=(held,), ticks=0) == [HALF, held, Signalled(1)]
+
+
+def test_an_agent_that_was_started_to_outlive_its_terminal_does_so() -> None:
+    """As nohup does, the parent has SIGHUP ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    heard: list[Happening] = []
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with Signals((signal.SIGHUP, signal.SIGTERM), heard.append):
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+        assert heard == [Signalled(signal.SIGTERM)]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

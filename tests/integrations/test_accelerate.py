@@ -67,3 +67,32 @@ def test_the_next_save_removes_what_was_never_finished(tmp_path: Path) -> None:
     (tmp_path / "other.unfinished").touch()
     folder.save(4, Path.touch, is_main=True, barrier=lambda: None)
     assert {path.name for path in tmp_path.iterdir()} == {"step-4.ckpt", "other.unfinished"}
+
+
+def test_a_step_that_is_saved_again_has_a_checkpoint_at_any_instant_but_one(tmp_path: Path) -> None:
+    """The folder of before is removed once the new one has its name."""
+    from elasticd.integrations import checkpoint_folder
+
+    folder = checkpoint_folder.CheckpointFolder(tmp_path, last=1)
+    whole = tmp_path / "step-4"
+
+    def write(path: Path) -> None:
+        path.mkdir()
+        (path / "model").write_text(f"{len([*tmp_path.iterdir()])}")
+
+    folder.save(4, write, is_main=True, barrier=lambda: None)
+    first = (whole / "model").read_text()
+    there: list[bool] = []
+    remove = checkpoint_folder._remove
+
+    def removes(path: Path) -> None:
+        there.append((whole / "model").exists())
+        remove(path)
+
+    checkpoint_folder._remove = removes
+    try:
+        folder.save(4, write, is_main=True, barrier=lambda: None)
+    finally:
+        checkpoint_folder._remove = remove
+    assert there and all(there) and (whole / "model").read_text() != first
+    assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
