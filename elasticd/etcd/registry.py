@@ -14,6 +14,7 @@ import stat
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import quote
 
@@ -22,6 +23,7 @@ import msgspec
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.names import check_name
 
+_NAME_MAX = 160  # characters of a job's name in the name of its file
 _DATA_PREFIX = "elasticd-etcd-"  # of embedded.Embedded's folders; no other folder is ever removed
 
 
@@ -119,7 +121,10 @@ def standalone_runs() -> list[StandaloneRun]:
 
 
 def _path(job: str) -> Path:
-    return registry_folder() / f"{_namespace()}-{quote(job, safe='')}.json"
+    name = quote(job, safe="")
+    if len(name) > _NAME_MAX:  # of characters that take many bytes each
+        name = f"{name[:_NAME_MAX]}-{blake2b(job.encode(), digest_size=8).hexdigest()}"
+    return registry_folder() / f"{_namespace()}-{name}.json"
 
 
 def _namespace() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import queue
 import random
 import select
 import shutil
@@ -12,7 +13,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from elasticd.checkpoint import protocol
 from elasticd.checkpoint.client.memory_tier import HolderLost, SaverQueries
 from elasticd.checkpoint.newest.pointer import FilePointer
+from elasticd.checkpoint.protocol import (
+    BufferFree,
+    Layout,
+    OpenWorld,
+    PlanShard,
+    SaveShard,
+    ShareBuffer,
+)
 from elasticd.checkpoint.replication import peers
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Label, Replica
@@ -269,6 +279,38 @@ def test_a_caller_for_whom_there_is_no_thread_is_served_later_and_ends_no_saver(
             PeerSaver(me)
         with PeerSaver(me) as peer:
             assert peer.offers("/run") == []
+
+
+class Pushed(Replication):
+    """Copies nothing, and tells which shards it was to copy."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ranks: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def push(self, node: str, label: Label, layout: Layout, memory: Memory, then: Any) -> None:
+        self.ranks.put(label.rank)
+        self.jobs.run(self._senders, lambda: None, lambda _: then(""))
+
+
+def test_shards_are_copied_to_the_other_node_also_when_the_disk_has_failed_one_already(tmp_path):
+    here, me = etcd_peers.listen("a", "127.0.0.1")
+    name, pushed = folder_name(7, 1, "0000000a", 1), Pushed(me, here, Alone())
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__0_0.distcp").touch()  # rank 0's shard cannot be written
+    with served(replication=pushed) as saver, ExitStack() as lines:
+        for rank in (0, 1):
+            line = lines.enter_context(closing(protocol.connect(saver)))
+            where = str(tmp_path), "0000000a", rank, 3, 1, 1, (0, 1)
+            line.send(OpenWorld(*where, holder="b", last=3, every=0))
+            layout, memory = Layout(b"").file(), Memory.make(64)
+            line.send(PlanShard(1, 64), (layout,))
+            line.send(ShareBuffer(1, 0), (memory.fd,))
+            os.close(layout)
+            line.send(SaveShard(1, 0, 7, name, at=1.0))
+            assert pushed.ranks.get(timeout=60.0) == rank
+            while not isinstance(protocol.answer(line)[0], BufferFree):
+                pass
 
 
 def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tmp_path: Path) -> None:

@@ -32,6 +32,14 @@ def data(runtime: Path, name: str = "elasticd-etcd-x") -> Path:
     return folder
 
 
+def test_a_run_whose_name_takes_many_bytes_is_found(runtime: Path) -> None:
+    name = "\u8a13\u7df4" * 30
+    register(name, "127.0.0.1:1", 7, 5.0, data(runtime))
+    assert find(name) is not None and [run.job for run in standalone_runs()] == [name]
+    unregister(name, runtime / "elasticd-etcd-x")
+    assert find(name) is None
+
+
 def test_a_registered_run_is_found_and_an_ended_one_is_not(runtime: Path) -> None:
     folder = data(runtime)
     register("train", "127.0.0.1:1", 7, 5.0, folder)

@@ -379,12 +379,7 @@ class Saver:
             save.layout = plan.layout
         self._pipeline.fail_if_ranks_left(world, save)
         copied_note, free_note = BufferCopied(message.plan, buffer), BufferFree(message.plan, buffer)
-        if save.why:
-            client.line.try_send(copied_note)
-            client.line.try_send(free_note)
-            self._pipeline.settle_if_failed(world, save)
-            return
-        using = {"disk"}  # the readers of the buffer; the buffer is free when the set is empty
+        using: set[str] = set()  # the readers of the buffer; the buffer is free when the set is empty
         if world.holder and self._replication is not None:
             using.add(world.holder)
             label = Label(world.store.url, name, world.round, step, world.size, rank)
@@ -402,7 +397,13 @@ class Saver:
             if not using:
                 client.line.try_send(free_note)
 
-        self._pipeline.write(world, save, rank, memory, lambda: used("disk"))
+        if save.why:  # the other node may have a copy all the same
+            self._pipeline.settle_if_failed(world, save)
+        else:
+            using.add("disk")
+            self._pipeline.write(world, save, rank, memory, lambda: used("disk"))
+        if not using:
+            client.line.try_send(free_note)
 
     def _miss(self, client: _Client, message: MissSave) -> None:
         world, name = client.world, message.name
