@@ -205,6 +205,14 @@ class ElasticFit(Callback):  # type: ignore[misc]
                 "leave GradientAccumulationScheduler out"
             )
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have schedulers that follow a metric step after this epoch, too. Lightning leaves them out at the
+        end of an epoch that was begun before a restart, since it may not know the metric. Here it does: the
+        last step of the epoch was made in this world, and the validation belongs to the step."""
+        assert self._loader is not None
+        if self._loader.has_begun:
+            trainer.fit_loop._restarting = False
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_if_due(trainer, is_due=True)
 

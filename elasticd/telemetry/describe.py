@@ -371,6 +371,8 @@ def worker_line(event: str, fields: Mapping[str, object]) -> str:
             return f"round {number}: the global batch is {batch} now, and learning rates are times {times}"
         case "worker.entered" | "worker.done" | "zygote.ready" | "zygote.left_out" | "zygote.ended", _:
             return ""
+        case "worker.broken", {"slot": slot, "why": why, "fails": True}:
+            return f"the run function of slot {slot} has ended early: {why}"
         case "worker.broken", {"slot": slot, "why": why}:
             return f"the worker of slot {slot} has lost the others: {why}"
         case "worker.unlinked", {"slot": slot, "why": why}:

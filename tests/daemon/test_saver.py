@@ -519,6 +519,8 @@ def test_the_saver_leaves_processors_and_disk_to_the_training_until_its_agent_en
         for _ in range(5):
             line.send(AskKnown(str(tmp_path)))
             assert isinstance(line.receive()[0], Known)  # not the news that the memory is free
+        assert service._starter is not None
+        service._starter.join(60.0)  # the saver may answer before the thread knows its pid
         assert os.getpriority(os.PRIO_PROCESS, service._pid) == 19
         service.close()
     line.close()

@@ -583,3 +583,29 @@ def test_an_argument_of_another_type_is_refused_in_a_sentence(call, sentence):
 
 def test_a_number_of_steps_may_be_one_of_numpy():
     assert [*given().steps(np.int64(2))] == [0, 1]
+
+
+def half_frozen() -> worker.State:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return entered(worker.State(model=model, optimizer=optimizer, wrap=None))
+
+
+def test_what_is_frozen_is_committed_and_sent_to_workers_that_join():
+    trained, newcomer = half_frozen(), half_frozen()
+    trained.model[0].requires_grad_(True)
+    trained.model[1].bias.requires_grad_(False)
+    trained.commit()
+    trained.model[0].weight.requires_grad_(False)
+    trained._loop.leave()
+    assert [p.requires_grad for p in trained.model.parameters()] == [True, True, True, False]
+    newcomer._committed.take(trained._committed.snapshot())
+    assert [p.requires_grad for p in newcomer.model.parameters()] == [True, True, True, False]
+
+
+def test_what_is_unfrozen_between_two_steps_is_no_late_change(caplog):
+    state = half_frozen()
+    state.commit()
+    state.model[0].requires_grad_(True)
+    assert state._committed.last.changed(deep=True) == ""

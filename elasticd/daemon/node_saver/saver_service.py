@@ -104,7 +104,10 @@ class SaverService:
             self._warden.watch(listener, asked)
 
     def _start(self) -> None:
+        gone = threading.Event()
+
         def ended(end: Ended) -> None:
+            gone.set()
             self._listen()  # for the last reports
             self._pid = 0
             self.footprint = Footprint()  # the saver's memory is freed with its process
@@ -135,6 +138,8 @@ class SaverService:
                     also=[listener.fileno() for listener in self._also],
                     ended=ended,
                 )
+                if gone.is_set():  # it has ended before its pid was known here
+                    self._pid = 0
                 return
             except WardenError as error:  # the connected worker waits until the next try
                 why = f"checkpoints cannot be saved yet: {error}"

@@ -33,7 +33,7 @@ from elasticd.worker.sharding.held import CommitPoint
 from elasticd.worker.sharding.sharded_state import ShardedState
 from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.values import randomness
-from elasticd.worker.values.contents import Contents, EpochProgress, parameters_of
+from elasticd.worker.values.contents import Contents, EpochProgress, FrozenParameters, parameters_of
 from elasticd.worker.values.plaindata import copied, require_sendable, unchanged, with_tensors
 from elasticd.worker.world.group import World, WorldChanged, gathered, or_over, rank, world_size
 
@@ -74,6 +74,8 @@ class CommittedState:
         self.contents, self.models, self.data = contents, models, data
         self.progress = EpochProgress()
         contents.stateful["_epochs"] = self.progress
+        if not isinstance(shards, SplitState):  # where each worker has other parameters
+            contents.stateful["_frozen"] = FrozenParameters(contents.modules)
         self.saves = saves
         self.last = LastCommit(contents)
         self.shards = shards

@@ -107,7 +107,7 @@ class LastCommit:
                         return f"{key} of {name}"
         if deep:
             for name, was in self.kept["stateful"].items():
-                if not alike(self._stateful[name].state_dict(), was):
+                if not name.startswith("_") and not alike(self._stateful[name].state_dict(), was):
                     return f"State's {name}"
         return ""
 

@@ -128,7 +128,8 @@ class WrappedModels:
                 raise RuntimeError(
                     f"{late} was unfrozen after State had wrapped {name} for this world, so the workers do "
                     f"not add up its gradient: call state.{name} in each forward pass, which wraps it again, "
-                    "and keep no variable with the earlier wrapper"
+                    "keep no variable with the earlier wrapper, and call step.backward before you freeze or "
+                    "unfreeze parameters"
                 )
 
     def _wrap_again(self, name: str) -> None:

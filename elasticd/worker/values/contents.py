@@ -152,6 +152,44 @@ class EpochProgress:
         self.ended, self.began, self.stopped = state["at"]
 
 
+class FrozenParameters:
+    """Which parameters of a State's modules are frozen (``requires_grad``). A State keeps this with its other
+    values: a script may freeze and unfreeze parameters during the training. ``modules``: by name; they may be
+    others in each world."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._named_of: list[nn.Module] = []
+        self._named: list[tuple[str, nn.Parameter]] = []
+        self._last: tuple[list[bool], str] = [], ""
+
+    def state_dict(self) -> dict[str, Any]:
+        trained = [parameter.requires_grad for _, parameter in self._parameters()]
+        if trained != self._last[0]:
+            names = (name for (name, _), trains in zip(self._named, trained, strict=True) if not trains)
+            self._last = trained, "\n".join(names)
+        return {"frozen": self._last[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        frozen = set(state["frozen"].splitlines())
+        for name, parameter in self._parameters():
+            if parameter.requires_grad is (name in frozen):
+                parameter.requires_grad_(name not in frozen)
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        now = [*self._modules.values()]
+        if len(now) != len(self._named_of) or any(
+            a is not b for a, b in zip(now, self._named_of, strict=True)
+        ):
+            self._named_of, self._last = now, ([], "")
+            self._named = [
+                (f"{name}.{key}", parameter)
+                for name, module in self._modules.items()
+                for key, parameter in module.named_parameters()
+            ]
+        return self._named
+
+
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 

@@ -16,6 +16,7 @@ import inspect
 import os
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -159,13 +160,14 @@ class World:
             self._know_groups()
             waits.use_group_timeouts()
             _survive_the_communicator()
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=dist.PrefixStore("group", self._store),
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timedelta(seconds=FORMING_S_MAX + FORMING_S_MAX_EACH * self.size),
-            )
+            with _one_prefix_of_errors():
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                    store=dist.PrefixStore("group", self._store),
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=timedelta(seconds=FORMING_S_MAX + FORMING_S_MAX_EACH * self.size),
+                )
             group = dist.group.WORLD
             assert group is not None
             for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -514,6 +516,21 @@ def _use_store_in_thread(use: Callable[[], object]) -> queue.SimpleQueue[bool]:
 
     threading.Thread(target=run, name="elasticd-store", daemon=True).start()
     return outcome
+
+
+_hook_before: dict[Any, Any] = {}  # by torch's sys.excepthook, the hook that it wraps
+
+
+@contextlib.contextmanager
+def _one_prefix_of_errors() -> Iterator[None]:
+    """Have the lines of a traceback begin with the present rank alone. Each time that torch makes the process
+    group, it wraps ``sys.excepthook`` to add the rank."""
+    before = _hook_before.get(sys.excepthook, sys.excepthook)
+    sys.excepthook = before
+    yield
+    if sys.excepthook is not before:
+        _hook_before.clear()
+        _hook_before[sys.excepthook] = before
 
 
 def _survive_the_communicator() -> None:
