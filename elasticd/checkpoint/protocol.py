@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
 from dataclasses import dataclass, field
 from typing import Final
 
 from elasticd.channel import framing
 from elasticd.channel.codec import ChannelClosed, Codec
 from elasticd.channel.framing import Channel, QueuedChannel
-from elasticd.checkpoint.format import metadata
-from elasticd.checkpoint.format.layout import index_of
-from elasticd.checkpoint.format.manifest import BadCheckpoint, encode_index
 from elasticd.checkpoint.replication.replicas import Offer
 from elasticd.core.facts import Checkpoint, SaverAddress
 
@@ -58,7 +54,7 @@ class OpenWorld:
 @dataclass(frozen=True, slots=True)
 class PlanShard:
     """The worker's shard has ``size`` bytes in all saves of the plan with the number ``plan``. The message
-    carries a file: the plan's ``Layout``."""
+    carries a file: the plan's shares (see ``Layout``)."""
 
     plan: int
     size: int
@@ -359,45 +355,6 @@ def descends_from(sock: socket.socket, agent: int) -> bool:
         except (OSError, ValueError, IndexError):  # the process has ended
             return False
     return pid == agent > 0
-
-
-class Layout:
-    """Where the tensors and objects of all checkpoints of a plan are. ``shares``: what all ranks have and
-    write (``encode_shares``). Empty except from rank 0, whose saver commits."""
-
-    def __init__(self, shares: bytes) -> None:
-        self._shares = shares
-        self._described: tuple[bytes, bytes] | None = None
-        self._lock = threading.Lock()  # the index is made once, whichever thread needs it first
-
-    @property
-    def index(self) -> bytes:
-        """The encoded ``Index`` of all shards, or empty without shares. Raises BadCheckpoint if the shares
-        are not valid."""
-        return self._describe()[0] if self._shares else b""
-
-    @property
-    def metadata(self) -> bytes:
-        """DCP's ``.metadata`` of the shards. Raises BadCheckpoint if the shares are not valid."""
-        return self._describe()[1]
-
-    def _describe(self) -> tuple[bytes, bytes]:
-        with self._lock:
-            if self._described is None:
-                try:
-                    index = index_of(self._shares)
-                    self._described = encode_index(index), metadata.made_of(index)
-                except (ValueError, LookupError, OverflowError, RecursionError) as error:
-                    raise BadCheckpoint(f"the index of its shards cannot be made: {error}") from error
-            return self._described
-
-    def file(self) -> int:
-        return memory_file(self._shares)
-
-    @classmethod
-    def of(cls, fd: int) -> Layout:
-        """Read a file that ``file`` made. Raises ValueError if the content is not valid, and OSError."""
-        return cls(read_memory_file(fd))
 
 
 def memory_file(content: bytes) -> int:

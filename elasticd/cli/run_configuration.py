@@ -19,7 +19,7 @@ from elasticd.cli.http_options import http_note, http_place, http_tls, http_toke
 from elasticd.cli.interfaces import host_is_loopback, loopback_of, network_environment
 from elasticd.cli.job_file import job_file_of
 from elasticd.cli.log_options import logs, signals
-from elasticd.cli.machine import Machine, default_node_name, is_local_address
+from elasticd.cli.machine import Machine, default_node_name, is_local_address, visible
 from elasticd.cli.options import RunOptions, flag
 from elasticd.cli.policy import Settings, patience, policy, settings_in
 from elasticd.cli.rendezvous import check_name, rendezvous
@@ -43,6 +43,7 @@ _FOR_DEBUGGING: Mapping[str, str] = {
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
+_ANY_GPU = 1 << 20  # more GPUs than any machine has
 _OF_A_NODE = {"node", "address", "local_addr", "node_rank"}
 _NO_OPTIONS = {"target", "args", "etcd_password", "from_environment"}
 _COMMON = ("--min", "--max", "--slots", "--etcd", "--job", "--checkpoints", "--nnodes", "--nproc-per-node")
@@ -276,11 +277,11 @@ def _master_port(options: RunOptions, address: str) -> tuple[tuple[str, ...], in
 
 def _check_devices(options: RunOptions, slots: int, environ: Mapping[str, str]) -> None:
     """Raise CommandError if two workers would use one GPU, each as its only one."""
-    devices = [part for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    if options.virtual_local_rank and 0 < len(devices) < slots:
+    devices = visible(environ.get("CUDA_VISIBLE_DEVICES", ""), _ANY_GPU)
+    if options.virtual_local_rank and 0 < devices < slots:
         raise CommandError(
-            f"--virtual-local-rank gives each worker a GPU of its own, and CUDA_VISIBLE_DEVICES has "
-            f"{len(devices)} for {slots} workers: start at most {len(devices)}."
+            f"--virtual-local-rank gives each slot a GPU of its own, and CUDA_VISIBLE_DEVICES has {devices} "
+            f"for {slots} slots: offer at most {devices}."
         )
 
 

@@ -130,5 +130,5 @@ async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
 def _addresses(hosts: Iterable[str], port: int) -> Iterator[str]:
     """Yield the first address of each host. A name may be of another machine, or not known here."""
     for host in hosts:
-        with contextlib.suppress(socket.gaierror):
+        with contextlib.suppress(socket.gaierror, UnicodeError):
             yield str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])

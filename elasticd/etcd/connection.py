@@ -59,6 +59,7 @@ class Connection:
         self._current = 0
         self._channels: dict[int, tuple[Any, Stubs]] = {}
         self._tokens: dict[int, str] = {}
+        self._logins: dict[int, list[Callable[[str | StoreError], None]]] = {}  # what waits for a login
         self._closed = threading.Event()
         self._credentials = _credentials(access) if access.tls else None
 
@@ -114,16 +115,30 @@ class Connection:
             self._start(index, method, request, token, timeout_s, done)
             return
 
-        def logged_in(result: Any | StoreError) -> None:
-            if isinstance(result, StoreError):
-                if isinstance(result, StoreUnavailable):
-                    result.sent = False  # the request itself was never sent
-                done(result)
+        def logged_in(outcome: str | StoreError) -> None:
+            if isinstance(outcome, StoreError):
+                done(outcome)
             else:
-                self._tokens[index] = result.token
-                self._start(index, method, request, result.token, timeout_s, done)
+                self._start(index, method, request, outcome, timeout_s, done)
 
-        self._start(index, "authenticate", self._login(), None, timeout_s, logged_in)
+        with self._lock:  # etcd checks a password slowly: all that wait share one login
+            waiting = self._logins.get(index)
+            if waiting is not None:
+                waiting.append(logged_in)
+                return
+            self._logins[index] = [logged_in]
+
+        def answered(result: Any | StoreError) -> None:
+            if isinstance(result, StoreUnavailable):
+                result.sent = False  # the requests themselves were never sent
+            if not isinstance(result, StoreError):
+                result = self._tokens[index] = result.token
+            with self._lock:
+                waiting = self._logins.pop(index)
+            for tell in waiting:
+                tell(result)
+
+        self._start(index, "authenticate", self._login(), None, timeout_s, answered)
 
     def _start(
         self,
@@ -135,24 +150,26 @@ class Connection:
         done: Callable[[Any | StoreError], None],
     ) -> None:
         metadata = _REQUIRE_LEADER if token is None else (*_REQUIRE_LEADER, ("token", token))
+        stubs = None
         try:
-            stub = getattr(self._stubs(index), method)
-            future = stub.future(request, timeout=timeout_s, metadata=metadata)
+            _require_thread()
+            stubs = self._stubs(index)
+            future = getattr(stubs, method).future(request, timeout=timeout_s, metadata=metadata)
         except (grpc.RpcError, ValueError) as error:
-            done(self._failed(error, index))
+            done(self._failed(error, index, token))
             return
         except StoreError as error:
             done(error)
             return
-        except Exception as error:  # noqa: BLE001  # gRPC could not start a thread, for example
-            done(self._unsent(error, index))
+        except Exception as error:  # noqa: BLE001  # there is no thread, for example
+            done(self._unsent(error, index, stubs))
             return
 
         def finished(future: Any) -> None:
             try:
                 result = future.result()
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
-                done(self._failed(error, index))
+                done(self._failed(error, index, token))
             else:
                 done(result)
 
@@ -162,14 +179,17 @@ class Connection:
         """Open a stream. Return its call (to iterate and cancel), and a function that translates its final
         error and switches to the next endpoint. Raises StoreError."""
         index = self._current
+        stubs = None
         try:
-            call = getattr(self._stubs(index), method)(requests, metadata=self._metadata(index))
+            _require_thread()
+            stubs = self._stubs(index)
+            call = getattr(stubs, method)(requests, metadata=self._metadata(index))
         except (grpc.RpcError, ValueError) as error:
             raise self._failed(error, index) from error
         except StoreError:
             raise
         except Exception as error:
-            raise self._unsent(error, index) from error
+            raise self._unsent(error, index, stubs) from error
         return call, lambda error: self._failed(error, index)
 
     def turn(self) -> None:
@@ -217,30 +237,42 @@ class Connection:
     def _login(self) -> Any:
         return rpc.AuthenticateRequest(name=self.access.username, password=self.access.password)
 
-    def _failed(self, error: Exception, index: int) -> StoreError:
-        """Return the typed error. Switches away from a bad endpoint, and forgets an expired token."""
+    def _failed(self, error: Exception, index: int, token: str | None = None) -> StoreError:
+        """Return the typed error. Switches away from a bad endpoint, and forgets an expired token. ``token``:
+        of the request; None if that is the present one."""
         failure = translate(error, self.access.endpoints[index])
         failure.__cause__ = error
         if isinstance(failure, StoreUnavailable) and not isinstance(failure, NoSpace):
             self._turn_from(index)
-        elif isinstance(failure, TokenExpired):
+        elif isinstance(failure, TokenExpired) and token in (None, self._tokens.get(index)):
             self._tokens.pop(index, None)
         return failure
 
-    def _unsent(self, error: Exception, index: int) -> StoreError:
-        """Return the error of a request that could not be sent. Leaves its channel alone for ever: gRPC may
-        count on a thread that never started, so no answer would arrive, and to close or to delete the channel
-        would wait for that thread."""
+    def _unsent(self, error: Exception, index: int, stubs: Stubs | None) -> StoreError:
+        """Return the error of a request that could not be sent. ``stubs``: of the channel, if gRPC failed.
+
+        That channel is left alone for ever: gRPC may count on a thread that never started, so no answer would
+        arrive, and to close or to delete the channel would wait for that thread.
+        """
         with self._lock:
-            left = self._channels.pop(index, None)
-        if left is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left[0]))
+            channel, present = self._channels.get(index, (None, None))
+            if stubs is not None and present is stubs:
+                del self._channels[index]
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
         return StoreUnavailable(f"a request to etcd could not be sent ({error})", sent=False)
 
     def _turn_from(self, index: int) -> None:
         with self._lock:
             if self._current == index:  # otherwise another thread has switched already
                 self._current = (index + 1) % len(self.access.endpoints)
+
+
+def _require_thread() -> None:
+    """Raise RuntimeError if no thread can start. gRPC starts one for a request, and its channel is of no more
+    use if that fails."""
+    thread = threading.Thread(target=bool, name="etcd-thread")
+    thread.start()
+    thread.join()
 
 
 def translate(error: Exception, endpoint: str) -> StoreError:

@@ -15,6 +15,7 @@ from elasticd.etcd.access import host_and_port, is_unix
 
 _log = logging.getLogger(__name__)
 PROBE_S = 0.5  # how long a host may take to accept or refuse a connection
+_LACKING = {errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}  # of a machine without IPv6
 AGAIN_S = 1.0  # the pause between two probes
 
 
@@ -33,7 +34,9 @@ def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozens
                 for family, kind, protocol, _, address in _resolve(host, port, deadline):
                     try:
                         sock = socket.socket(family, kind, protocol)
-                    except OSError:  # this machine may lack IPv6
+                    except OSError as error:
+                        if error.errno not in _LACKING:
+                            raise
                         continue
                     sock.setblocking(False)
                     selector.register(sock, selectors.EVENT_WRITE, endpoint)
@@ -100,8 +103,8 @@ class ReachabilityProbe:
             at = self._clock()
             try:
                 verdict = cut_off(self._endpoints)
-            except Exception:  # noqa: BLE001  # nothing may end this thread
-                _log.exception("whether etcd can be reached could not be found out; continuing")
+            except Exception as error:  # noqa: BLE001  # nothing may end this thread
+                _log.warning("whether etcd can be reached is not known, and is tried again: %s", error)
                 self._closed.wait(AGAIN_S)
                 continue
             if self._wanted.is_set() and not self._closed.is_set():

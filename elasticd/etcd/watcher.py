@@ -246,6 +246,8 @@ class Watcher:
         self._become(watch, _State.TO_OPEN)
         watch._retries, watch._retry_at = 0, 0.0
         self._deliver(watch, listing)
+        if watch._stale:
+            self._relist(watch)
 
     # ---- following
 
@@ -326,7 +328,7 @@ class Watcher:
                 assert self._stream is not None
                 self._cancel(self._stream, self._stream.open.pop(watch._id)._id)
                 self._relist(watch)
-            case _State.OPENING:
+            case _State.LISTING | _State.OPENING:
                 watch._stale = True
             case _State.TO_OPEN:
                 self._relist(watch)

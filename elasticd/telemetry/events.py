@@ -73,7 +73,7 @@ class _Limits(TypedDict, total=False):
 
 
 class _Slot(TypedDict, total=False):
-    steps: _Count
+    steps: Annotated[float, msgspec.Meta(ge=0, lt=1 << 53)]  # a value of a metric, such as 20.0
     spent: dict[str, float]
 
 
@@ -197,14 +197,14 @@ def read(folders: Sequence[Path]) -> list[Event]:
     found: list[Event] = []
     for folder in folders:
         with suppress(OSError), (folder / FILE).open("rb") as file:
-            found += _parsed(file.read(), _EVENT_LINES)
+            found += _parsed(file.read(), _EventLine)
     return sorted(found, key=lambda e: float(e["at"]))
 
 
 def read_timeline(folder: Path) -> list[dict[str, Any]]:
     """Return the timeline that one agent wrote. Lines that are not valid JSON are left out."""
     with suppress(OSError), (folder / TIMELINE).open("rb") as file:
-        return _parsed(file.read(), _TIMELINE_LINES)
+        return _parsed(file.read(), _TimelineLine)
     return []
 
 
@@ -234,7 +234,7 @@ def follow(
                     file.seek(offsets[folder])
                     whole, newline, _ = file.read().rpartition(b"\n")
                     offsets[folder] += len(whole) + len(newline)
-                    fresh += _parsed(whole, _EVENT_LINES)
+                    fresh += _parsed(whole, _EventLine)
             for event in fresh:
                 if event["event"] == STARTED and (end := process(event)) is not None:
                     writing.add(end)
@@ -249,17 +249,17 @@ def follow(
             writing -= notices.wait(writing)
 
 
-_EVENT_LINES = msgspec.json.Decoder(_EventLine)
-_TIMELINE_LINES = msgspec.json.Decoder(_TimelineLine)
+msgspec.json.Decoder(_EventLine), msgspec.json.Decoder(_TimelineLine)  # raise here if a type is not valid
 
 
-def _parsed(data: bytes, valid: msgspec.json.Decoder[Any]) -> list[dict[str, Any]]:
+def _parsed(data: bytes, kind: type[_EventLine | _TimelineLine]) -> list[dict[str, Any]]:
     """Return the valid lines. A crash may have left the last line half written."""
     found = []
     for line in data.splitlines():
         with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-            valid.decode(line)
-            found.append(msgspec.json.decode(line))
+            what = json.loads(line)
+            msgspec.convert(what, kind)
+            found.append(what)
     return found
 
 

@@ -43,6 +43,7 @@ from elasticd.checkpoint.protocol import (
     SaveShard,
     SaveWritten,
     SkipSave,
+    memory_file,
 )
 from elasticd.checkpoint.storage import store_at
 from elasticd.core.age import Age
@@ -57,7 +58,7 @@ __all__ = ["Checkpoints", "CommittedSave", "NoCheckpoint"]
 
 _log = logging.getLogger(__name__)
 _UNDER_WAY_MAX: Final = 4  # the most saves that are not committed yet; more would fill the disk
-_COPY_S: Final = 10.0  # how long close() waits for a copy from a GPU, which may hang
+_COPY_S: Final = 10.0  # how long to wait for a copy from a GPU, which may hang
 _NOTHING_WHOLE: Final = 5  # the exit code of a job that finds no whole checkpoint
 
 
@@ -312,7 +313,7 @@ class Checkpoints:
         self._plans += 1
         self._line.wait_until_sent(_COPY_S)  # the saver knows one plan, and the message is of the last one
         self._plan, layout = CopyPlan.agree(ranks, self._plans, state, flat, blobs, self._gpu)
-        file = layout.file()
+        file = memory_file(layout.shares)
         try:
             self._line.send(PlanShard(self._plan.number, self._plan.shard.size), file)
         finally:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpoint.format.manifest import File, shard_name
+from elasticd.checkpoint.format.layout import Layout
+from elasticd.checkpoint.format.manifest import shard_name
 from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.newest.retention import Keep
-from elasticd.checkpoint.protocol import Layout
 from elasticd.checkpoint.server import committing
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
@@ -81,4 +81,4 @@ def test_a_shard_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(committing, "_OTHERS_S", 0.01)
     with pytest.raises(TimeoutError, match="the shard of rank 1, which is on another node, never arrived"):
         Committing(FilePointer).commit(*node(Disk(str(tmp_path)), 0))
-    assert File not in map(type, FilePointer(Disk(str(tmp_path))).read().saved)
+    assert not FilePointer(Disk(str(tmp_path))).read().saved

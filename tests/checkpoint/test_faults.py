@@ -34,7 +34,6 @@ from elasticd.checkpoint.protocol import (
     AskShards,
     BufferFree,
     BufferTorn,
-    Layout,
     MissSave,
     Offers,
     OpenWorld,
@@ -47,6 +46,7 @@ from elasticd.checkpoint.protocol import (
     SaveWritten,
     ShardHeld,
     ShareBuffer,
+    memory_file,
 )
 from elasticd.checkpoint.server import standalone
 from elasticd.checkpoint.server.save_report import Footprint
@@ -422,7 +422,7 @@ def joins(tmp_path: Path) -> Iterator[Joins]:
             line.send(
                 OpenWorld(str(path), token, rank, world, round, round, ranks, holder="", last=3, every=0)
             )
-            layout = Layout(NO_SHARES).file()
+            layout = memory_file(NO_SHARES)
             line.send(PlanShard(1, 64), (layout,))
             os.close(layout)
             memory = Memory.make(64)
@@ -591,7 +591,7 @@ def test_a_world_of_an_older_round_cannot_commit(forker, joins, tmp_path):
 def test_nonsense_ends_that_conversation_and_no_other(forker, joins):
     name, _ = forker.saver(linger_s=60.0)
     good = joins(name, 0, 1)
-    empty, layout, long, sparse = os.memfd_create("empty"), *(Layout(b"").file() for _ in range(3))
+    empty, layout, long, sparse = os.memfd_create("empty"), *(memory_file(b"") for _ in range(3))
     for liar in (long, sparse):
         os.pwrite(liar, struct.pack("<Q", 1 << 62), 0)
     os.truncate(sparse, (1 << 62) + 8)
@@ -714,4 +714,42 @@ def test_processes_that_are_no_workers_of_the_job_do_not_fill_the_log():
 
 def test_what_a_file_says_controls_no_terminal(capfd):
     standalone.say("step 5 was not saved: \x1b]0;title\x07\rgone")
-    assert capfd.readouterr().err == "elasticd saver: step 5 was not saved: \ufffd]0;title\ufffd\ufffdgone\n"
+    assert capfd.readouterr().err == "elasticd saver: step 5 was not saved: \ufffd]0;title\ufffd gone\n"
+
+
+@pytest.mark.parametrize("asked", ["while the world ends", "afterwards"])
+def test_shares_of_which_no_index_can_be_made_cost_their_state_and_no_other_worker(asked, tmp_path):
+    with served() as name, contextlib.ExitStack() as lines:
+        folder = folder_name(7, 1, "0000000a", 1)
+        workers = [lines.enter_context(contextlib.closing(protocol.connect(name))) for _ in range(2)]
+        for rank, line in enumerate(workers):
+            where = str(tmp_path), "0000000a", rank, 2, 1, 1, (0, 1)
+            line.send(OpenWorld(*where, holder="", last=3, every=0))
+            shares, memory = memory_file(b"" if rank else b"{}"), Memory.make(64)
+            line.send(PlanShard(1, 64), (shares,))
+            line.send(ShareBuffer(1, 0), (memory.fd,))
+            os.close(shares)
+            line.send(SaveShard(1, 0, 7, folder, at=1.0))
+        for line in workers:
+            assert "the index of its shards cannot be made" in hears(line, SaveFailed).why
+        asker = lines.enter_context(contextlib.closing(protocol.connect(name)))
+        workers[0].close()
+        if asked == "afterwards":
+            workers[1].close()
+        asker.send(AskOffers(str(tmp_path)))
+        workers[1].close()
+        [offer] = hears(asker, Offers).offers
+        assert offer.ranks == {0, 1}
+        asker.send(AskShards(str(tmp_path), folder))
+        assert isinstance(protocol.answer(asker)[0], AllHeld)
+
+
+def test_a_world_that_is_open_already_has_the_ranks_that_it_had(tmp_path):
+    with served() as name, contextlib.ExitStack() as lines:
+        first, liar = (lines.enter_context(contextlib.closing(protocol.connect(name))) for _ in range(2))
+        first.send(OpenWorld(str(tmp_path), "0000000a", 0, 2, 1, 1, (0, 1), holder="", last=3, every=0))
+        first.send(AskOffers(str(tmp_path)))
+        hears(first, Offers)
+        liar.send(OpenWorld(str(tmp_path), "0000000a", 50, 100, 1, 1, (50,), holder="", last=3, every=0))
+        with pytest.raises(ChannelClosed):
+            liar.receive()

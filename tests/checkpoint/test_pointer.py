@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.checkpoint.format.layout import Layout
 from elasticd.checkpoint.format.manifest import (
     MANIFEST,
     BadCheckpoint,
@@ -17,7 +18,6 @@ from elasticd.checkpoint.format.manifest import (
 )
 from elasticd.checkpoint.newest.pointer import POINTER, FilePointer, _saved_by
 from elasticd.checkpoint.newest.retention import CommitRefused, Keep
-from elasticd.checkpoint.protocol import Layout
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
 from elasticd.checkpoint.storage import CheckpointStore

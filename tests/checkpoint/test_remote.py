@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 import boto3
 import pytest
 
-from elasticd.checkpoint.format.layout import encode_shares
+from elasticd.checkpoint.format.layout import Layout, encode_shares
 from elasticd.checkpoint.format.manifest import File, shard_name
 from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.newest.retention import Keep
-from elasticd.checkpoint.protocol import Layout
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.shards import PendingSave, SavingWorld
 from elasticd.checkpoint.storage import store_at

@@ -23,14 +23,15 @@ import pytest
 
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.client.memory_tier import HolderLost, SaverQueries
+from elasticd.checkpoint.format.layout import Layout
 from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.protocol import (
     BufferFree,
-    Layout,
     OpenWorld,
     PlanShard,
     SaveShard,
     ShareBuffer,
+    memory_file,
 )
 from elasticd.checkpoint.replication import peers
 from elasticd.checkpoint.replication.peers import PeerSaver
@@ -303,7 +304,7 @@ def test_shards_are_copied_to_the_other_node_also_when_the_disk_has_failed_one_a
             line = lines.enter_context(closing(protocol.connect(saver)))
             where = str(tmp_path), "0000000a", rank, 3, 1, 1, (0, 1)
             line.send(OpenWorld(*where, holder="b", last=3, every=0))
-            layout, memory = Layout(b"").file(), Memory.make(64)
+            layout, memory = memory_file(b""), Memory.make(64)
             line.send(PlanShard(1, 64), (layout,))
             line.send(ShareBuffer(1, 0), (memory.fd,))
             os.close(layout)
@@ -319,7 +320,7 @@ def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tm
     replication = Replication(me, here, Alone())
     for n in range(3000):
         label = Label(path, folder_name(1, 1, "0000000a", n), 1, 1, 3000, n)
-        replication._replicas.keep(Replica(label, b"", memory))
+        replication._replicas.keep(Replica(label, Layout(b""), memory))
     with served(replication=replication) as name:
         queries = SaverQueries(name, path)
         assert {offer.name for offer in queries.survey()} == {

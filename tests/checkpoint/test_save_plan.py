@@ -24,6 +24,7 @@ from elasticd.checkpoint.format.layout import (
     PART_MAX,
     Box,
     Holding,
+    Layout,
     RankShare,
     StateForm,
     TensorForm,
@@ -34,7 +35,6 @@ from elasticd.checkpoint.format.layout import (
     lay_out,
 )
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Blob
-from elasticd.checkpoint.protocol import Layout
 
 
 def whole(key: str, *shape: int) -> TensorPart:
@@ -282,3 +282,10 @@ def rank_by_rank(parts, world, begun):
                     yield rank, its.rows(first, until - first)
                     first = until
         at += its.size
+
+
+def test_a_box_of_no_memory_s_size_is_refused_and_not_cut_into_pieces():
+    huge = TensorForm("w", ("w",), "float32", 4, (1 << 60,))
+    held = RankContent(StateForm((huge,)), Holding((box_of((0,), (1 << 60,)),), {}))
+    with pytest.raises(ValueError, match="a part of w has 4611686018427387904 bytes"):
+        index_of(encoded([held], [RankShare((0,))]))

@@ -198,7 +198,9 @@ def test_slots_beyond_the_gpus_are_refused_and_the_way_out_is_named(here: Path) 
 
 def test_no_two_workers_get_the_same_gpu_as_their_only_one(here: Path) -> None:
     option, visible = ("--virtual-local-rank", "ok.py"), {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert "2 for 3 workers" in refused("--nproc-per-node", "3", *option, environ=visible)
+    assert "has 2 for 3 slots" in refused("--nproc-per-node", "3", *option, environ=visible)
+    for none in ("-1", "NoDevFiles", ""):
+        assert planned("--nproc-per-node", "3", *option, environ={"CUDA_VISIBLE_DEVICES": none})
     assert planned("--nproc-per-node", "2", *option, environ=visible).config.slots == 2
 
 

@@ -8,7 +8,14 @@ import msgspec
 
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.format.layout import Holding, StateForm, encode_shares
-from elasticd.checkpoint.protocol import Layout, OpenWorld, PlanShard, SaverChannel, SaveShard, ShareBuffer
+from elasticd.checkpoint.protocol import (
+    OpenWorld,
+    PlanShard,
+    SaverChannel,
+    SaveShard,
+    ShareBuffer,
+    memory_file,
+)
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.core.checkpoint_names import folder_name
 
@@ -20,7 +27,7 @@ def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) 
     """Save a step as the only worker of its world. ``last``: how many checkpoints are kept."""
     line = protocol.connect(saver)
     line.send(OpenWorld(store, f"{step:08x}", 0, 1, round, round, (0,), holder="", last=last, every=0))
-    layout = Layout(NO_SHARES).file()
+    layout = memory_file(NO_SHARES)
     line.send(PlanShard(1, 64), (layout,))
     memory = Memory.make(64)
     line.send(ShareBuffer(1, 0), (memory.fd,))

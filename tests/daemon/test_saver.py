@@ -441,16 +441,21 @@ def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tm
         pointer.close()
 
 
-def test_a_folder_that_another_run_went_on_in_is_not_resumed_from_an_older_step(server, client, tmp_path):
+def test_a_folder_that_another_run_went_on_in_is_told_before_the_training(server, client, tmp_path):
     round_is(client, 3)
     with closing(EtcdPointer(server.access, "j", Disk(tmp_path))) as pointer:
         pointer.commit(whole(tmp_path, 1000, 3), Keep(), 3)
         FilePointer(tmp_path).commit(whole(tmp_path, 2000, 4), Keep())
-        with pytest.raises(
-            BadCheckpoint, match="committed step 2000 to .*: end this job, call `elasticd forget j`"
-        ):
-            pointer.read()
-        assert [saved.step for saved in pointer.read(own=True).saved] == [1000]
+        said: list[str] = []
+        settle(server.access, "j", said.append)
+        [words] = said
+        assert (
+            "resumes from its own step 1000 and can save no more there: another job has committed step 2000"
+            in words
+        )
+        assert "call `elasticd forget j`" in words
+        assert [saved.step for saved in pointer.read().saved] == [1000]
+        assert [saved.step for saved in FilePointer(tmp_path).read().saved] == [1000, 2000]
 
 
 def test_while_etcd_is_away_what_is_committed_is_told_by_the_file_and_a_saver_without_work_ends(tmp_path):

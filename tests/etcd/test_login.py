@@ -12,16 +12,19 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticd.core.facts import Budget
 from elasticd.core.ports import LeaseHeld, Put
+from elasticd.etcd import kv
 from elasticd.etcd._client3 import grpc, rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.blocking_client import Client
+from elasticd.etcd.connection import Connection
 from elasticd.etcd.embedded import Embedded
-from elasticd.etcd.errors import StoreRefused
+from elasticd.etcd.errors import StoreError, StoreRefused
 from elasticd.etcd.roles import Roles, all_below
 from elasticd.etcd.store import EtcdStore
 from tests import forkserver
@@ -49,6 +52,23 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
 
 def as_user(etcd: Member | Embedded, name: str | None, password: str | None) -> EtcdAccess:
     return EtcdAccess((etcd.endpoint,), username=name, password=password)
+
+
+def test_all_requests_that_need_a_login_share_one(locked: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection, answers, methods = Connection(as_user(locked, "root", "s3cret")), Heard(), list[str]()
+    start = Connection._start
+
+    def counted(self: Connection, index: int, method: str, *more: Any) -> None:
+        methods.append(method)
+        start(self, index, method, *more)
+
+    monkeypatch.setattr(Connection, "_start", counted)
+    with contextlib.closing(connection):
+        for _ in range(5):
+            connection.start("range", kv.range_request(b"x"), timeout_s=30.0, done=answers)
+        answers.until(lambda: len(answers) == 5)
+    assert not any(isinstance(answer, StoreError) for answer in answers)
+    assert methods == ["authenticate", *["range"] * 5]
 
 
 def test_a_wrong_password_is_refused_without_being_shown(locked: Member) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -53,6 +54,6 @@ def test_a_probe_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(reachability, "AGAIN_S", 0.01)
     monkeypatch.setattr(reachability, "cut_off", fails_once)
     probe = ReachabilityProbe(("a:1",), lambda: 1.0, lambda cut_off, at: found.set())
-    probe.watch(True)
-    assert found.wait(60)
-    probe.close()
+    with closing(probe):
+        probe.watch(True)
+        assert found.wait(60)

@@ -22,6 +22,7 @@ from elasticd.checkpoint.format.layout import (
 )
 
 _RANKS_NAMED: Final = 8
+_LOOKED_AT: Final = 8  # holdings; the sizes of a few tell about those of all
 WHOLE_BELOW: Final = 256 * 1024  # bytes; smaller tensors are not cut, since cutting them gains nothing
 # A world of more ranks than ``WRITERS`` has further writers only if each of them has ``SHARE_MIN`` bytes:
 # each rank may read the files of all writers. The other ranks write no file.
@@ -166,8 +167,8 @@ def _dealt(kinds: Sequence[_Kind]) -> tuple[list[tuple[int, ...]], list[list[Ten
 def _own(kinds: Sequence[_Kind], sharded: Sequence[_HeldTensor], world: int) -> list[tuple[int, ...]]:
     """Return, by rank, the sharded tensors of which the rank writes all that it has.
 
-    Ranks that have the same part have all alike: each of them writes some of the tensors. Such ranks are
-    nearly alike from part to part, so the tensors are dealt once.
+    Ranks with equal holdings share the work: each writes some of the tensors. The holdings of as many ranks
+    have about equal sizes, so that one division serves all.
     """
     own: list[tuple[int, ...]] = [()] * world
     for form, its in _by_form(kinds):
@@ -176,8 +177,8 @@ def _own(kinds: Sequence[_Kind], sharded: Sequence[_HeldTensor], world: int) -> 
         for holding, ranks in its:
             alike.setdefault(len(ranks), []).append((holding, ranks))
         for count, some in alike.items():
-            first = RankContent(form, some[0][0])
-            sizes = {number: first.size(number) for number in numbers}
+            looked = [RankContent(form, holding) for holding, _ in some[:_LOOKED_AT]]
+            sizes = {number: max(its.size(number) for its in looked) for number in numbers}
             heap = [(0, place) for place in writers(range(count), world, sum(sizes.values()))]
             dealt: dict[int, list[int]] = {place: [] for _, place in heap}
             for number, size in sizes.items():
@@ -193,9 +194,11 @@ def _own(kinds: Sequence[_Kind], sharded: Sequence[_HeldTensor], world: int) -> 
 
 @dataclass(slots=True)
 class _HeldTensor:
-    """A tensor, and which ranks hold which of its parts. ``numbers``: of the tensor in each form, by the
-    form's id. ``boxes``: parts, and ``ranks``: for each of them, ranks that hold the part and have all else
-    alike."""
+    """A tensor, and which ranks hold which of its parts.
+
+    ``numbers``: the number of the tensor in each form, by the form's id. ``boxes``: the parts; a part may be
+    there several times. ``ranks``: for each of these, ranks with equal holdings that hold the part.
+    """
 
     form: TensorForm
     numbers: dict[int, int] = field(default_factory=dict)

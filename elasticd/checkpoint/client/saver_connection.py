@@ -148,8 +148,8 @@ class SaverConnection:
         line, sent = self._line, threading.Event()
 
         def on_copied(done: Future[str]) -> None:
-            said = spoilt(why) if (why := done.result()) else message
             try:
+                said = spoilt(why) if (why := done.result()) else message
                 if line is not None:
                     with contextlib.suppress(ChannelClosed):
                         line.send(said)

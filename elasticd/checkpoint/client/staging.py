@@ -19,6 +19,7 @@ from elasticd.checkpoint.format.frames import padded_blob, room_for
 from elasticd.checkpoint.format.layout import (
     Box,
     Holding,
+    Layout,
     RankShare,
     Shard,
     StateForm,
@@ -28,7 +29,7 @@ from elasticd.checkpoint.format.layout import (
     encode_shares,
     lay_out,
 )
-from elasticd.checkpoint.protocol import BufferTorn, Layout, ShareBuffer
+from elasticd.checkpoint.protocol import BufferTorn, ShareBuffer
 from elasticd.checkpoint.shared_memory import Memory
 
 BUFFERS: Final = 2

@@ -6,6 +6,7 @@ while training goes on: in a large sharded job that takes seconds.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,11 +16,22 @@ from typing import Final
 
 import msgspec
 
+from elasticd.checkpoint.format import metadata
 from elasticd.checkpoint.format.frames import ALIGNMENT, tensor_frame
-from elasticd.checkpoint.format.manifest import Blob, Chunk, Index, Tensor, shard_name, wrong_with_index
+from elasticd.checkpoint.format.manifest import (
+    BadCheckpoint,
+    Blob,
+    Chunk,
+    Index,
+    Tensor,
+    encode_index,
+    shard_name,
+    wrong_with_index,
+)
 
 # Bytes; a frame's length has 32 bits, and several threads can read the parts of a tensor.
 PART_MAX: Final = 1 << 30
+_PART_LIMIT: Final = 1 << 50  # bytes; no memory has as many
 _frame = lru_cache(maxsize=4096)(tensor_frame)
 _Path = tuple[str | int, ...]
 
@@ -33,7 +45,7 @@ def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
 
 
 class TensorForm(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor of the state, as all ranks that have a part of it know it. ``path``: its place in the nested
+    """A tensor of the state, the same on all ranks that have a part of it. ``path``: its place in the nested
     state."""
 
     key: str
@@ -46,9 +58,13 @@ class TensorForm(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Raises ValueError if the box is not of this tensor."""
         numbers = tuple(map(int, box.split(","))) if box else ()
         dims = len(self.shape)
-        if len(numbers) != 2 * dims:
-            raise ValueError(f"{box!r} is no part of {self.key}, which has {dims} dimensions")
-        return TensorPart(self.key, self.dtype, self.itemsize, self.shape, numbers[:dims], numbers[dims:])
+        part = TensorPart(self.key, self.dtype, self.itemsize, self.shape, numbers[:dims], numbers[dims:])
+        within = zip(part.offsets, part.sizes, self.shape, strict=False)
+        if len(numbers) != 2 * dims or any(min(at, n) < 0 or at + n > whole for at, n, whole in within):
+            raise ValueError(f"{box!r} is no part of {self.key}, whose shape is {list(self.shape)}")
+        if part.size > _PART_LIMIT:
+            raise ValueError(f"a part of {self.key} has {part.size} bytes")
+        return part
 
 
 class StateForm(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -133,6 +149,47 @@ class Shard:
     parts: list[tuple[TensorPart, int]] = field(default_factory=list)
     blobs: list[tuple[str, int, int]] = field(default_factory=list)
     fixed: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+class Layout:
+    """Where the tensors and objects of all checkpoints of a plan are. ``shares``: what all ranks have and
+    write (``encode_shares``). Empty except from rank 0, whose saver commits."""
+
+    def __init__(self, shares: bytes) -> None:
+        self.shares = shares
+        self._described: tuple[bytes, bytes] | str | None = None
+        self._lock = threading.Lock()  # the index is made once, whichever thread needs it first
+
+    @classmethod
+    def of_index(cls, index: bytes) -> Layout:
+        """Return a layout of which only the encoded index is known."""
+        made = cls(index)
+        made._described = index, b""
+        return made
+
+    @property
+    def index(self) -> bytes:
+        """The encoded ``Index`` of all shards, or empty without shares. To make it takes seconds in a large
+        job. Raises BadCheckpoint if the shares are not valid."""
+        return self._describe()[0] if self.shares else b""
+
+    @property
+    def metadata(self) -> bytes:
+        """DCP's ``.metadata`` of the shards. Takes as long. Raises BadCheckpoint if the shares are not
+        valid."""
+        return self._describe()[1]
+
+    def _describe(self) -> tuple[bytes, bytes]:
+        with self._lock:
+            if self._described is None:
+                try:
+                    index = index_of(self.shares)
+                    self._described = encode_index(index), metadata.made_of(index)
+                except (ValueError, LookupError, OverflowError, RecursionError) as error:
+                    self._described = f"the index of its shards cannot be made: {error}"
+            if isinstance(self._described, str):
+                raise BadCheckpoint(self._described)
+            return self._described
 
 
 def encode_shares(forms: Sequence[bytes], holdings: Sequence[bytes], shares: Sequence[bytes]) -> bytes:

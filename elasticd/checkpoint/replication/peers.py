@@ -11,6 +11,7 @@ from typing import Final, Protocol, Self, TypeVar
 
 import msgspec
 
+from elasticd.checkpoint.format.layout import Layout
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica
 from elasticd.checkpoint.replication.wire import SILENCE_S, Message, PeerGone, Wire
 from elasticd.checkpoint.shared_memory import Memory
@@ -59,7 +60,7 @@ def serve(wire: Wire, host: Host) -> None:
                 case {"do": "index", "path": str(path), "name": str(name)}:
                     replica = _found(wire, host.find(path, name, 0))
                     if replica is not None:
-                        wire.send_raw_message(replica.index)
+                        wire.send_raw_message(replica.layout.index)
                 case {"do": "read", "path": str(path), "name": str(name), "rank": int(rank), **more}:
                     replica = _found(wire, host.find(path, name, rank))
                     if replica is not None:
@@ -86,10 +87,11 @@ def _found(wire: Wire, replica: Replica | None) -> Replica | None:
 def _hold(wire: Wire, host: Host, label: Label, size: int) -> None:
     try:
         memory = _room(wire, host, label, size)
-    except OSError as error:
-        if isinstance(error, PeerGone):
-            raise
-        wire.send_message({"why": f"there is no memory for {size} bytes ({error.strerror})"})
+    except PeerGone:
+        raise
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread
+        why = getattr(error, "strerror", None) or error
+        wire.send_message({"why": f"there is no memory for {size} bytes ({why})"})
         return
     try:
         wire.send_message({"ok": True})
@@ -98,7 +100,7 @@ def _hold(wire: Wire, host: Host, label: Label, size: int) -> None:
     except BaseException:
         host.give_up(size)
         raise
-    host.keep(Replica(label, index, memory))
+    host.keep(Replica(label, Layout.of_index(index), memory))
     wire.send_message({"ok": True})
 
 

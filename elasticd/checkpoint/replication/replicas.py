@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
+from elasticd.checkpoint.format.layout import Layout
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.core.checkpoint_names import age_of, parse_folder, require_name
 
@@ -37,10 +38,10 @@ class Label:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replica:
-    """A whole shard, and the encoded index of its state."""
+    """A whole shard, and the layout of its state."""
 
     label: Label
-    index: bytes
+    layout: Layout
     memory: Memory
 
 
@@ -60,6 +61,11 @@ class Replicas:
     def __iter__(self) -> Iterator[Replica]:
         for some in self._held.values():
             yield from some
+
+    def replaced(self, label: Label) -> int:
+        """Return the bytes that ``make_room`` would free."""
+        some = self._held.get((label.path, label.rank), [])
+        return sum(replica.memory.size for replica in some[: max(0, len(some) - _EACH + 1)])
 
     def make_room(self, label: Label, size: int) -> None:
         """Drop the oldest replicas of the shard so that one more fits, and count ``size`` bytes as arriving.

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from elasticd.checkpoint.format.layout import Layout
 from elasticd.checkpoint.format.manifest import BadCheckpoint, File, shard_name
 from elasticd.checkpoint.newest.pointer import POINTER
 from elasticd.checkpoint.newest.retention import CommitRefused
-from elasticd.checkpoint.protocol import Layout, SaveCommitted, SaveFailed, SaverToWorker, SaveWritten
+from elasticd.checkpoint.protocol import SaveCommitted, SaveFailed, SaverToWorker, SaveWritten
 from elasticd.checkpoint.server.background import Background
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.save_report import Fate, SaveReport

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from elasticd.channel.framing import accept
-from elasticd.checkpoint.protocol import Layout
+from elasticd.checkpoint.format.layout import Layout
 from elasticd.checkpoint.replication.peers import WAIT, Host, Peers, PeerSaver, serve
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, Replicas, offers
 from elasticd.checkpoint.replication.wire import SILENCE_S, PeerGone, Wire
@@ -190,10 +190,11 @@ class Replication:
         return next((r for r in found if r.label.rank == rank), None)
 
     def _room(self, label: Label, size: int) -> Memory:
+        there = available() + self.jobs.ask(lambda: self._replicas.replaced(label))
+        if size > there * (1 - _SPARE):
+            raise OSError(errno.ENOMEM, f"only {there} bytes are available")
         self.jobs.ask(lambda: self._replicas.make_room(label, size))
         try:
-            if size > (there := available()) * (1 - _SPARE):
-                raise OSError(errno.ENOMEM, f"only {there} bytes are available")
             return Memory.make(size)
         except OSError:
             self._give_up(size)

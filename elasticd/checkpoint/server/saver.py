@@ -18,6 +18,7 @@ from typing import Final, NamedTuple, assert_never
 
 from elasticd.channel.codec import BadMessage, ChannelClosed
 from elasticd.channel.framing import close_all, is_ours
+from elasticd.checkpoint.format.layout import Layout
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable
 from elasticd.checkpoint.newest.pointer import Committer, FilePointer
 from elasticd.checkpoint.newest.retention import Keep
@@ -38,7 +39,6 @@ from elasticd.checkpoint.protocol import (
     BufferTorn,
     Known,
     KnownUnreadable,
-    Layout,
     MissSave,
     Offers,
     OpenWorld,
@@ -53,6 +53,7 @@ from elasticd.checkpoint.protocol import (
     WorkerToSaver,
     descends_from,
     memory_file,
+    read_memory_file,
 )
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, offers
 from elasticd.checkpoint.server.background import Background
@@ -299,7 +300,7 @@ class Saver:
             case PlanShard(number, size):
                 if size < 0:
                     raise ValueError(f"a shard of {size} bytes")
-                plan = ShardPlan(size, Layout.of(files[0]))
+                plan = ShardPlan(size, Layout(read_memory_file(files[0])))
                 os.close(files[0])
                 client.plan, client.number = plan, number
                 if client.world is not None:
@@ -340,14 +341,14 @@ class Saver:
                 pass
 
     def _open(self, client: _Client, message: OpenWorld) -> None:
-        if not 0 < message.world <= WORLD_MAX or not {message.rank, *message.locals} <= {
-            *range(message.world)
-        }:
-            raise ValueError(f"rank {message.rank} of {message.world}, with {message.locals} on this node")
-        if message.rank not in message.locals:
-            raise ValueError(f"rank {message.rank} is not on this node")
         store, token = store_at(message.path), message.token
         world = next((w for w in self._worlds if (w.store.url, w.token) == (store.url, token)), None)
+        same = world is None or (world.size, world.locals) == (message.world, frozenset(message.locals))
+        ranks = min(message.locals, default=-1), max(message.locals, default=-1)
+        if not same or message.rank not in message.locals or not 0 <= ranks[0] <= ranks[1] < message.world:
+            raise ValueError(f"rank {message.rank} of {message.world}, with {message.locals} on this node")
+        if not message.world <= WORLD_MAX:
+            raise ValueError(f"a world of {message.world} workers")
         if world is None:
             keep, locals_ = Keep(message.last, message.every), frozenset(message.locals)
             world = SavingWorld(store, token, message.round, message.fence, message.world, locals_, keep)
@@ -462,14 +463,28 @@ class Saver:
     def _lend(self, client: _Client, message: AskShards) -> None:
         path = message.path
         here = self._over(path) if self._replication is None else self._replication.held(path)
-        for replica in here:
-            if replica.label.name == message.name:
-                index = memory_file(replica.index)
-                try:
-                    client.line.post(ShardHeld(replica.label.rank), (replica.memory.fd, index))
-                finally:
-                    os.close(index)
-        client.line.try_send(AllHeld())
+        wanted = [replica for replica in here if replica.label.name == message.name]
+
+        def lend(outcome: list[bytes] | BaseException) -> None:
+            if client not in self._clients:
+                return
+            try:
+                if not isinstance(outcome, BaseException):  # otherwise other nodes may have a valid index
+                    for replica, index in zip(wanted, outcome, strict=True):
+                        self._lend_one(client, replica, index)
+            except ChannelClosed:
+                self._lose(client)
+            else:
+                client.line.try_send(AllHeld())
+
+        self._jobs.run(self._pipeline.askers, lambda: [replica.layout.index for replica in wanted], lend)
+
+    def _lend_one(self, client: _Client, replica: Replica, index: bytes) -> None:
+        file = memory_file(index)
+        try:
+            client.line.post(ShardHeld(replica.label.rank), (replica.memory.fd, file))
+        finally:
+            os.close(file)
 
     def _tell_addresses(self, client: _Client, nodes: tuple[str, ...]) -> None:
         def found(addresses: list[SaverAddress]) -> None:

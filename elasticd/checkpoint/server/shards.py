@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from elasticd.checkpoint.format.layout import Layout
 from elasticd.checkpoint.format.manifest import File
 from elasticd.checkpoint.newest.retention import Keep
-from elasticd.checkpoint.protocol import Layout, WorkerChannel
+from elasticd.checkpoint.protocol import WorkerChannel
 from elasticd.checkpoint.replication.replicas import Label, Replica
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.storage import CheckpointStore
@@ -97,7 +98,7 @@ class SavingWorld:
         for rank, plan in self.plans.items():
             for buffer, (step, name) in plan.holds.items():
                 label = Label(self.store.url, name, self.round, step, self.size, rank)
-                yield Replica(label, plan.layout.index, plan.buffers[buffer])
+                yield Replica(label, plan.layout, plan.buffers[buffer])
 
     def forget_all_but_newest(self) -> None:
         """Free memory after the world has ended. Only the newest state is needed if all ranks are on this

@@ -36,7 +36,7 @@ def lower_priority() -> None:
 
 def say(words: str) -> None:
     """Print a line to standard error. The words may come from a file that others can write."""
-    shown = "".join(char if char.isprintable() else "\ufffd" for char in words)
+    shown = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(words.splitlines()))
     with contextlib.suppress(OSError):  # the reader has closed the pipe
         print(f"elasticd saver: {shown}", file=sys.stderr, flush=True)
 

@@ -58,9 +58,6 @@ class EtcdPointer:
         self._client.close()
 
     def read(self, *, own: bool = False) -> Checkpoint:
-        named = None
-        with contextlib.suppress(BadCheckpoint, OSError):  # etcd's record then counts alone
-            named = self._file.newest()  # read before etcd, as in ``settle``
         try:
             known = self._own(self._client.get(self._job, _KEY))
         except BadRecord as error:
@@ -71,17 +68,7 @@ class EtcdPointer:
             if own:  # the file may name checkpoints of other jobs
                 raise TimeoutError(f"reading etcd failed: {error}") from error
             return self._file.read()
-        if known is None:
-            return Checkpoint(self._url) if own else self._file.read()
-        if not own:
-            try:
-                self._require_alone(named, known)
-            except CommitRefused as refused:  # all commits of this job would be refused as well
-                raise BadCheckpoint(
-                    f"{refused}, or go on from there: end this job, call `elasticd forget {self._job}`, and "
-                    "start the job again"
-                ) from refused
-        return known
+        return known or (Checkpoint(self._url) if own else self._file.read())
 
     def witness(self, fence: int) -> bool:
         deadline = self._clock() + self._patience_s
@@ -184,9 +171,10 @@ def _lost(taken: bool, why: str) -> Exception:
     return TimeoutError(f"{why}; the commit may have succeeded") if taken else CommitRefused(why)
 
 
-def settle(access: EtcdAccess, job: str) -> None:
-    """Copy etcd's record to the file, in case a saver died between the two writes."""
-    with contextlib.suppress(StoreError, CommitRefused, BadCheckpoint, BadStore, OSError, ValueError):
+def settle(access: EtcdAccess, job: str, say: Callable[[str], None] = lambda _: None) -> None:
+    """Copy etcd's record to the file, in case a saver died between the two writes. ``say`` gets a sentence if
+    another run has committed to the same folder since."""
+    with contextlib.suppress(StoreError, BadCheckpoint, BadStore, OSError, ValueError):
         with Client(access) as client:
             there = client.get(job, _KEY)
         known = there.fact if there is not None else None
@@ -194,6 +182,14 @@ def settle(access: EtcdAccess, job: str) -> None:
             return
         store = store_at(known.path)
         # Otherwise the newest checkpoint is no longer in the folder.
-        if is_finished(store, known.newest.name):
-            with contextlib.closing(EtcdPointer(access, job, store)) as pointer:
+        if not is_finished(store, known.newest.name):
+            return
+        with contextlib.closing(EtcdPointer(access, job, store)) as pointer:
+            try:
                 pointer.settle()
+            except CommitRefused as refused:
+                say(
+                    f"this job resumes from its own step {known.newest.step} and can save no more there: "
+                    f"{refused}, or go on from the other's step: end this job, call `elasticd forget {job}`, "
+                    "and start the job again"
+                )

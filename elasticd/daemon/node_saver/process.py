@@ -61,5 +61,5 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.write(1, b"\n")  # ready
     # In a thread, since the folder that etcd names may be on a disk that hangs, and may not be this run's.
-    threading.Thread(target=settle, args=(access, job), name="settle", daemon=True).start()
+    threading.Thread(target=settle, args=(access, job, say), name="settle", daemon=True).start()
     saver.serve()
