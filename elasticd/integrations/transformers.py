@@ -46,7 +46,6 @@ from elasticd.integrations.draining import Drain
 from elasticd.integrations.in_place import present
 from elasticd.worker.agent_link import agentpage
 from elasticd.worker.samples.loading import loader_options
-from elasticd.worker.world.group import WorldChanged
 
 __all__ = ["Elastic", "ElasticCallback", "Trainer", "in_place", "newest_whole_checkpoint"]
 
@@ -72,11 +71,15 @@ class ElasticCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Saves a checkpoint and ends the process when the workers are asked to end, and tells the agent of
     checkpoints, steps and losses. ``Elastic`` adds it to its trainer.
 
-    ``global_batch``: the samples of a step, which checkpoints keep.
+    ``global_batch``: the samples of a step, which checkpoints keep. ``steps``: of an epoch; 0 if unknown.
+    ``is_made``: whether a step was made that is not committed in place yet. ``is_over``: whether the hooks of
+    the epoch's end follow no more. ``saved``: the last step that was saved.
     """
 
     def __init__(self, global_batch: int = 0) -> None:
         self.global_batch = global_batch
+        self.steps = self.saved = 0
+        self.is_made = self.is_over = False
         self._drain = Drain()
         self._is_leaving = False
 
@@ -94,30 +97,27 @@ class ElasticCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if (kept := present()) is None:
+        self.is_made, self.is_over = True, not (self.steps and state.global_step % self.steps == 0)
+        if present() is None:
             self._is_leaving = self._drain.is_asked()
-        else:
-            try:
-                kept.commit(self._leave_once_saved)
-            except WorldChanged:
-                if not self._is_leaving:
-                    raise
+            if self._is_leaving and self.is_over:
+                control.should_save = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.is_over = True
         if self._is_leaving:
             control.should_save = True
-
-    def _leave_once_saved(self) -> None:
-        self._is_leaving = True
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self._drain.is_asked()  # once this returns, all ranks have written their files
+        self.saved = state.global_step
         if state.is_world_process_zero:
             worker.checkpointed(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
-        if present() is not None:
-            if self._is_leaving:
-                raise WorldChanged
-        elif self._drain.is_asked() or self._is_leaving:
+        if present() is None and (self._drain.is_asked() or self._is_leaving):
             self._drain.leave()
 
     def on_log(
@@ -199,6 +199,7 @@ class Elastic(_Base):  # type: ignore[misc]
             drop_last=args.dataloader_drop_last,
         )
         args.gradient_accumulation_steps = batches.pieces
+        self._elastic.steps = batches.steps
         agentpage.uses(Use.PLACE)
         return _Loader(loader.dataset, batch_sampler=batches, **loader_options(loader))
 
@@ -230,6 +231,22 @@ class Elastic(_Base):  # type: ignore[misc]
         return computed * weight
 
     # ------------------------------------------------------------ in place
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Commit a step once all that is due after the step is done: an evaluation in which a worker dies
+        comes again, with the step. After the last step of an epoch, Trainer calls this function twice."""
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        made, kept = self._elastic, present()
+        if made is not None and kept is not None and made.is_made and made.is_over:
+            made.is_made = False
+            kept.commit(self._save_unless_saved)
+
+    def _save_unless_saved(self) -> None:
+        assert self._elastic is not None
+        if self._elastic.saved != self.state.global_step:
+            self._save_checkpoint(self.model, None)
+            # Trainer keeps what its callbacks return.
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)  # type: ignore[has-type]
 
     def _progress(self) -> dict[str, Any]:
         """Return the progress that is the same in all workers."""

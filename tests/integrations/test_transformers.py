@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.harness import Cluster
+from tests.integrations import jobs
+
 
 @pytest.fixture(autouse=True)
 def _needs_transformers() -> None:
@@ -163,3 +166,14 @@ class TestCheckpoints:
 
     def test_a_folder_without_a_checkpoint_has_none(self, tmp_path: Path) -> None:
         assert self.newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("kind", ["in_place", "elastic"])
+def test_an_evaluation_in_which_a_worker_dies_comes_again(kind: str, cluster: Cluster) -> None:
+    cluster.limits = (2, 2)
+    arguments = (kind, str(cluster.folder / "output"), "1", "1000", "2")
+    agent = jobs.start(cluster, "trainer.py", *arguments, accident="evaluate:0")
+    trained = jobs.ended(cluster, agent)
+    assert trained.outcome == "exact"
+    evaluated = {path.name for path in cluster.folder.glob("evaluated-*")}
+    assert evaluated == {f"evaluated-{epoch}-{rank}" for epoch in (0, 1) for rank in (0, 1)}

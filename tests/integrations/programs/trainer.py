@@ -8,9 +8,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from noted import LENGTH, TOKENS, Numbered, after_step, let_others_train, note
+from noted import LENGTH, TOKENS, Numbered, after_step, evaluate, let_others_train, note
 
 KIND, OUTPUT, ACCUMULATE, EVERY, EPOCHS = sys.argv[1:6]
+EVALUATES = os.environ["ACCIDENT"].startswith("evaluate")
 if KIND == "plain":
     from transformers import Trainer
 else:
@@ -21,10 +22,16 @@ class Accident(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         after_step(state.global_step)
 
+    def on_evaluate(self, args, state, control, **_):
+        if EVALUATES:
+            evaluate(round(state.epoch) - 1, torch.distributed.barrier)
+
 
 class Noting(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
-        note(self.state.global_step, inputs.pop("number").tolist())
+        number = inputs.pop("number").tolist()
+        if model.training:
+            note(self.state.global_step, number)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
@@ -41,8 +48,9 @@ def train(model):
         disable_tqdm=True,
         use_cpu=True,
         remove_unused_columns=False,
+        eval_strategy="epoch" if EVALUATES else "no",
     )
-    trainer = Noting(model, args, train_dataset=Numbered(), callbacks=[Accident()])
+    trainer = Noting(model, args, train_dataset=Numbered(), eval_dataset=Numbered(), callbacks=[Accident()])
     trainer.train(resume_from_checkpoint=get_last_checkpoint(OUTPUT) if KIND == "plain" else None)
     if trainer.is_world_process_zero():
         print(f"trained {trainer.state.global_step} steps")
