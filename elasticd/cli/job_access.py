@@ -3,6 +3,7 @@ runs."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def _no_such(job: str, there: list[Place]) -> str:
     known = there_are([name for place in there for name in place.jobs])
     if any(place.shared for place in there):
         return f"no job named {job} in this etcd: {known}."
-    hint = f"; `elasticd report {job}` shows how the run ended" if _ran_here(job) else ""
+    hint = f"; `elasticd report {shlex.quote(job)}` shows how the run ended" if _ran_here(job) else ""
     return f"no job named {job} on this machine: {known} (for others give --etcd){hint}."
 
 

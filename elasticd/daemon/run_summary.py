@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -109,7 +110,7 @@ def kept(config: RunConfig, logs: Path | None, newest: SaveReport | None, snapsh
     """Return one line for each of: report, logs, newest checkpoint, newest snapshot. ``newest``: the last
     commit of this node's saver. ``snapshot``: the path of the last checkpoint that the script wrote
     itself."""
-    lines = [f"Report: elasticd report {config.job}"]
+    lines = [f"Report: elasticd report {shlex.quote(config.job)}"]
     if logs is not None:
         lines.append(f"Logs: {logs}")
     if newest is not None:
