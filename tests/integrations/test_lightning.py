@@ -124,10 +124,8 @@ def _module(log: list[Any], ends: Callable[[str], None]) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
             by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
             by_metric.best = 0.0  # so that the first epoch is no better, and the next has another rate
-            schedulers = [
-                torch.optim.lr_scheduler.StepLR(optimizer, 1),
-                {"scheduler": by_metric, "monitor": "v"},
-            ]
+            by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            schedulers = [by_epoch, {"scheduler": by_metric, "monitor": "v", "strict": False}]
             return [optimizer], schedulers
 
     return Model()
