@@ -122,23 +122,33 @@ class Connection:
                 self._start(index, method, request, outcome, timeout_s, done)
 
         with self._lock:  # etcd checks a password slowly: all that wait share one login
-            waiting = self._logins.get(index)
-            if waiting is not None:
-                waiting.append(logged_in)
-                return
-            self._logins[index] = [logged_in]
+            token = self._tokens.get(index)
+            begins = token is None and index not in self._logins
+            if token is None:
+                self._logins.setdefault(index, []).append(logged_in)
+        if token is not None:
+            logged_in(token)
+        elif begins:
+            self._start(
+                index,
+                "authenticate",
+                self._login(),
+                None,
+                timeout_s,
+                lambda said: self._logged_in(index, said),
+            )
 
-        def answered(result: Any | StoreError) -> None:
-            if isinstance(result, StoreUnavailable):
-                result.sent = False  # the requests themselves were never sent
-            if not isinstance(result, StoreError):
-                result = self._tokens[index] = result.token
-            with self._lock:
-                waiting = self._logins.pop(index)
-            for tell in waiting:
-                tell(result)
-
-        self._start(index, "authenticate", self._login(), None, timeout_s, answered)
+    def _logged_in(self, index: int, said: Any | StoreError) -> None:
+        """Tell all that wait for the login how it ended."""
+        if isinstance(said, StoreUnavailable):
+            said.sent = False  # the requests themselves were never sent
+        outcome = said if isinstance(said, StoreError) else said.token
+        with self._lock:
+            waiting = self._logins.pop(index, [])
+            if not isinstance(outcome, StoreError):
+                self._tokens[index] = outcome
+        for tell in waiting:
+            tell(outcome)
 
     def _start(
         self,
@@ -239,7 +249,7 @@ class Connection:
 
     def _failed(self, error: Exception, index: int, token: str | None = None) -> StoreError:
         """Return the typed error. Switches away from a bad endpoint, and forgets an expired token. ``token``:
-        of the request; None if that is the present one."""
+        of the request, if it is known."""
         failure = translate(error, self.access.endpoints[index])
         failure.__cause__ = error
         if isinstance(failure, StoreUnavailable) and not isinstance(failure, NoSpace):
@@ -254,12 +264,16 @@ class Connection:
         That channel is left alone for ever: gRPC may count on a thread that never started, so no answer would
         arrive, and to close or to delete the channel would wait for that thread.
         """
+        failure = StoreUnavailable(f"a request to etcd could not be sent ({error})", sent=False)
         with self._lock:
             channel, present = self._channels.get(index, (None, None))
-            if stubs is not None and present is stubs:
+            lost = stubs is not None and present is stubs
+            if lost:
                 del self._channels[index]
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
-        return StoreUnavailable(f"a request to etcd could not be sent ({error})", sent=False)
+        if lost:
+            self._logged_in(index, failure)  # a login in this channel would get no answer
+        return failure
 
     def _turn_from(self, index: int) -> None:
         with self._lock:

@@ -71,17 +71,14 @@ class ElasticCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Saves a checkpoint and ends the process when the workers are asked to end, and tells the agent of
     checkpoints, steps and losses. ``Elastic`` adds it to its trainer.
 
-    ``global_batch``: the samples of a step, which checkpoints keep. ``steps``: of an epoch; 0 if unknown.
-    ``is_made``: whether a step was made that is not committed in place yet. ``is_over``: whether the hooks of
-    the epoch's end follow no more. ``saved``: the last step that was saved.
+    ``global_batch``: the samples of a step, which checkpoints keep.
     """
 
     def __init__(self, global_batch: int = 0) -> None:
         self.global_batch = global_batch
-        self.steps = self.saved = 0
-        self.is_made = self.is_over = False
         self._drain = Drain()
         self._is_leaving = False
+        self._is_over = False  # whether no hook of the epoch's end follows the present step
 
     def state(self) -> dict[str, Any]:
         return {"args": {"global_batch": self.global_batch}, "attributes": {}}
@@ -97,16 +94,16 @@ class ElasticCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self.is_made, self.is_over = True, not (self.steps and state.global_step % self.steps == 0)
         if present() is None:
-            self._is_leaving = self._drain.is_asked()
-            if self._is_leaving and self.is_over:
+            self._is_over = not _ends_epoch(state)
+            self._is_leaving = self._drain.is_asked() or self._is_leaving
+            if self._is_leaving:
                 control.should_save = True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self.is_over = True
+        self._is_over = True
         if self._is_leaving:
             control.should_save = True
 
@@ -114,11 +111,12 @@ class ElasticCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self._drain.is_asked()  # once this returns, all ranks have written their files
-        self.saved = state.global_step
         if state.is_world_process_zero:
             worker.checkpointed(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
-        if present() is None and (self._drain.is_asked() or self._is_leaving):
-            self._drain.leave()
+        if present() is None:
+            self._is_leaving = self._drain.is_asked() or self._is_leaving
+            if self._is_leaving and self._is_over:
+                self._drain.leave()
 
     def on_log(
         self,
@@ -152,6 +150,8 @@ class Elastic(_Base):  # type: ignore[misc]
         self._elastic: ElasticCallback | None = None
         self._kept: dict[str, Any] | None = None
         self._accumulated: int = self.args.gradient_accumulation_steps
+        # The last step that was committed in place, that what is due was done for, and that was saved.
+        self._made = self._looked = self._saved = -1
         if largest_world():
             asked = self.args
             largest = largest_world(asked.world_size)
@@ -162,8 +162,14 @@ class Elastic(_Base):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does, but from the newest whole checkpoint in ``output_dir`` if there is one,
         unless ``resume_from_checkpoint`` is False."""
+        self._made = self._looked = self._saved = -1
         if self._elastic is not None and (kept := present()) is not None:
             refuse_sharded(self.accelerator)
+            if not hasattr(super(), "_maybe_log_save_evaluate"):
+                raise RuntimeError(
+                    f"in_place does not know transformers {transformers.__version__}, which has changed its "
+                    "loop: use 5.23 or an earlier release"
+                )
             committed = kept.begin(self._progress, self.model.parameters())
             if committed:
                 return self._train_on(committed, *args, **kwargs)
@@ -199,7 +205,6 @@ class Elastic(_Base):  # type: ignore[misc]
             drop_last=args.dataloader_drop_last,
         )
         args.gradient_accumulation_steps = batches.pieces
-        self._elastic.steps = batches.steps
         agentpage.uses(Use.PLACE)
         return _Loader(loader.dataset, batch_sampler=batches, **loader_options(loader))
 
@@ -236,14 +241,21 @@ class Elastic(_Base):  # type: ignore[misc]
         """Commit a step once all that is due after the step is done: an evaluation in which a worker dies
         comes again, with the step. After the last step of an epoch, Trainer calls this function twice."""
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        made, kept = self._elastic, present()
-        if made is not None and kept is not None and made.is_made and made.is_over:
-            made.is_made = False
+        kept, step = present(), self.state.global_step
+        comes_again = self._looked != step and (
+            _ends_epoch(self.state) or self.control.should_training_stop or self.control.should_epoch_stop
+        )
+        self._looked = step
+        if self._elastic is not None and kept is not None and step > self._made and not comes_again:
+            self._made = step
             kept.commit(self._save_unless_saved)
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        self._saved = self.state.global_step
+
     def _save_unless_saved(self) -> None:
-        assert self._elastic is not None
-        if self._elastic.saved != self.state.global_step:
+        if self._saved != self.state.global_step:
             self._save_checkpoint(self.model, None)
             # Trainer keeps what its callbacks return.
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)  # type: ignore[has-type]
@@ -342,6 +354,11 @@ class _Loader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def _ends_epoch(state: TrainerState) -> bool:
+    """Whether the step is the last of its epoch."""
+    return state.epoch is not None and state.epoch % 1 == 0
 
 
 def _order_of(loader: Any, args: TrainingArguments) -> Order | None:

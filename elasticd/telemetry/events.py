@@ -252,12 +252,16 @@ def follow(
 msgspec.json.Decoder(_EventLine), msgspec.json.Decoder(_TimelineLine)  # raise here if a type is not valid
 
 
+def _no_number(word: str) -> float:
+    raise ValueError(word)
+
+
 def _parsed(data: bytes, kind: type[_EventLine | _TimelineLine]) -> list[dict[str, Any]]:
     """Return the valid lines. A crash may have left the last line half written."""
     found = []
     for line in data.splitlines():
         with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-            what = json.loads(line)
+            what = json.loads(line, parse_constant=_no_number)
             msgspec.convert(what, kind)
             found.append(what)
     return found

@@ -24,8 +24,8 @@ PYTHONS = {  # of the standard library, and of namedtuple
     "_Environ", "_Pointer", "_SimpleCData", "_exit", "_finalizer_registry", "_getframe", "_ncallbacks",
     "_replace", "_set_native_id", "_ssl", "_startTime", "_test_decode_cert",
 }  # fmt: skip
-# Private parts of Accelerate and of Lightning: tests/integrations would notice their absence.
-FRAMEWORKS = {"_checkpoint_connector", "_reset_state"}
+# Private parts of Accelerate, Lightning and Transformers: tests/integrations would notice their absence.
+FRAMEWORKS = {"_checkpoint_connector", "_reset_state", "_restarting", "_save_checkpoint"}
 
 
 def found(of: str) -> Any:

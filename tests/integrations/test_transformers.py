@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from elasticd.worker.world.group import WorldChanged
 from tests.e2e.harness import Cluster
 from tests.integrations import jobs
 
@@ -84,6 +85,78 @@ class TestOneProcess:
         Trainer(net, args, train_dataset=data, compute_loss_func=mean_of_squares).train()
         # Transformers itself adds up what it accumulates.
         assert net.w.item() == pytest.approx(0.2 * accumulated)
+
+    @pytest.mark.parametrize("max_steps", [-1, 7])
+    def test_each_step_is_committed_once_after_what_is_due_after_it(
+        self, max_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also in a world that continues, and restores the callbacks from the state."""
+        from transformers import TrainerCallback, TrainingArguments
+
+        from elasticd.integrations import in_place
+        from elasticd.integrations.transformers import Trainer
+
+        class Model(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = torch.nn.Linear(1, 1)
+
+            def forward(self, x: Any, labels: Any = None) -> Any:
+                return {"loss": self.layer(x).square().mean(), "logits": x}
+
+        log: list[tuple[str, int]] = []
+
+        class Noting(TrainerCallback):
+            def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                log.append(("evaluated", state.global_step))
+
+        class Kept:
+            """Stands in for a State: commits the progress, and ends the first world after step 3."""
+
+            def __init__(self, committed: dict[str, Any]) -> None:
+                self.committed, self.read = committed, dict
+
+            def begin(self, read: Any, trained: Any) -> dict[str, Any]:
+                self.read = read
+                return self.committed
+
+            def resume_random(self) -> None:
+                pass
+
+            def commit(self, save: Any) -> None:
+                self.now = self.read()
+                log.append(("committed", trainer.state.global_step))
+                if trainer.state.global_step == 3 and not self.committed:
+                    raise WorldChanged
+
+        monkeypatch.setenv("ELASTICD_WORLD_MAX", "1")
+        model, data = Model(), [{"x": torch.ones(1), "labels": torch.ones(1)} for _ in range(10)]
+        committed: dict[str, Any] = {}
+        for _ in range(2):
+            args = TrainingArguments(
+                str(tmp_path),
+                per_device_train_batch_size=2,
+                num_train_epochs=2,
+                max_steps=max_steps,
+                eval_strategy="epoch",
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+                restore_callback_states_from_checkpoint=True,
+            )
+            kept = Kept(committed)
+            trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=[Noting()])
+            monkeypatch.setattr(in_place, "_present", [kept])
+            try:
+                trainer.train()
+            except WorldChanged:
+                committed = kept.now
+        last = 10 if max_steps < 0 else max_steps
+        expected: list[tuple[str, int]] = []
+        for step in range(1, last + 1):
+            expected += [("evaluated", step)] * (step in (5, last)) + [("committed", step)]
+        assert log == expected
 
     def test_the_trainer_warns_of_data_whose_order_is_not_known(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -236,7 +236,7 @@ def test_no_checkpoint_has_what_is_a_workers_own():
     )
     state._committed.begin()
     parts = state._committed.parts()
-    assert parts.plain == {"a": 1} and parts.things.keys() == {"model", "_epochs"}
+    assert parts.plain == {"a": 1} and parts.things.keys() == {"model", "_epochs", "_frozen"}
     assert (state.b, state.c) == (2, noise)
 
 

@@ -18,6 +18,7 @@ from elasticd.channel.worker_messages import Enter, Holds
 from elasticd.core.age import Age
 from elasticd.worker.commit.checkpointing import Parts
 from elasticd.worker.values import randomness
+from elasticd.worker.values.contents import FrozenParameters
 from elasticd.worker.values.plaindata import copied
 from elasticd.worker.world.group import World, WorldChanged
 from tests.procs.fakecuda import OnGpu
@@ -609,3 +610,13 @@ def test_what_is_unfrozen_between_two_steps_is_no_late_change(caplog):
     state.commit()
     state.model[0].requires_grad_(True)
     assert state._committed.last.changed(deep=True) == ""
+
+
+def test_what_a_state_does_not_name_stays_frozen_or_not_as_the_script_has_it():
+    named = FrozenParameters({"model": nn.Sequential(nn.Linear(2, 2))})
+    model = nn.ParameterDict({"0.weight": nn.Parameter(torch.zeros(2)), "old": nn.Parameter(torch.zeros(2))})
+    model["old"].requires_grad_(False)
+    model["bytes"] = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    other = FrozenParameters({"model": model})
+    other.load_state_dict(named.state_dict())
+    assert [model[name].requires_grad for name in ("old", "bytes")] == [False, False] and other.changed == ""

@@ -12,6 +12,7 @@ from typing import Final, Protocol, Self, TypeVar
 import msgspec
 
 from elasticd.checkpoint.format.layout import Layout
+from elasticd.checkpoint.format.manifest import BadCheckpoint
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica
 from elasticd.checkpoint.replication.wire import SILENCE_S, Message, PeerGone, Wire
 from elasticd.checkpoint.shared_memory import Memory
@@ -58,9 +59,13 @@ def serve(wire: Wire, host: Host) -> None:
                 case {"do": "hold", "label": dict(label), "size": int(size)} if size >= 0:
                     _hold(wire, host, _as(label, Label), size)
                 case {"do": "index", "path": str(path), "name": str(name)}:
-                    replica = _found(wire, host.find(path, name, 0))
-                    if replica is not None:
-                        wire.send_raw_message(replica.layout.index)
+                    replica = host.find(path, name, 0)
+                    try:
+                        index = replica.layout.index if replica is not None else b""
+                    except BadCheckpoint:
+                        replica = None
+                    if _found(wire, replica) is not None:
+                        wire.send_raw_message(index)
                 case {"do": "read", "path": str(path), "name": str(name), "rank": int(rank), **more}:
                     replica = _found(wire, host.find(path, name, rank))
                     if replica is not None:

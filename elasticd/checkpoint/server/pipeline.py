@@ -25,7 +25,8 @@ from elasticd.core.facts import Saved
 
 class SavePipeline:
     """Runs saves until they are committed or have failed. Calls that block run in threads, through ``jobs``;
-    all methods must be called in the saver's loop. ``askers``: the threads that ask committers."""
+    all methods must be called in the saver's loop. ``askers``: the threads that ask committers.
+    ``lenders``: the thread that makes indexes for workers that resume."""
 
     def __init__(
         self,
@@ -42,11 +43,12 @@ class SavePipeline:
         self._writers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), "write")
         self._committers = ThreadPoolExecutor(8, "commit")
         self.askers = ThreadPoolExecutor(2, "ask")
+        self.lenders = ThreadPoolExecutor(1, "lend")
         self._witnesses = ThreadPoolExecutor(2, "witness")  # may wait for etcd for long
 
     def close(self) -> None:
         """Finish the calls in progress, and start no more."""
-        for pool in (self._writers, self._committers, self.askers):
+        for pool in (self._writers, self._committers, self.askers, self.lenders):
             pool.shutdown(cancel_futures=True)
         self._witnesses.shutdown(wait=False, cancel_futures=True)  # end with their committers
         for saved, why in self._committing.close():

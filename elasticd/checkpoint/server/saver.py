@@ -345,7 +345,9 @@ class Saver:
         world = next((w for w in self._worlds if (w.store.url, w.token) == (store.url, token)), None)
         same = world is None or (world.size, world.locals) == (message.world, frozenset(message.locals))
         ranks = min(message.locals, default=-1), max(message.locals, default=-1)
-        if not same or message.rank not in message.locals or not 0 <= ranks[0] <= ranks[1] < message.world:
+        if not same:
+            raise ValueError("its world was opened with other ranks")
+        if message.rank not in message.locals or not 0 <= ranks[0] <= ranks[1] < message.world:
             raise ValueError(f"rank {message.rank} of {message.world}, with {message.locals} on this node")
         if not message.world <= WORLD_MAX:
             raise ValueError(f"a world of {message.world} workers")
@@ -472,12 +474,13 @@ class Saver:
                 if not isinstance(outcome, BaseException):  # otherwise other nodes may have a valid index
                     for replica, index in zip(wanted, outcome, strict=True):
                         self._lend_one(client, replica, index)
+                client.line.try_send(AllHeld())
             except ChannelClosed:
                 self._lose(client)
-            else:
-                client.line.try_send(AllHeld())
+            except OSError as error:  # there is no descriptor, or no memory
+                self._refuse(client, f"AskShards: {error!r}")
 
-        self._jobs.run(self._pipeline.askers, lambda: [replica.layout.index for replica in wanted], lend)
+        self._jobs.run(self._pipeline.lenders, lambda: [replica.layout.index for replica in wanted], lend)
 
     def _lend_one(self, client: _Client, replica: Replica, index: bytes) -> None:
         file = memory_file(index)

@@ -74,8 +74,9 @@ class CommittedState:
         self.contents, self.models, self.data = contents, models, data
         self.progress = EpochProgress()
         contents.stateful["_epochs"] = self.progress
+        self._frozen = FrozenParameters(contents.modules)
         if not isinstance(shards, SplitState):  # where each worker has other parameters
-            contents.stateful["_frozen"] = FrozenParameters(contents.modules)
+            contents.stateful["_frozen"] = self._frozen
         self.saves = saves
         self.last = LastCommit(contents)
         self.shards = shards
@@ -211,6 +212,7 @@ class CommittedState:
     def lay_out(self) -> None:
         """Copy and compare the modules of a new layout from now on, if the model is sharded."""
         self.last.follow(self.contents)
+        self._frozen.follow()
         self.comparison.follow(self.contents)
 
     def _close_reductions(self) -> None:
@@ -423,7 +425,7 @@ class CommittedState:
             return ""
         whole = self.holds is Holds.WHOLE and self.shards is None  # a sharded state has its own copies
         mine = self._copied() if beyond is not None and whole else None
-        found = None
+        found, self._frozen.changed = None, ""
         try:
             found = self.saves.resume(self.parts(), world, has_restore=self.can_restore, beyond=beyond)
         except DataChanged:
@@ -437,6 +439,12 @@ class CommittedState:
                     self.uncommitted.tear()
         if found is None:
             return ""
+        if self._frozen.changed and rank() == 0:
+            _log.warning(
+                "%s and perhaps others are frozen or not as of the checkpoint, and not as the script said: "
+                "change requires_grad in the run function if you want it otherwise",
+                self._frozen.changed,
+            )
         self.contents.plain.update(found.plain)
         self._take_own_back()
         self.step = found.step

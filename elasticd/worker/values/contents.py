@@ -154,34 +154,45 @@ class EpochProgress:
 
 class FrozenParameters:
     """Which parameters of a State's modules are frozen (``requires_grad``). A State keeps this with its other
-    values: a script may freeze and unfreeze parameters during the training. ``modules``: by name; they may be
-    others in each world."""
+    values: a script may freeze and unfreeze parameters during the training.
+
+    ``modules``: by name; they may be others in each world. ``changed``: a parameter that the last
+    ``load_state_dict`` froze or unfroze; empty if there was none.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self._named_of: list[nn.Module] = []
+        self.changed = ""
+        self.follow()
+
+    def follow(self) -> None:
+        """List the parameters of the present modules anew."""
         self._named: list[tuple[str, nn.Parameter]] = []
-        self._last: tuple[list[bool], str] = [], ""
+        self._last: tuple[list[bool], dict[str, str]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        trained = [parameter.requires_grad for _, parameter in self._parameters()]
-        if trained != self._last[0]:
-            names = (name for (name, _), trains in zip(self._named, trained, strict=True) if not trains)
-            self._last = trained, "\n".join(names)
-        return {"frozen": self._last[1]}
+        named = self._parameters()
+        trains = [parameter.requires_grad for _, parameter in named]
+        if self._last is None or trains != self._last[0]:
+            names: dict[bool, list[str]] = {True: [], False: []}
+            for (name, _), does in zip(named, trains, strict=True):
+                names[does].append(name)
+            self._last = trains, {"trained": "\n".join(names[True]), "frozen": "\n".join(names[False])}
+        return dict(self._last[1])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        frozen = set(state["frozen"].splitlines())
+        wanted = dict.fromkeys(state["trained"].split("\n"), True)
+        wanted |= dict.fromkeys(state["frozen"].split("\n"), False)
+        self.changed = ""
+        self.follow()
         for name, parameter in self._parameters():
-            if parameter.requires_grad is (name in frozen):
-                parameter.requires_grad_(name not in frozen)
+            trains = wanted.get(name, parameter.requires_grad)
+            if trains is not parameter.requires_grad:
+                parameter.requires_grad_(trains)
+                self.changed = self.changed or name
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        now = [*self._modules.values()]
-        if len(now) != len(self._named_of) or any(
-            a is not b for a, b in zip(now, self._named_of, strict=True)
-        ):
-            self._named_of, self._last = now, ([], "")
+        if not self._named:
             self._named = [
                 (f"{name}.{key}", parameter)
                 for name, module in self._modules.items()

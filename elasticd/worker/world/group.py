@@ -518,19 +518,19 @@ def _use_store_in_thread(use: Callable[[], object]) -> queue.SimpleQueue[bool]:
     return outcome
 
 
-_hook_before: dict[Any, Any] = {}  # by torch's sys.excepthook, the hook that it wraps
+_hooks: list[Any] = []  # sys.excepthook before torch last made a process group, and after
 
 
 @contextlib.contextmanager
 def _one_prefix_of_errors() -> Iterator[None]:
     """Have the lines of a traceback begin with the present rank alone. Each time that torch makes the process
     group, it wraps ``sys.excepthook`` to add the rank."""
-    before = _hook_before.get(sys.excepthook, sys.excepthook)
+    before = _hooks[0] if _hooks and sys.excepthook is _hooks[1] else sys.excepthook
     sys.excepthook = before
-    yield
-    if sys.excepthook is not before:
-        _hook_before.clear()
-        _hook_before[sys.excepthook] = before
+    try:
+        yield
+    finally:
+        _hooks[:] = [before, sys.excepthook]
 
 
 def _survive_the_communicator() -> None:
