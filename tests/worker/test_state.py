@@ -614,7 +614,7 @@ def test_what_is_unfrozen_between_two_steps_is_no_late_change(caplog):
 
 def test_what_a_state_does_not_name_stays_frozen_or_not_as_the_script_has_it():
     named = FrozenParameters({"model": nn.Sequential(nn.Linear(2, 2))})
-    model = nn.ParameterDict({"0.weight": nn.Parameter(torch.zeros(2)), "old": nn.Parameter(torch.zeros(2))})
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(2)), "old": nn.Parameter(torch.zeros(2))})
     model["old"].requires_grad_(False)
     model["bytes"] = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
     other = FrozenParameters({"model": model})
