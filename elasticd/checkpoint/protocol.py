@@ -221,8 +221,8 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True)
 class ShardHeld:
-    """The message carries two files: the memory of the shard of ``rank``, and the encoded
-    index of the state, which only the shard of rank 0 has."""
+    """The message carries two files: the memory of the shard of ``rank``, and the encoded index of
+    the state, which only the shard of rank 0 has."""
 
     rank: int
 

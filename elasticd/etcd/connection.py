@@ -110,10 +110,6 @@ class Connection:
         """Send a request once, without waiting; log in first if there is no login. ``done`` gets the response
         or the error, in any thread."""
         index = self._current
-        token = self._tokens.get(index)
-        if self.access.username is None or token is not None:
-            self._start(index, method, request, token, timeout_s, done)
-            return
 
         def logged_in(outcome: str | StoreError) -> None:
             if isinstance(outcome, StoreError):
@@ -123,11 +119,12 @@ class Connection:
 
         with self._lock:  # etcd checks a password slowly: all that wait share one login
             token = self._tokens.get(index)
-            begins = token is None and index not in self._logins
-            if token is None:
+            waits = token is None and self.access.username is not None
+            begins = waits and index not in self._logins
+            if waits:
                 self._logins.setdefault(index, []).append(logged_in)
-        if token is not None:
-            logged_in(token)
+        if not waits:
+            self._start(index, method, request, token, timeout_s, done)
         elif begins:
             self._start(
                 index,
@@ -192,8 +189,9 @@ class Connection:
         stubs = None
         try:
             _require_thread()
+            metadata = self._metadata(index)
             stubs = self._stubs(index)
-            call = getattr(stubs, method)(requests, metadata=self._metadata(index))
+            call = getattr(stubs, method)(requests, metadata=metadata)
         except (grpc.RpcError, ValueError) as error:
             raise self._failed(error, index) from error
         except StoreError:

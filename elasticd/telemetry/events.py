@@ -202,7 +202,7 @@ def read(folders: Sequence[Path]) -> list[Event]:
 
 
 def read_timeline(folder: Path) -> list[dict[str, Any]]:
-    """Return the timeline that one agent wrote. Lines that are not valid JSON are left out."""
+    """Return the timeline that one agent wrote. Lines that are not valid are left out."""
     with suppress(OSError), (folder / TIMELINE).open("rb") as file:
         return _parsed(file.read(), _TimelineLine)
     return []
@@ -247,9 +247,6 @@ def follow(
                 continue
             over = False
             writing -= notices.wait(writing)
-
-
-msgspec.json.Decoder(_EventLine), msgspec.json.Decoder(_TimelineLine)  # raise here if a type is not valid
 
 
 def _no_number(word: str) -> float:

@@ -312,8 +312,8 @@ class Checkpoints:
         """Decide which rank writes which part, on all ranks together, and send the plan to the saver."""
         self._plans += 1
         self._line.wait_until_sent(_COPY_S)  # the saver knows one plan, and the message is of the last one
-        self._plan, layout = CopyPlan.agree(ranks, self._plans, state, flat, blobs, self._gpu)
-        file = memory_file(layout.shares)
+        self._plan, shares = CopyPlan.agree(ranks, self._plans, state, flat, blobs, self._gpu)
+        file = memory_file(shares)
         try:
             self._line.send(PlanShard(self._plan.number, self._plan.shard.size), file)
         finally:

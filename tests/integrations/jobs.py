@@ -72,6 +72,17 @@ def stopped(cluster: Cluster, program: str, *arguments: str) -> int:
     return agent.end(4 * PATIENCE_S)
 
 
+def killed_in_an_evaluation(cluster: Cluster, program: str, kind: str) -> Trained:
+    """Train with two workers. Kill one of them while it evaluates the first epoch. Both workers then evaluate
+    both epochs."""
+    cluster.limits = (2, 2)
+    arguments = (kind, str(cluster.folder / "output"), "1", "1000", "2")
+    trained = ended(cluster, start(cluster, program, *arguments, accident="evaluate:0"))
+    evaluated = {path.name for path in cluster.folder.glob("evaluated-*")}
+    assert evaluated == {f"evaluated-{epoch}-{rank}" for epoch in (0, 1) for rank in (0, 1)}
+    return trained
+
+
 def start(cluster: Cluster, program: str, *arguments: str, accident: str = "none:0", slots: int = 2) -> Agent:
     cluster.policy["settle_s"] = 0
     env = {"LEDGER": str(cluster.folder), "ACCIDENT": accident}

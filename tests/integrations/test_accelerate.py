@@ -47,13 +47,8 @@ def test_a_sharded_model_is_not_kept_in_place() -> None:
 
 @pytest.mark.parametrize("kind", ["in_place", "elastic"])
 def test_an_evaluation_in_which_a_worker_dies_comes_again(kind: str, cluster: Cluster) -> None:
-    cluster.limits = (2, 2)
-    arguments = (kind, str(cluster.folder / "output"), "1", "1000", "2")
-    agent = jobs.start(cluster, "accelerated.py", *arguments, accident="evaluate:0")
-    trained = jobs.ended(cluster, agent)
+    trained = jobs.killed_in_an_evaluation(cluster, "accelerated.py", kind)
     assert trained.outcome == "exact" and trained.ledger.again == 0
-    evaluated = {path.name for path in cluster.folder.glob("evaluated-*")}
-    assert evaluated == {f"evaluated-{epoch}-{rank}" for epoch in (0, 1) for rank in (0, 1)}
     if kind == "in_place":
         committed = int((cluster.folder / "committed").read_text())
         assert committed == len(trained.ledger.made), "what is no step does not count as one"

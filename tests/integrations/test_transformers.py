@@ -243,10 +243,4 @@ class TestCheckpoints:
 
 @pytest.mark.parametrize("kind", ["in_place", "elastic"])
 def test_an_evaluation_in_which_a_worker_dies_comes_again(kind: str, cluster: Cluster) -> None:
-    cluster.limits = (2, 2)
-    arguments = (kind, str(cluster.folder / "output"), "1", "1000", "2")
-    agent = jobs.start(cluster, "trainer.py", *arguments, accident="evaluate:0")
-    trained = jobs.ended(cluster, agent)
-    assert trained.outcome == "exact"
-    evaluated = {path.name for path in cluster.folder.glob("evaluated-*")}
-    assert evaluated == {f"evaluated-{epoch}-{rank}" for epoch in (0, 1) for rank in (0, 1)}
+    assert jobs.killed_in_an_evaluation(cluster, "trainer.py", kind).outcome == "exact"

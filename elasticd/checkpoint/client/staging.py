@@ -19,7 +19,6 @@ from elasticd.checkpoint.format.frames import padded_blob, room_for
 from elasticd.checkpoint.format.layout import (
     Box,
     Holding,
-    Layout,
     RankShare,
     Shard,
     StateForm,
@@ -87,11 +86,11 @@ class CopyPlan:
         flat: Flat,
         blobs: Mapping[str, bytes],
         gpu: GpuCopier,
-    ) -> tuple[CopyPlan, Layout]:
-        """Return this rank's plan, and the ``Layout`` for the saver. All ranks must call this together.
-        Raises Misfit."""
+    ) -> tuple[CopyPlan, bytes]:
+        """Return this rank's plan, and the shares for the saver's ``Layout``. All ranks must call this
+        together. Raises Misfit."""
         shard, shares = share_out_together(ranks, state, flat, blobs)
-        return cls(number, shape_of(flat), shard, _rooms(blobs), gpu), Layout(shares)
+        return cls(number, shape_of(flat), shard, _rooms(blobs), gpu), shares
 
     @property
     def free(self) -> bool:

@@ -344,13 +344,11 @@ class Saver:
         store, token = store_at(message.path), message.token
         world = next((w for w in self._worlds if (w.store.url, w.token) == (store.url, token)), None)
         same = world is None or (world.size, world.locals) == (message.world, frozenset(message.locals))
-        ranks = min(message.locals, default=-1), max(message.locals, default=-1)
         if not same:
             raise ValueError("its world was opened with other ranks")
-        if message.rank not in message.locals or not 0 <= ranks[0] <= ranks[1] < message.world:
+        possible = all(0 <= rank < message.world <= WORLD_MAX for rank in message.locals)
+        if message.rank not in message.locals or not possible:
             raise ValueError(f"rank {message.rank} of {message.world}, with {message.locals} on this node")
-        if not message.world <= WORLD_MAX:
-            raise ValueError(f"a world of {message.world} workers")
         if world is None:
             keep, locals_ = Keep(message.last, message.every), frozenset(message.locals)
             world = SavingWorld(store, token, message.round, message.fence, message.world, locals_, keep)
