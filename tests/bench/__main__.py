@@ -1,5 +1,5 @@
-"""``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | scale | etcd-size |
-overhead | scrape | hang | checkpoint | consistent | techniques | slow-links | frameworks |
+"""``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | connecting | scale |
+etcd-size | overhead | scrape | hang | checkpoint | consistent | techniques | slow-links | frameworks |
 redundancy``: each prints its ratios."""
 
 from __future__ import annotations
@@ -114,6 +114,17 @@ def forming(sizes: str, tries: int, c10d_most: int, c10d_timeout: float) -> None
     from tests.bench.forming import forming as measure
 
     click.echo(measure([int(s) for s in sizes.split(",")], tries, c10d_most, c10d_timeout))
+
+
+@main.command()
+@click.option("--sizes", default="64,128,256,512", help="Workers of the world.")
+@click.option("--tries", default=3)
+def connecting(sizes: str, tries: int) -> None:
+    """The time to connect the workers of a world, beside torch's process group."""
+    from tests.bench.connecting import connecting as measure
+
+    for line in measure([int(size) for size in sizes.split(",")], tries):
+        click.echo(line)
 
 
 @main.command()

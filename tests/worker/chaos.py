@@ -57,7 +57,8 @@ class Plan:
 
 def draw(seed: int) -> Plan:
     plan = _with_more(_simple(seed), random.Random(f"more chaos {seed}"))
-    return _with_epochs(plan, random.Random(f"epochs of chaos {seed}"))
+    plan = _with_epochs(plan, random.Random(f"epochs of chaos {seed}"))
+    return replace(plan, script=replace(plan.script, late=random.Random(f"late {seed}").random() < 0.25))
 
 
 def _with_epochs(plan: Plan, chance: random.Random) -> Plan:

@@ -31,6 +31,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from elasticd import worker
 from elasticd.channel.worker_messages import ADDRESS
+from elasticd.checkpoint.client import levels
 from elasticd.worker.joining import exchange
 
 WISHES = "CHAOS_WISHES"  # the abstract address of the socket at which a worker reports planned faults
@@ -53,8 +54,8 @@ class Script:
     weights than those that are trained. ``unfreezes``: the first layer is frozen at the beginning. ``codes``:
     a large buffer changes through ``.data``. ``epochs``: the steps are those of ``state.epochs()``, each as
     long as in the data (data) or as the script says (steps). ``local``: each worker has a list and a
-    generator of its own. ``spoilt``: what goes wrong after the first world, to check that the run is found
-    wrong."""
+    generator of its own. ``late``: two workers are connected when they first talk, as in a large world.
+    ``spoilt``: what goes wrong after the first world, to check that the run is found wrong."""
 
     data: str = "map"
     consistent: bool = False
@@ -78,6 +79,7 @@ class Script:
     undo: bool | None = None
     epochs: str = ""
     local: bool = False
+    late: bool = False
     seed: int = 0
     spoilt: str = ""
 
@@ -576,6 +578,8 @@ def work(
     trips = Faults([Fault(**f) for f in faults], wishes)
     trip_outside(trips)
     plan = Script(**script)
+    if plan.late:
+        levels.FLAT_MAX = 1
     training = Training(plan, trips, Ledger(where, name), where, name)
     run = worker.run(within(plan.wrapper, training))
     run(training.state)

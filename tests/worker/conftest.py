@@ -1,7 +1,11 @@
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from elasticd.worker.world import waits
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew, outcome_alone
 from tests.worker.jobs import work
@@ -35,3 +39,22 @@ def new_saver(savers: Helper) -> Callable[[], str]:
 @pytest.fixture
 def saver(new_saver: Callable[[], str]) -> str:
     return new_saver()
+
+
+@pytest.fixture
+def waits_end() -> Iterator[None]:
+    """In this process, let waits end with the world."""
+    wait, future, before = dist.Work.wait, dist.Work.get_future, {*threading.enumerate()}
+    waits.use_group_timeouts()
+    yield
+    dist.Work.wait, dist.Work.get_future = wait, future  # type: ignore[method-assign]
+    DistributedDataParallel._pre_forward = waits._pre_forward  # type: ignore[method-assign]
+    waits._Ends.patched = False
+    waits._Ends.functional = None
+    while waits._Substitute.idle:
+        waits._Substitute.idle.pop().calls.put(None)
+    for thread in {*threading.enumerate()} - before:
+        thread._started.wait()  # type: ignore[attr-defined]  # another thread may just be starting it
+        thread.join()
+    for name, method in waits._METHODS.items():
+        setattr(dist.ProcessGroup, name, method)

@@ -340,6 +340,14 @@ def work_impatiently(address: str, folder: str, name: str, accident: Accident, *
     work(address, folder, name, accident, **options)
 
 
+def work_in_a_large_world(
+    address: str, folder: str, name: str, accident: Accident = NOTHING, **options: Any
+) -> None:
+    """Run a worker that takes each world for a large one."""
+    levels.FLAT_MAX = 1
+    work(address, folder, name, accident, **options)
+
+
 def work_with_torchs_checks(address: str, folder: str, name: str, accident: Accident, **options: Any) -> None:
     """Run a script as with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)

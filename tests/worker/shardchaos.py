@@ -61,7 +61,7 @@ class Plan:
     """``saves``: a saver has the commits. ``virtual_ranks``: 0 if the samples do not come from worker.Data.
     ``consistent``: in consistent mode. ``whole``: in DDP. ``overlap``: copies are sent while the next step
     runs. ``blocks_only``: the embedding and the norm are replicated. ``bare``: the model is on the meta
-    device at first."""
+    device at first. ``late``: two workers are connected when they first talk, as in a large world."""
 
     workers: int
     redundancy: int
@@ -74,6 +74,7 @@ class Plan:
     overlap: bool = False
     blocks_only: bool = False
     bare: bool = False
+    late: bool = False
 
     def __str__(self) -> str:
         mode = f"HSDP of {self.unit}" if self.unit > 1 else "FSDP2"
@@ -84,6 +85,7 @@ class Plan:
             + ", meta device" * self.bare
             + ", overlap" * self.overlap
             + ", saves" * self.saves
+            + ", connected late" * self.late
             + f", Data in {self.virtual_ranks}" * (self.virtual_ranks > 0)
         )
         return f"{mode}, {self.workers} workers, redundancy {self.redundancy}{more}; {events}"
@@ -91,12 +93,13 @@ class Plan:
 
 def draw(seed: int) -> Plan:
     """Return the plan of a seed. Half of the plans with copies send them while the next steps run. A third
-    have replicated parameters, and a third begin on the meta device. Half of the plans have worker.Data, most
-    of these in consistent mode. A fourth have a saver, and lose more workers than there are copies. In most
-    worlds of eight a worker is lost."""
+    have replicated parameters, and a third begin on the meta device. A fourth are connected late. Half of the
+    plans have worker.Data, most of these in consistent mode. A fourth have a saver, and lose more workers
+    than there are copies. In most worlds of eight a worker is lost."""
     plan, chance = _simple(seed), random.Random(f"more shards {seed}")
     parts = random.Random(f"parts {seed}")
     plan = replace(plan, blocks_only=parts.random() < 0.3, bare=parts.random() < 0.3)
+    plan = replace(plan, late=parts.random() < 0.25)
     plan = replace(plan, overlap=plan.redundancy > 0 and random.Random(f"overlap {seed}").random() < 0.5)
     if chance.random() < 0.5:
         consistent = random.Random(f"mode {seed}").random() < 0.7
@@ -163,6 +166,7 @@ class Agent(Crew):
         asked = str(self.folder), name, news, STEPS, plan.redundancy, plan.unit
         data = {"virtual_ranks": plan.virtual_ranks, "consistent": plan.consistent}
         more = {"whole": plan.whole, "overlap": plan.overlap, "blocks_only": plan.blocks_only}
+        more |= {"late": plan.late}
         return self.start(shardgpt.work, *asked, saver=self._saver, bare=plan.bare, **data, **more)
 
     def see_through(self) -> None:

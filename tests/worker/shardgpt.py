@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from elasticd import worker
-from elasticd.checkpoint.client import resuming
+from elasticd.checkpoint.client import levels, resuming
 from elasticd.checkpoint.client.tensors import full_of
 from elasticd.data.auditnotes import FOLDER, VARIABLE
 from elasticd.worker.steps import Step
@@ -81,13 +81,17 @@ def work(
     overlap: bool = False,
     blocks_only: bool = False,
     bare: bool = False,
+    late: bool = False,
 ) -> None:
     """Run the whole script. ``news``: the socket that gets each committed step, the outcome, and each read
     from disk. ``saver``: commits are saved, in its memory and on disk. ``virtual_ranks``: 0, or the number of
     virtual ranks if the samples come from worker.Data and are noted for an audit. ``consistent``: in
     consistent mode. ``whole``: each worker has the whole model. ``blocks_only``: only the blocks are sharded.
-    ``bare``: the model is on the meta device at first."""
+    ``bare``: the model is on the meta device at first. ``late``: two workers are connected when they first
+    talk."""
     begin(address, folder, name, saver)
+    if late:
+        levels.FLAT_MAX = 1
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     told.connect("\0" + news)
     options: dict[str, Any] = {}

@@ -373,25 +373,6 @@ def test_what_has_failed_with_the_world_keeps_nothing_of_those_who_waited() -> N
     assert [ref() for ref in kept] == [None]
 
 
-@pytest.fixture
-def waits_end() -> Iterator[None]:
-    """In this process, let waits end with the world."""
-    wait, future, before = dist.Work.wait, dist.Work.get_future, {*threading.enumerate()}
-    waits.use_group_timeouts()
-    yield
-    dist.Work.wait, dist.Work.get_future = wait, future  # type: ignore[method-assign]
-    DistributedDataParallel._pre_forward = waits._pre_forward  # type: ignore[method-assign]
-    waits._Ends.patched = False
-    waits._Ends.functional = None
-    while waits._Substitute.idle:
-        waits._Substitute.idle.pop().calls.put(None)
-    for thread in {*threading.enumerate()} - before:
-        thread._started.wait()  # type: ignore[attr-defined]  # another thread may just be starting it
-        thread.join()
-    for name, method in waits._METHODS.items():
-        setattr(dist.ProcessGroup, name, method)
-
-
 def wait_for_a_sum(group: dist.ProcessGroupGloo) -> None:
     group.allreduce([torch.zeros(1)]).wait()
 
@@ -543,10 +524,12 @@ def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_its_connections_a
     assert not destroying.is_held(groups)
     mine, peers = socket.socketpair()
     script, theirs = socket.socketpair()
-    with mine, peers, script, theirs, select.epoll() as loop:
-        loop.register(mine, select.EPOLLIN)
-        loop.register(script, select.EPOLLIN)
-        for end in (mine, theirs):
+    later, newest = socket.socketpair()
+    with mine, peers, script, theirs, later, newest, select.epoll() as loop, select.epoll() as own:
+        for one in (mine, later):  # one connection is known; the other one was made later
+            loop.register(one, select.EPOLLIN)
+        own.register(script, select.EPOLLIN)
+        for end in (peers, newest, theirs):
             end.shutdown(socket.SHUT_RDWR)
         assert len(loop.poll(0)) == 2
         ours = {one for one in destroying.sockets() if one[0] == mine.fileno()}
@@ -554,7 +537,8 @@ def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_its_connections_a
         destroying.begin(groups, {*ours, closed})
         destroying.settle()
         assert not destroyed.is_set(), "its destructor waits still"
-        assert [number for number, _ in loop.poll(0)] == [script.fileno()], "the script's own is watched"
+        assert loop.poll(0) == []
+        assert [number for number, _ in own.poll(0)] == [script.fileno()], "the script's own is watched"
     released.set()
     assert destroyed.wait(60)
 

@@ -1,7 +1,8 @@
 """Collectives that the ranks of a world use for checkpoints. Nothing is pickled.
 
-In a group of gloo each rank is connected to each other rank. So in a large world the ranks of each node are a
-group, and the nodes' first ranks are one or, if they are many, are grouped again. See ``levels``.
+In a group of gloo each rank is connected to each other rank, or at least rank 0, which gets bytes from all
+others. So in a large world the ranks of each node are a group, and the nodes' first ranks are one or, if they
+are many, are grouped again. See ``levels``.
 """
 
 from __future__ import annotations
@@ -209,25 +210,32 @@ class TwoLevelGroup(RankGroup):
         return self._lower.hand_out(of_lower)
 
 
+def world_group() -> RankGroup:
+    """Return the ranks of the present world, or this process alone. They use the world's own process group,
+    so no rank may use other collectives at the same time."""
+    world = _world()
+    return OneRank() if world is None or world.size() == 1 else FlatGroup(world)
+
+
 def rank_group(*, in_step: bool = False) -> RankGroup:
     """Return the ranks of the present world, or this process alone. All ranks call this together.
 
-    ``in_step``: no rank uses other collectives at the same time, so the world's own group is used, which is
-    aborted when the world ends. Otherwise the ranks get groups of their own on the CPU, since their messages
-    must not mix with the training's. The groups are destroyed with the world's own.
+    The ranks get groups of their own on the CPU, since their messages must not mix with the training's. The
+    groups are destroyed with the world's own. ``in_step``: no rank uses other collectives at the same time.
+    So the world's own group serves, except in a large world, where rank 0 would talk to all others.
     """
     world = _world()
     if world is None or world.size() == 1:
         return OneRank()
+    found = levels.agree(world.rank(), world.size()) if world.size() > levels.FLAT_MAX else None
+    if found is not None:
+        return _leveled(found)
     if in_step:
         return FlatGroup(world)
-    found = levels.agree(world.rank(), world.size()) if world.size() > levels.FLAT_MAX else None
-    if found is None:
-        with levels.unchecked():
-            group = dist.new_group(backend="gloo")
-        assert group is not None
-        return FlatGroup(group)
-    return _leveled(found)
+    with levels.unchecked():
+        group = dist.new_group(backend="gloo")
+    assert group is not None
+    return FlatGroup(group)
 
 
 def _leveled(found: levels.Levels, level: int = 0) -> RankGroup:

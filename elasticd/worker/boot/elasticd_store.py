@@ -50,6 +50,7 @@ def serve(control_fd: int) -> None:
 def _open(where: dict[str, Any], listener: int) -> object:
     from torch.distributed import TCPStore
 
+    _ask_no_name_server()
     return TCPStore(
         where["host"],
         where["port"],
@@ -58,6 +59,20 @@ def _open(where: dict[str, Any], listener: int) -> object:
         timeout=timedelta(seconds=where["timeout_s"]),
         master_listen_fd=listener,  # the store closes the descriptor
     )
+
+
+def _ask_no_name_server() -> None:
+    """Have this process look up names only in /etc/hosts.
+
+    torch looks up the name of each client that connects, for messages only, and meanwhile serves no other
+    client. Without this, a job with many workers waits for as many answers of the name server, and longer if
+    answers are lost.
+    """
+    import ctypes
+
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)  # a function of glibc
+    if configure is not None:
+        configure(b"hosts", b"files")
 
 
 if __name__ == "__main__":

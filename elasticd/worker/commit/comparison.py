@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from elasticd.checkpoint.client.collectives import rank_group
+from elasticd.checkpoint.client.collectives import world_group
 from elasticd.checkpoint.client.tensors import is_plain
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent_link import agentpage
@@ -131,7 +131,7 @@ class Comparison:
         sample = self._sampled.sample
         mine = sample.read()
         with world.or_over():
-            heard = rank_group(in_step=True).gather(b"".join(map(_bytes, mine)))
+            heard = world_group().gather(b"".join(map(_bytes, mine)))
         if len({len(packed) for packed in heard}) > 1:
             raise _diverged("the workers train different numbers of parameters")
         wrong: dict[int, list[int]] = {}

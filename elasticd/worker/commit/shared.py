@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from elasticd.checkpoint.client.collectives import rank_group
+from elasticd.checkpoint.client.collectives import world_group
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent_link import agentpage
 from elasticd.worker.gradients.buffers import SMALL
@@ -143,7 +143,7 @@ def _unlike(sentence: str) -> Unlike:
 def _heard(mine: Summary, world: World | None) -> list[Summary]:
     """Return each worker's summary, by rank. All workers must call it."""
     with or_over(world):
-        said = rank_group(in_step=True).gather(msgspec.json.encode(mine))
+        said = world_group().gather(msgspec.json.encode(mine))
     return [msgspec.json.decode(raw, type=Summary) for raw in said]
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elasticd.channel.worker_messages import Holds, Source
-from elasticd.checkpoint.client.collectives import rank_group
+from elasticd.checkpoint.client.collectives import world_group
 from elasticd.core.age import Age
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent_link import agentpage
@@ -239,7 +239,7 @@ def _brought(
     held = [shard for shard, _ in held_shards(shards.generations)]
     mine = Bringing(node(), shards.model.shapes.digest, held, state.comparison.digests().began, gives)
     with world.or_over():
-        said = rank_group(in_step=True).gather(msgspec.json.encode(mine))
+        said = world_group().gather(msgspec.json.encode(mine))
     brought = [msgspec.json.decode(raw, type=Bringing) for raw in said]
     if len({its.shapes for its in brought}) > 1:
         agentpage.fatal(Fatal.BAD_DATA)  # a restart would end the same way

@@ -81,16 +81,27 @@ def _descriptors() -> Iterator[tuple[int, str]]:
             yield int(name), os.readlink(f"/proc/self/fd/{name}")
 
 
-def _forget_connections(connections: Set[tuple[int, str]]) -> None:
-    """Remove the connections from event loops. The next world may already have sockets with the descriptors
-    of closed connections, so ids are compared, too."""
+def loops_of(connections: Set[tuple[int, str]]) -> Iterator[tuple[int, set[tuple[int, str]]]]:
+    """Yield the descriptor of each event loop that watches one of these sockets, with all sockets that the
+    loop watches. A loop of gloo also watches connections that were made later than the group.
+
+    The next world may already have sockets with the descriptors of closed ones, so ids are compared, too.
+    """
     for number, target in _descriptors():
-        if target != "anon_inode:[eventpoll]":
-            continue
+        if target == "anon_inode:[eventpoll]":
+            with contextlib.suppress(OSError):  # closed meanwhile
+                watched = _watched(number)
+                if not watched.isdisjoint(connections):
+                    yield number, watched
+
+
+def _forget_connections(connections: Set[tuple[int, str]]) -> None:
+    """Remove all sockets from the event loops that watch one of the connections."""
+    for number, watched in loops_of(connections):
         with contextlib.suppress(OSError), contextlib.closing(select.epoll.fromfd(os.dup(number))) as poll:
-            for watched in _watched(poll.fileno()) & connections:
+            for descriptor, _ in watched:
                 with contextlib.suppress(OSError):  # closed meanwhile
-                    poll.unregister(watched[0])
+                    poll.unregister(descriptor)
 
 
 def _watched(poll: int) -> set[tuple[int, str]]:

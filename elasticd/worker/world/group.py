@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from elasticd.channel.worker_messages import Enter
 from elasticd.checkpoint.client import levels
-from elasticd.worker.world import destroying, waits
+from elasticd.worker.world import connecting, destroying, names, waits
 from elasticd.worker.world.destroying import sockets
 
 if TYPE_CHECKING:
@@ -150,8 +150,11 @@ class World:
         self._commit = commit
         _spare_children()
         with self.or_over():
+            late = connecting.is_late(self.size)
             with self._connecting():
                 self._store = self._connect()
+                # A client makes one call at a time, and gloo makes calls when workers are connected later.
+                of_group = self._connect() if late else self._store
             # Gloo waits in vain for a worker that dies while it connects. So connect only when all are ready.
             if self._store.add("here", 1) == self.size:
                 self._store.compare_set("all", "", "here")
@@ -163,10 +166,13 @@ class World:
             with _one_prefix_of_errors():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                    store=dist.PrefixStore("group", self._store),
+                    store=dist.PrefixStore("group", of_group),
                     rank=self.rank,
                     world_size=self.size,
-                    timeout=timedelta(seconds=FORMING_S_MAX + FORMING_S_MAX_EACH * self.size),
+                    # Late connections have no other timeout, and a worker may come late to a collective.
+                    timeout=timeout
+                    if late
+                    else timedelta(seconds=FORMING_S_MAX + FORMING_S_MAX_EACH * self.size),
                 )
             group = dist.group.WORLD
             assert group is not None
@@ -369,9 +375,10 @@ class World:
 
     def _connect(self) -> dist.TCPStore:
         host, port = self._address
-        return dist.TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S_MAX)
-        )
+        with names.asked_briefly():
+            return dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S_MAX)
+            )
 
     def _client_that_answers(self, key: str, value: str) -> dist.TCPStore:
         """Set the value with the client of the training thread, or else with a new client, and return the
@@ -423,18 +430,22 @@ class World:
     def _know_groups(self) -> None:
         """Note the connections of all groups of the world, also of those that the script makes."""
 
-        def connecting(*args: Any, **kwargs: Any) -> Any:
-            with self._connecting(), levels.unchecked():
+        def make(*args: Any, **kwargs: Any) -> Any:
+            size = args[0]
+            with self._connecting(), levels.unchecked(), connecting.as_suits(size):
                 return _make_group(*args, **kwargs)
 
-        c10d._new_process_group_helper = connecting
+        c10d._new_process_group_helper = make
 
     def _cut(self) -> None:
         waits.end()
         with self._lock:
             now = set(sockets())
-            mine = self._connections if self._others is None else self._connections | (now - self._others)
-            for descriptor, _ in now & mine:
+            if self._others is not None:
+                self._connections |= now - self._others
+            late = {one for _, watched in destroying.loops_of(self._connections) for one in watched}
+            self._connections |= late
+            for descriptor, _ in (now & self._connections) | late:
                 _shut(descriptor)
         if torch.cuda.is_available():  # aborting communicators may take a while
             _abort_communicators()

@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from elasticd.worker.world.connecting import is_late
+
 T = TypeVar("T")
 _NO_TIMEOUT = timedelta(0)  # torch's default: no timeout is given
 _AT_ONCE = timedelta(milliseconds=1)
@@ -291,7 +293,10 @@ def _patient(method: Callable[..., dist.Work]) -> Callable[..., dist.Work | Mess
     def patient(
         group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work | Message:
-        work = method(group, tensors, *args, **kwargs)
+        if tensors[0].is_cpu and is_late(group.size()):  # the call may wait for a connection
+            work = _in_another_thread(lambda: method(group, tensors, *args, **kwargs))
+        else:
+            work = method(group, tensors, *args, **kwargs)
         if not tensors[0].is_cpu or not (from_anyone or group is dist.group.WORLD):
             return work
         timeout = group._get_backend(torch.device("cpu")).options._timeout

@@ -1,0 +1,114 @@
+"""The time to connect the workers of a large world, and to make its first sums: elasticd's world beside
+torch's process group.
+
+The workers are real processes, which share the cores of one machine. On a cluster each has a core. So beside
+the time stands the CPU time of a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from elasticd.channel.worker_messages import Enter
+from elasticd.worker.world.destroying import sockets
+from elasticd.worker.world.group import World
+
+PATIENCE = timedelta(seconds=300)
+SUMS = 5
+Join = Callable[[int, int, int], None]  # rank, size, port of the store
+
+
+def _join_torchs(rank: int, size: int, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=PATIENCE)
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size)
+
+
+def _join_elasticds(rank: int, size: int, port: int) -> None:
+    place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    World(Enter(1, place)).form(0, PATIENCE)
+
+
+def _take_part(rank: int, size: int, port: int, join: Join) -> None:
+    """Join, add up, and write to the store how many seconds each took, with the sockets and the CPU time."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=PATIENCE)
+    if store.add("come", 1) == size:
+        store.set("all have come", "")
+    store.wait(["all have come"], PATIENCE)
+    cpu, began = sum(os.times()[:2]), time.monotonic()
+    join(rank, size, port)
+    times = [time.monotonic() - began]
+    total = torch.ones(1)
+    for _ in range(1 + SUMS):
+        began = time.monotonic()
+        dist.all_reduce(total)
+        times.append(time.monotonic() - began)
+        if total != size:
+            sys.exit(f"the sum of {size} ones is {float(total)}")
+        total.fill_(1.0)
+    used = sum(os.times()[:2]) - cpu
+    figures = [times[0], times[1], median(times[2:]), float(sum(1 for _ in sockets())), used]
+    store.set(f"figures {rank}", " ".join(map(str, figures)))
+    store.wait(["end"], PATIENCE)  # no process ends while others still need it
+
+
+@contextlib.contextmanager
+def _workers(size: int, port: int, join: Join) -> Iterator[None]:
+    """Fork the workers, which have nothing to import, before any thread starts. Kill what is left of them."""
+    pids = []
+    try:
+        for rank in range(size):
+            if not (pid := os.fork()):
+                with contextlib.suppress(BaseException):
+                    _take_part(rank, size, port, join)
+                    os._exit(0)
+                os._exit(1)
+            pids.append(pid)
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            os.waitpid(pid, 0)
+
+
+def _measure(size: int, join: Join) -> list[float]:
+    """Return the seconds until the last worker has joined, of the first sum, and of a later one; the most
+    sockets of a worker; and the CPU seconds of a worker. Raises RuntimeError if a worker fails."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with _workers(size, port, join):
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+        keys = [f"figures {rank}" for rank in range(size)]
+        store.wait(keys, PATIENCE)
+        found = [[float(word) for word in raw.split()] for raw in store.multi_get(keys)]
+    joined, first, later, open_sockets, cpu = zip(*found, strict=True)
+    return [max(joined), max(first), median(later), max(open_sockets), sum(cpu) / size]
+
+
+def connecting(sizes: Sequence[int], tries: int) -> Iterator[str]:
+    """Yield one line for each kind of world of each size."""
+    for size in sizes:
+        both: list[list[list[float]]] = [[], []]
+        for _ in range(tries):
+            for found, join in zip(both, (_join_torchs, _join_elasticds), strict=True):
+                found.append(_measure(size, join))
+        torchs, ours = ([median(column) for column in zip(*found, strict=True)] for found in both)
+        for name, (joined, first, later, most, cpu) in (("torch", torchs), ("elasticd", ours)):
+            yield (
+                f"{size} workers, {name:<8}: connected {joined:.2f} s, first sum {first:.2f} s, a later one "
+                f"{later * 1e3:.0f} ms; {most:.0f} sockets of a worker; CPU {cpu * 1e3:.0f} ms a worker"
+            )
+        ratio = sum(torchs[:2]) / sum(ours[:2])
+        yield f"{size} workers: elasticd has its first sum {ratio:.1f} times as soon"

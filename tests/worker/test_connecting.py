@@ -1,0 +1,150 @@
+"""In a large group, two workers are connected when they first talk to each other."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elasticd.checkpoint.client import levels
+from elasticd.worker.world import connecting, destroying, waits
+from elasticd.worker.world.destroying import sockets
+from elasticd.worker.world.group import WorldChanged
+from tests.worker.crew import Crew
+from tests.worker.jobs import NOTHING, Accident, work_in_a_large_world
+from tests.worker.test_survival import assert_exact
+from tests.worker.test_world import a_world
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "late"),
+    [
+        (levels.FLAT_MAX, None, False),
+        (levels.FLAT_MAX + 1, None, True),
+        (2, "1", True),
+        (2, "Yes", True),
+        (1000, "0", False),
+        (1000, "false", False),
+    ],
+)
+def test_only_workers_of_a_large_group_are_connected_late_unless_the_user_asked_otherwise(
+    size: int, asked: str | None, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asked is not None:
+        monkeypatch.setenv(connecting.LATE, asked)
+    assert connecting.is_late(size) is late
+    with connecting.as_suits(size):
+        assert os.environ.get(connecting.LATE) == (asked or ("1" if late else None))
+    assert os.environ.get(connecting.LATE) == asked
+
+
+class GroupsOfTwo:
+    """Both members of a group, in this process. ``sums``: the sum that each has after ``add_up``."""
+
+    def __init__(self, first: Callable[[Callable[[], None]], None]) -> None:
+        """``first``: makes the first member's group, with the function that it is given."""
+        store = dist.HashStore()
+        self.groups: dict[int, dist.ProcessGroupGloo] = {}
+
+        def join(rank: int) -> None:
+            self.groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+        other = threading.Thread(target=join, args=(1,))
+        other.start()
+        first(lambda: join(0))
+        other.join()
+
+    def add_up(self) -> list[float]:
+        sums = [torch.ones(1), torch.ones(1)]
+        for work in [group.allreduce([mine]) for group, mine in zip(self.groups.values(), sums, strict=True)]:
+            work.wait()
+        return [float(mine) for mine in sums]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_members_of_a_group_that_is_connected_late_have_no_connection_before_they_talk(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(levels, "FLAT_MAX", 1 if late else 2)
+    before = set(sockets())
+    with connecting.as_suits(2):
+        both = GroupsOfTwo(lambda join: join())
+    listening_and_connected = 2 if late else 4
+    assert len(set(sockets()) - before) == listening_and_connected
+    assert both.add_up() == [2.0, 2.0]
+    assert len(set(sockets()) - before) == 4
+
+
+def test_a_world_that_ends_cuts_connections_that_were_made_after_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(connecting.LATE, "1")
+    world = a_world()
+
+    def make(join: Callable[[], None]) -> None:
+        with world._connecting():
+            join()
+
+    both = GroupsOfTwo(make)
+    assert both.add_up() == [2.0, 2.0]
+    world.close()
+    with pytest.raises(RuntimeError, match="gloo"):
+        both.add_up()
+
+
+TALKS: dict[str, Callable[[], object]] = {
+    "send": lambda: dist.send(torch.zeros(1), 1),
+    "receive": lambda: dist.recv(torch.zeros(1), 1),
+    "add up": lambda: dist.all_reduce(torch.zeros(1)),
+    "broadcast": lambda: dist.broadcast(torch.zeros(1), 1),
+}
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_a_worker_that_waits_for_a_late_connection_learns_of_the_end_of_the_world(
+    waits_end: None, talk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other worker has said that it is here, and then died."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
+        monkeypatch.setenv(name, "0")  # a world replaces these for good
+    monkeypatch.setattr(levels, "FLAT_MAX", 1)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.add("here", 1)
+    world = a_world(server.port)
+    world.form(0, timedelta(minutes=30))
+
+    def end() -> None:
+        while not waits._Ends.open:
+            pass
+        world.abort()
+
+    ends = threading.Thread(target=end)
+    ends.start()
+    with pytest.raises(WorldChanged), world.or_over():
+        TALKS[talk]()
+    ends.join()
+    world.forget()
+    destroying.settle()
+
+
+@pytest.mark.parametrize("point", ["start", "backward", "summed", "in the optimizer", "committed"])
+def test_a_death_in_a_world_whose_workers_are_connected_late_is_survived(
+    crew: Crew, tmp_path, undisturbed: dict, point: str
+) -> None:
+    accidents = [Accident(point, 4) if rank == 1 else NOTHING for rank in range(4)]
+    crew.begin(tmp_path, *accidents, job=work_in_a_large_world)
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {1}, undisturbed)
+
+
+def test_a_newcomer_joins_workers_that_are_connected_late(crew: Crew, tmp_path, undisturbed: dict) -> None:
+    crew.begin(tmp_path, Accident("forward", 3), NOTHING, job=work_in_a_large_world)
+    crew.until(lambda: crew.hands[0].status is not None)
+    crew.grow(crew.start(work_in_a_large_world, str(tmp_path), "2"))
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {0}, undisturbed)
