@@ -37,7 +37,7 @@ REPLACED: Final = (
     Private(
         f"{_C10D}._new_process_group_helper",
         "worker/world/group.py: records the sockets that gloo opens while it makes a group, to shut them if "
-        "a peer is lost. Relies on gloo's opening all connections of a group at that time. "
+        "a peer is lost. Later connections are found through gloo's event loop, which watches such a socket. "
         "checkpoint/client/levels.py: makes a group of some ranks without the others.",
         ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
     ),

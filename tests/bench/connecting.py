@@ -8,6 +8,7 @@ the time stands the CPU time of a worker.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -21,12 +22,26 @@ import torch
 import torch.distributed as dist
 
 from elasticd.channel.worker_messages import Enter
+from elasticd.procs.page import BOOT_DIR
 from elasticd.worker.world.destroying import sockets
 from elasticd.worker.world.group import World
 
 PATIENCE = timedelta(seconds=300)
 SUMS = 5
 Join = Callable[[int, int, int], None]  # rank, size, port of the store
+Serve = Callable[[int, int], object]  # port, descriptor of the socket that listens there; returns the store
+
+
+def _serve_torchs(port: int, listener: int) -> object:
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+
+
+def _serve_elasticds(port: int, listener: int) -> object:
+    sys.path.insert(0, BOOT_DIR)
+    import elasticd_store
+
+    where = {"host": "127.0.0.1", "port": port, "timeout_s": PATIENCE.total_seconds()}
+    return elasticd_store._open(where, listener)
 
 
 def _join_torchs(rank: int, size: int, port: int) -> None:
@@ -64,14 +79,14 @@ def _take_part(rank: int, size: int, port: int, join: Join) -> None:
 
 
 @contextlib.contextmanager
-def _workers(size: int, port: int, join: Join) -> Iterator[None]:
-    """Fork the workers, which have nothing to import, before any thread starts. Kill what is left of them."""
+def _processes(works: Sequence[Callable[[], object]]) -> Iterator[None]:
+    """Fork a process for each work, with torch imported, before any thread starts. Kill what is left."""
     pids = []
     try:
-        for rank in range(size):
+        for work in works:
             if not (pid := os.fork()):
                 with contextlib.suppress(BaseException):
-                    _take_part(rank, size, port, join)
+                    work()
                     os._exit(0)
                 os._exit(1)
             pids.append(pid)
@@ -83,13 +98,19 @@ def _workers(size: int, port: int, join: Join) -> Iterator[None]:
             os.waitpid(pid, 0)
 
 
-def _measure(size: int, join: Join) -> list[float]:
+def _measure(size: int, join: Join, serve: Serve) -> list[float]:
     """Return the seconds until the last worker has joined, of the first sum, and of a later one; the most
     sockets of a worker; and the CPU seconds of a worker. Raises RuntimeError if a worker fails."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with _workers(size, port, join):
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    port = listener.getsockname()[1]
+
+    def serving() -> None:
+        _store = serve(port, listener.detach())
+        signal.pause()
+
+    workers = [functools.partial(_take_part, rank, size, port, join) for rank in range(size)]
+    with listener, _processes([serving, *workers]):
+        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=PATIENCE)
         keys = [f"figures {rank}" for rank in range(size)]
         store.wait(keys, PATIENCE)
         found = [[float(word) for word in raw.split()] for raw in store.multi_get(keys)]
@@ -102,8 +123,8 @@ def connecting(sizes: Sequence[int], tries: int) -> Iterator[str]:
     for size in sizes:
         both: list[list[list[float]]] = [[], []]
         for _ in range(tries):
-            for found, join in zip(both, (_join_torchs, _join_elasticds), strict=True):
-                found.append(_measure(size, join))
+            both[0].append(_measure(size, _join_torchs, _serve_torchs))
+            both[1].append(_measure(size, _join_elasticds, _serve_elasticds))
         torchs, ours = ([median(column) for column in zip(*found, strict=True)] for found in both)
         for name, (joined, first, later, most, cpu) in (("torch", torchs), ("elasticd", ours)):
             yield (

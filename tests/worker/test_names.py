@@ -1,4 +1,4 @@
-"""How long a thread waits for a name server."""
+"""Which processes and threads ask no name server."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from elasticd.procs.page import BOOT_DIR
 from elasticd.worker.world import names
+from tests.worker.test_world import a_world
 
 
 class _WithServer(ctypes.Structure):
     """The beginning of glibc's ``struct __res_state``, up to the first name server."""
 
-    _fields_ = [*names._Resolver._fields_, ("nscount", ctypes.c_int), ("server", ctypes.c_char * 16)]
+    _fields_ = [*names._Resolver._fields_, ("server", ctypes.c_char * 16)]
 
 
 @pytest.fixture
@@ -42,10 +44,8 @@ def questions(server: socket.socket) -> int:
         number += 1
 
 
-def with_server(server: socket.socket, act: Callable[[], None]) -> list[tuple[int, int]]:
-    """Call ``act`` in a thread that has this name server. Return how often and how long the thread asks a
-    name server, before and after the call."""
-    kept: list[tuple[int, int]] = []
+def with_server(server: socket.socket, act: Callable[[], None]) -> None:
+    """Call ``act`` in a thread that has this name server alone, and asks it once."""
 
     def run() -> None:
         resolver = names._of_this_thread()
@@ -53,32 +53,67 @@ def with_server(server: socket.socket, act: Callable[[], None]) -> list[tuple[in
         host, port = server.getsockname()
         address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
         ctypes.memmove(ctypes.addressof(resolver) + _WithServer.server.offset, address, len(address))
-        kept.append((resolver.retrans, resolver.retry))
+        resolver.nscount = resolver.retrans = resolver.retry = 1
         act()
-        kept.append((resolver.retrans, resolver.retry))
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return kept
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result()
 
 
-def test_a_thread_asks_a_silent_name_server_once_and_later_as_often_as_before(
-    silent_server: socket.socket,
+def test_a_worker_that_connects_to_a_store_asks_no_name_server_and_torch_warns_of_nothing(
+    silent_server: socket.socket, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = a_world(server.port)
+    asked: list[int] = []
+
+    def act() -> None:
+        world._connect().set("known", "")
+        asked.append(questions(silent_server))
+        with pytest.raises(socket.gaierror):
+            socket.getnameinfo(("10.1.2.3", 1), 0)
+        asked.append(questions(silent_server))
+
+    capfd.readouterr()
+    with_server(silent_server, act)
+    assert asked == [0, 1], "the thread asks again later"
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.1.2.3"])
+def test_a_thread_asks_no_name_server_about_an_address(silent_server: socket.socket, host: str) -> None:
     def look_up() -> None:
-        with names.asked_briefly(), pytest.raises(socket.gaierror):
+        with names.unasked(host), pytest.raises(socket.gaierror):
+            socket.gethostbyname("trainer.example")
+
+    with_server(silent_server, look_up)
+    assert questions(silent_server) == 0
+
+
+def test_a_thread_asks_for_the_address_of_a_name(silent_server: socket.socket) -> None:
+    def look_up() -> None:
+        with names.unasked("trainer.example"), pytest.raises(socket.gaierror):
+            socket.gethostbyname("trainer.example")
+
+    with_server(silent_server, look_up)
+    assert questions(silent_server) > 0
+
+
+def test_a_thread_of_another_libc_and_another_torch_looks_up_names_as_always(
+    silent_server: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str | None) -> object:
+        if name is not None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return object()
+
+    def look_up() -> None:
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        with names.unasked("127.0.0.1"), names._torchs_warnings_muted(), pytest.raises(socket.gaierror):
             socket.getnameinfo(("10.1.2.3", 1), 0)
 
-    before, after = with_server(silent_server, look_up)
+    with_server(silent_server, look_up)
     assert questions(silent_server) == 1
-    assert before == after and before[0] > 1
-
-
-def test_a_thread_of_another_libc_looks_up_names_as_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
-    with names.asked_briefly():
-        assert socket.getaddrinfo("127.0.0.1", 1)
 
 
 def look_up_as_a_store_does() -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FORMING_S_MAX = 10.0  # the time for the workers, which are all ready, to connect to each other
 FORMING_S_MAX_EACH = 0.1  # additional time for each worker
-STORE_S_MAX = 15.0  # the time to reach the store; torch resolves names of both ends, and DNS may be slow
+STORE_S_MAX = 15.0  # the time to reach the store
 ANSWER_S_MAX = 2.0  # the time for the store's answer when a wait is ended, since the network may be down
 _LEFT = "left"
 # Marks of a failed collective in the messages of errors. A hook of DistributedDataParallel that fails with a
@@ -375,15 +375,15 @@ class World:
 
     def _connect(self) -> dist.TCPStore:
         host, port = self._address
-        with names.asked_briefly():
+        with names.unasked(host):
             return dist.TCPStore(
                 host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S_MAX)
             )
 
     def _client_that_answers(self, key: str, value: str) -> dist.TCPStore:
         """Set the value with the client of the training thread, or else with a new client, and return the
-        client. A new client costs a connection, for which torch asks DNS for a name. It is needed if the
-        training thread waits, here or within torch, as while the script makes a group."""
+        client. A new client costs a connection. It is needed if the training thread waits, here or within
+        torch, as while the script makes a group."""
         if self._telling:
             answered = _use_store_in_thread(lambda: self._store.set(key, value))
             with contextlib.suppress(queue.Empty):

@@ -1,23 +1,30 @@
-"""Bounds how long a thread waits for a name server.
+"""Connects to torch's stores without asking a name server.
 
-When a client of torch's TCPStore connects, torch asks for the name of the address, for messages only. If the
-answer is lost, glibc waits for 5 s and asks again. The answers are lost where many workers ask at once.
+When a client of a TCPStore connects, torch asks for the name of the address, for messages only. Many workers
+ask at once when a world forms. Where answers are lost then, glibc waits for 5 s and asks again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 from collections.abc import Iterator
 from typing import ClassVar
 
 _INITIALISED = 1  # RES_INIT
+_ERRORS = 2  # torch writes errors, and no warnings
 
 
 class _Resolver(ctypes.Structure):
     """The beginning of glibc's ``struct __res_state``, of which each thread has one: see <resolv.h>."""
 
-    _fields_: ClassVar = [("retrans", ctypes.c_int), ("retry", ctypes.c_int), ("options", ctypes.c_ulong)]
+    _fields_: ClassVar = [
+        ("retrans", ctypes.c_int),
+        ("retry", ctypes.c_int),
+        ("options", ctypes.c_ulong),
+        ("nscount", ctypes.c_int),
+    ]
 
 
 def _of_this_thread() -> _Resolver | None:
@@ -35,15 +42,41 @@ def _of_this_thread() -> _Resolver | None:
 
 
 @contextlib.contextmanager
-def asked_briefly() -> Iterator[None]:
-    """Have this thread ask each name server once in the block, and wait for the answer for 1 s."""
-    resolver = _of_this_thread()
+def unasked(host: str) -> Iterator[None]:
+    """Have this thread ask no name server in the block, unless the host is a name.
+
+    torch does not warn then that it cannot find a name. For a moment it warns of nothing in this process.
+    """
+    resolver = _of_this_thread() if _is_address(host) else None
     if resolver is None:
         yield
         return
-    before = resolver.retrans, resolver.retry
-    resolver.retrans = resolver.retry = 1
+    servers, resolver.nscount = resolver.nscount, 0
+    try:
+        with _torchs_warnings_muted():
+            yield
+    finally:
+        resolver.nscount = servers
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _torchs_warnings_muted() -> Iterator[None]:
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # another torch
+        yield
+        return
+    before = level.value
+    level.value = max(before, _ERRORS)
     try:
         yield
     finally:
-        resolver.retrans, resolver.retry = before
+        level.value = before
