@@ -117,7 +117,7 @@ def forming(sizes: str, tries: int, c10d_most: int, c10d_timeout: float) -> None
 
 
 @main.command()
-@click.option("--sizes", default="64,128,256,512", help="Workers of the world.")
+@click.option("--sizes", default="8,32,128,256", help="Workers of the world.")
 @click.option("--tries", default=3)
 def connecting(sizes: str, tries: int) -> None:
     """The time to connect the workers of a world, beside torch's process group."""

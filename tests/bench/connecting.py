@@ -1,5 +1,6 @@
 """The time to connect the workers of a large world, and to make its first sums: elasticd's world beside
-torch's process group.
+torch's process group. "Late": two workers are connected when they first talk, as in a world of more than
+1,024.
 
 The workers are real processes, which share the cores of one machine. On a cluster each has a core. So beside
 the time stands the CPU time of a worker.
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from elasticd.channel.worker_messages import Enter
 from elasticd.procs.page import BOOT_DIR
+from elasticd.worker.world.connecting import LATE
 from elasticd.worker.world.destroying import sockets
 from elasticd.worker.world.group import World
 
@@ -52,6 +54,18 @@ def _join_torchs(rank: int, size: int, port: int) -> None:
 def _join_elasticds(rank: int, size: int, port: int) -> None:
     place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     World(Enter(1, place)).form(0, PATIENCE)
+
+
+def _join_late(rank: int, size: int, port: int) -> None:
+    os.environ[LATE] = "1"
+    _join_elasticds(rank, size, port)
+
+
+KINDS: dict[str, tuple[Join, Serve]] = {
+    "torch": (_join_torchs, _serve_torchs),
+    "elasticd": (_join_elasticds, _serve_elasticds),
+    "elasticd, late": (_join_late, _serve_elasticds),
+}
 
 
 def _take_part(rank: int, size: int, port: int, join: Join) -> None:
@@ -121,15 +135,18 @@ def _measure(size: int, join: Join, serve: Serve) -> list[float]:
 def connecting(sizes: Sequence[int], tries: int) -> Iterator[str]:
     """Yield one line for each kind of world of each size."""
     for size in sizes:
-        both: list[list[list[float]]] = [[], []]
+        found: dict[str, list[list[float]]] = {name: [] for name in KINDS}
         for _ in range(tries):
-            both[0].append(_measure(size, _join_torchs, _serve_torchs))
-            both[1].append(_measure(size, _join_elasticds, _serve_elasticds))
-        torchs, ours = ([median(column) for column in zip(*found, strict=True)] for found in both)
-        for name, (joined, first, later, most, cpu) in (("torch", torchs), ("elasticd", ours)):
+            for name, (join, serve) in KINDS.items():
+                found[name].append(_measure(size, join, serve))
+        medians = {
+            name: [median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()
+        }
+        for name, (joined, first, later, most, cpu) in medians.items():
             yield (
-                f"{size} workers, {name:<8}: connected {joined:.2f} s, first sum {first:.2f} s, a later one "
+                f"{size} workers, {name:<14}: connected {joined:.2f} s, first sum {first:.2f} s, a later one "
                 f"{later * 1e3:.0f} ms; {most:.0f} sockets of a worker; CPU {cpu * 1e3:.0f} ms a worker"
             )
-        ratio = sum(torchs[:2]) / sum(ours[:2])
-        yield f"{size} workers: elasticd has its first sum {ratio:.1f} times as soon"
+        soon = {name: sum(medians["torch"][:2]) / sum(row[:2]) for name, row in medians.items()}
+        said = ", ".join(f"{name} {ratio:.1f} times" for name, ratio in soon.items() if name != "torch")
+        yield f"{size} workers: the first sum comes as soon as torch's: {said}"

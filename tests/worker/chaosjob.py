@@ -31,8 +31,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from elasticd import worker
 from elasticd.channel.worker_messages import ADDRESS
-from elasticd.checkpoint.client import levels
 from elasticd.worker.joining import exchange
+from elasticd.worker.world import connecting
 
 WISHES = "CHAOS_WISHES"  # the abstract address of the socket at which a worker reports planned faults
 SAMPLES = 38
@@ -579,7 +579,7 @@ def work(
     trip_outside(trips)
     plan = Script(**script)
     if plan.late:
-        levels.FLAT_MAX = 1
+        connecting.MOST_AT_ONCE = 1
     training = Training(plan, trips, Ledger(where, name), where, name)
     run = worker.run(within(plan.wrapper, training))
     run(training.state)

@@ -50,6 +50,7 @@ def waits_end() -> Iterator[None]:
     dist.Work.wait, dist.Work.get_future = wait, future  # type: ignore[method-assign]
     DistributedDataParallel._pre_forward = waits._pre_forward  # type: ignore[method-assign]
     waits._Ends.patched = False
+    waits._Ends.before = waits._Ends.so_far
     waits._Ends.functional = None
     while waits._Substitute.idle:
         waits._Substitute.idle.pop().calls.put(None)

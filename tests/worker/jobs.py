@@ -28,7 +28,7 @@ from elasticd.channel.worker_messages import ADDRESS
 from elasticd.checkpoint.client import levels
 from elasticd.checkpoint.client.collectives import TwoLevelGroup, rank_group
 from elasticd.worker.joining import exchange
-from elasticd.worker.world import group
+from elasticd.worker.world import connecting, group
 
 run_loop = importlib.import_module("elasticd.worker.run")  # the module has a function of its own name
 
@@ -343,8 +343,8 @@ def work_impatiently(address: str, folder: str, name: str, accident: Accident, *
 def work_in_a_large_world(
     address: str, folder: str, name: str, accident: Accident = NOTHING, **options: Any
 ) -> None:
-    """Run a worker that takes each world for a large one."""
-    levels.FLAT_MAX = 1
+    """Run a worker that takes each world for a very large one."""
+    connecting.MOST_AT_ONCE = 1
     work(address, folder, name, accident, **options)
 
 

@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from elasticd import worker
-from elasticd.checkpoint.client import levels, resuming
+from elasticd.checkpoint.client import resuming
 from elasticd.checkpoint.client.tensors import full_of
 from elasticd.data.auditnotes import FOLDER, VARIABLE
 from elasticd.worker.steps import Step
+from elasticd.worker.world import connecting
 from tests.worker.jobs import begin
 from tests.worker.shardjob import copy_from
 from tests.worker.step_samples import StepSamples
@@ -91,7 +92,7 @@ def work(
     talk."""
     begin(address, folder, name, saver)
     if late:
-        levels.FLAT_MAX = 1
+        connecting.MOST_AT_ONCE = 1
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     told.connect("\0" + news)
     options: dict[str, Any] = {}

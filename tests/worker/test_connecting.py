@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from elasticd.checkpoint.client import levels
 from elasticd.worker.world import connecting, destroying, waits
 from elasticd.worker.world.destroying import sockets
 from elasticd.worker.world.group import WorldChanged
@@ -24,12 +24,12 @@ from tests.worker.test_world import a_world
 @pytest.mark.parametrize(
     ("size", "asked", "late"),
     [
-        (levels.FLAT_MAX, None, False),
-        (levels.FLAT_MAX + 1, None, True),
+        (1024, None, False),
+        (1025, None, True),
         (2, "1", True),
         (2, "Yes", True),
-        (1000, "0", False),
-        (1000, "false", False),
+        (10_000, "0", False),
+        (10_000, "false", False),
     ],
 )
 def test_only_workers_of_a_large_group_are_connected_late_unless_the_user_asked_otherwise(
@@ -70,7 +70,7 @@ class GroupsOfTwo:
 def test_members_of_a_group_that_is_connected_late_have_no_connection_before_they_talk(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(levels, "FLAT_MAX", 1 if late else 2)
+    monkeypatch.setattr(connecting, "MOST_AT_ONCE", 1 if late else 2)
     before = set(sockets())
     with connecting.as_suits(2):
         both = GroupsOfTwo(lambda join: join())
@@ -112,7 +112,7 @@ def test_a_worker_that_waits_for_a_late_connection_learns_of_the_end_of_the_worl
     """The other worker has said that it is here, and then died."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
         monkeypatch.setenv(name, "0")  # a world replaces these for good
-    monkeypatch.setattr(levels, "FLAT_MAX", 1)
+    monkeypatch.setattr(connecting, "MOST_AT_ONCE", 1)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.add("here", 1)
     world = a_world(server.port)
@@ -130,6 +130,24 @@ def test_a_worker_that_waits_for_a_late_connection_learns_of_the_end_of_the_worl
     ends.join()
     world.forget()
     destroying.settle()
+
+
+def test_a_wait_for_a_worker_that_has_yet_to_connect_ends_with_the_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two workers, the one with the lower port waits for the other one to connect."""
+    monkeypatch.setenv(connecting.LATE, "1")
+    store = dist.HashStore()
+    before = set(sockets())
+    groups = [dist.ProcessGroupGloo(store, rank, 2, timedelta(minutes=30)) for rank in range(2)]
+    first, second = sorted(connecting.listeners(set(sockets()) - before, 2, 0), key=lambda it: it.socket)
+    waits = int(first.address[1] > second.address[1])
+    waiting = (first, second)[waits]._replace(rank=waits)
+    with ThreadPoolExecutor(1) as thread:
+        talk = thread.submit(lambda: groups[waits].recv([torch.zeros(1)], 1 - waits, 0).wait())
+        connecting.end_waits([waiting])
+        with pytest.raises(RuntimeError, match="gloo"):
+            talk.result()
 
 
 @pytest.mark.parametrize("point", ["start", "backward", "summed", "in the optimizer", "committed"])

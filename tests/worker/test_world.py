@@ -349,7 +349,7 @@ def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_w
         world.forget()
 
 
-def test_what_has_failed_with_the_world_keeps_nothing_of_those_who_waited() -> None:
+def test_what_has_failed_with_the_world_keeps_nothing_of_those_who_waited(waits_end: None) -> None:
     """A model stands for what the frames of a script have. An exception has the frames that it left."""
     kept = []
 
@@ -367,7 +367,6 @@ def test_what_has_failed_with_the_world_keeps_nothing_of_those_who_waited() -> N
             with pytest.raises(RuntimeError, match="Connection closed by peer"):
                 done.wait()
 
-    waits.use_group_timeouts()
     train()
     gc.collect()
     assert [ref() for ref in kept] == [None]

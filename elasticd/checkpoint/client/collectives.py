@@ -1,8 +1,7 @@
 """Collectives that the ranks of a world use for checkpoints. Nothing is pickled.
 
-In a group of gloo each rank is connected to each other rank, or at least rank 0, which gets bytes from all
-others. So in a large world the ranks of each node are a group, and the nodes' first ranks are one or, if they
-are many, are grouped again. See ``levels``.
+A rank that gets bytes from all others is connected to all of them. So in a large world the ranks of each node
+are a group, and the nodes' first ranks are one or, if they are many, are grouped again. See ``levels``.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import contextlib
 import os
 import re
 import select
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Set
@@ -59,7 +60,7 @@ def _destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]])
 
     threading.Thread(target=drop, name="elasticd-drop", daemon=True).start()
     if not destroyed.wait(SOON_S):
-        _forget_connections(connections)
+        forget_connections(connections)
 
 
 def is_held(groups: list[dist.ProcessGroup]) -> bool:
@@ -95,7 +96,19 @@ def loops_of(connections: Set[tuple[int, str]]) -> Iterator[tuple[int, set[tuple
                     yield number, watched
 
 
-def _forget_connections(connections: Set[tuple[int, str]]) -> None:
+def shut(descriptor: int) -> None:
+    """Shut a connection down. A listening socket stays: if it were shut, gloo would call std::terminate."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and not connection.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # the connection is closed, or was never made
+        pass
+
+
+def forget_connections(connections: Set[tuple[int, str]]) -> None:
     """Remove all sockets from the event loops that watch one of the connections."""
     for number, watched in loops_of(connections):
         with contextlib.suppress(OSError), contextlib.closing(select.epoll.fromfd(os.dup(number))) as poll:

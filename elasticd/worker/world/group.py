@@ -137,6 +137,7 @@ class World:
         self._awaited = ""
         self._formed = False
         self._connections: set[tuple[int, str]] = set()
+        self._listeners: list[connecting.Listener] = []  # of groups whose workers are connected late
         # While the group connects: sockets that do not belong to the group.
         self._others: set[tuple[int, str]] | None = None
 
@@ -169,7 +170,8 @@ class World:
                     store=dist.PrefixStore("group", of_group),
                     rank=self.rank,
                     world_size=self.size,
-                    # Late connections have no other timeout, and a worker may come late to a collective.
+                    # A late connection waits for the other worker to come to a collective, or for the end
+                    # of the world.
                     timeout=timeout
                     if late
                     else timedelta(seconds=FORMING_S_MAX + FORMING_S_MAX_EACH * self.size),
@@ -355,7 +357,8 @@ class World:
         c10d._world.group_count = 0
         if destroying.is_held(groups):
             gc.collect()  # for example a cycle of an exception and a frame
-        destroying.begin(groups, self._connections)
+        # Waits of late groups end otherwise, for which their event loops must go on.
+        destroying.begin(groups, set() if self._listeners else self._connections)
 
     @contextlib.contextmanager
     def or_over(self) -> Iterator[None]:
@@ -431,9 +434,16 @@ class World:
         """Note the connections of all groups of the world, also of those that the script makes."""
 
         def make(*args: Any, **kwargs: Any) -> Any:
-            size = args[0]
+            size, rank = args[:2]
+            with self._lock:
+                before = {*self._connections}
             with self._connecting(), levels.unchecked(), connecting.as_suits(size):
-                return _make_group(*args, **kwargs)
+                made = _make_group(*args, **kwargs)
+            if connecting.is_late(size):
+                with self._lock:
+                    new = self._connections - before
+                self._listeners += connecting.listeners(new, size, rank)
+            return made
 
         c10d._new_process_group_helper = make
 
@@ -446,7 +456,8 @@ class World:
             late = {one for _, watched in destroying.loops_of(self._connections) for one in watched}
             self._connections |= late
             for descriptor, _ in (now & self._connections) | late:
-                _shut(descriptor)
+                destroying.shut(descriptor)
+        connecting.end_waits(self._listeners)
         if torch.cuda.is_available():  # aborting communicators may take a while
             _abort_communicators()
 
@@ -589,15 +600,3 @@ def _noting_pythons_own(sockets: set[tuple[int, str]]) -> Iterator[None]:
         yield
     finally:
         socket.socket.__init__ = make  # type: ignore[method-assign]
-
-
-def _shut(descriptor: int) -> None:
-    """Shut a connection down. A listening socket stays: if it were shut, gloo would call std::terminate."""
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and not connection.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            ):
-                connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the connection is closed, or was never made
-        pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ipaddress
+import threading
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -67,6 +68,14 @@ def _is_address(host: str) -> bool:
     return True
 
 
+class _Muted:
+    """How many threads connect now, and the level of torch's messages before, which all threads share."""
+
+    lock = threading.Lock()
+    by = 0
+    before = 0
+
+
 @contextlib.contextmanager
 def _torchs_warnings_muted() -> Iterator[None]:
     try:
@@ -74,9 +83,15 @@ def _torchs_warnings_muted() -> Iterator[None]:
     except (OSError, ValueError):  # another torch
         yield
         return
-    before = level.value
-    level.value = max(before, _ERRORS)
+    with _Muted.lock:
+        if not _Muted.by:
+            _Muted.before = level.value
+            level.value = max(level.value, _ERRORS)
+        _Muted.by += 1
     try:
         yield
     finally:
-        level.value = before
+        with _Muted.lock:
+            _Muted.by -= 1
+            if not _Muted.by:
+                level.value = _Muted.before

@@ -7,9 +7,10 @@ future does, and fails when the world ends. Waits for a message between two work
 collectives (which DTensor uses), have no future. In these cases another thread waits, and is abandoned when
 the world ends.
 
-Gloo also has one timeout for messages and for connections. The timeout must be short, since Gloo waits in
-vain for workers that die while they connect. So this module waits for each message with the timeout of the
-group's collectives.
+Gloo also has one timeout for messages and for connections. Where workers are connected when a group is made,
+the timeout must be short, since Gloo waits in vain for workers that die meanwhile. So this module waits for
+each message with the timeout of the group's collectives. Where two workers are connected later (see
+``connecting``), the first message to a worker waits for the connection, in another thread.
 """
 
 from __future__ import annotations
