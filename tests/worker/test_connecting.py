@@ -113,6 +113,7 @@ def test_a_worker_that_waits_for_a_late_connection_learns_of_the_end_of_the_worl
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
         monkeypatch.setenv(name, "0")  # a world replaces these for good
     monkeypatch.setattr(connecting, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(connecting, "PAUSES_S", (0.0,))
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.add("here", 1)
     world = a_world(server.port)
@@ -137,6 +138,7 @@ def test_a_wait_for_a_worker_that_has_yet_to_connect_ends_with_the_world(
 ) -> None:
     """Of two workers, the one with the lower port waits for the other one to connect."""
     monkeypatch.setenv(connecting.LATE, "1")
+    monkeypatch.setattr(connecting, "PAUSES_S", (0.0,))
     store = dist.HashStore()
     before = set(sockets())
     groups = [dist.ProcessGroupGloo(store, rank, 2, timedelta(minutes=30)) for rank in range(2)]

@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from elasticd.channel.worker_messages import Enter
 from elasticd.checkpoint.client import levels
-from elasticd.worker.world import connecting, destroying, names, waits
+from elasticd.worker.world import connecting, destroying, resolver, waits
 from elasticd.worker.world.destroying import sockets
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ class World:
 
     def _connect(self) -> dist.TCPStore:
         host, port = self._address
-        with names.unasked(host):
+        with resolver.unasked(host):
             return dist.TCPStore(
                 host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S_MAX)
             )

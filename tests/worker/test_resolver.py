@@ -14,14 +14,14 @@ import pytest
 import torch.distributed as dist
 
 from elasticd.procs.page import BOOT_DIR
-from elasticd.worker.world import names
+from elasticd.worker.world import resolver as world_resolver
 from tests.worker.test_world import a_world
 
 
 class _WithServer(ctypes.Structure):
     """The beginning of glibc's ``struct __res_state``, up to the first name server."""
 
-    _fields_ = [*names._Resolver._fields_, ("server", ctypes.c_char * 16)]
+    _fields_ = [*world_resolver._Resolver._fields_, ("server", ctypes.c_char * 16)]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def with_server(server: socket.socket, act: Callable[[], None]) -> None:
     """Call ``act`` in a thread that has this name server alone, and asks it once."""
 
     def run() -> None:
-        resolver = names._of_this_thread()
+        resolver = world_resolver._of_this_thread()
         assert resolver is not None
         host, port = server.getsockname()
         address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
@@ -83,7 +83,7 @@ def test_a_worker_that_connects_to_a_store_asks_no_name_server_and_torch_warns_o
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.1.2.3"])
 def test_a_thread_asks_no_name_server_about_an_address(silent_server: socket.socket, host: str) -> None:
     def look_up() -> None:
-        with names.unasked(host), pytest.raises(socket.gaierror):
+        with world_resolver.unasked(host), pytest.raises(socket.gaierror):
             socket.gethostbyname("trainer.example")
 
     with_server(silent_server, look_up)
@@ -92,7 +92,7 @@ def test_a_thread_asks_no_name_server_about_an_address(silent_server: socket.soc
 
 def test_a_thread_asks_for_the_address_of_a_name(silent_server: socket.socket) -> None:
     def look_up() -> None:
-        with names.unasked("trainer.example"), pytest.raises(socket.gaierror):
+        with world_resolver.unasked("trainer.example"), pytest.raises(socket.gaierror):
             socket.gethostbyname("trainer.example")
 
     with_server(silent_server, look_up)
@@ -109,7 +109,11 @@ def test_a_thread_of_another_libc_and_another_torch_looks_up_names_as_always(
 
     def look_up() -> None:
         monkeypatch.setattr(ctypes, "CDLL", load)
-        with names.unasked("127.0.0.1"), names._torchs_warnings_muted(), pytest.raises(socket.gaierror):
+        with (
+            world_resolver.unasked("127.0.0.1"),
+            world_resolver._torchs_warnings_muted(),
+            pytest.raises(socket.gaierror),
+        ):
             socket.getnameinfo(("10.1.2.3", 1), 0)
 
     with_server(silent_server, look_up)
@@ -135,7 +139,7 @@ def look_up_as_a_store_does() -> None:
 
 
 def test_the_process_that_serves_stores_asks_no_name_server_for_the_names_of_clients() -> None:
-    call = "from tests.worker.test_names import look_up_as_a_store_does as look_up; look_up()"
+    call = "from tests.worker.test_resolver import look_up_as_a_store_does as look_up; look_up()"
     done = subprocess.run(
         [sys.executable, "-c", call], capture_output=True, text=True, check=True, timeout=60
     )
