@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -89,6 +88,7 @@ def test_a_world_that_ends_cuts_connections_that_were_made_after_its_group(
     def make(join: Callable[[], None]) -> None:
         with world._connecting():
             join()
+        world._listeners.update(connecting.listening(world._connections))
 
     both = GroupsOfTwo(make)
     assert both.add_up() == [2.0, 2.0]
@@ -113,7 +113,6 @@ def test_a_worker_that_waits_for_a_late_connection_learns_of_the_end_of_the_worl
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
         monkeypatch.setenv(name, "0")  # a world replaces these for good
     monkeypatch.setattr(connecting, "MOST_AT_ONCE", 1)
-    monkeypatch.setattr(connecting, "PAUSES_S", (0.0,))
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.add("here", 1)
     world = a_world(server.port)
@@ -131,25 +130,6 @@ def test_a_worker_that_waits_for_a_late_connection_learns_of_the_end_of_the_worl
     ends.join()
     world.forget()
     destroying.settle()
-
-
-def test_a_wait_for_a_worker_that_has_yet_to_connect_ends_with_the_world(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of two workers, the one with the lower port waits for the other one to connect."""
-    monkeypatch.setenv(connecting.LATE, "1")
-    monkeypatch.setattr(connecting, "PAUSES_S", (0.0,))
-    store = dist.HashStore()
-    before = set(sockets())
-    groups = [dist.ProcessGroupGloo(store, rank, 2, timedelta(minutes=30)) for rank in range(2)]
-    first, second = sorted(connecting.listeners(set(sockets()) - before, 2, 0), key=lambda it: it.socket)
-    waits = int(first.address[1] > second.address[1])
-    waiting = (first, second)[waits]._replace(rank=waits)
-    with ThreadPoolExecutor(1) as thread:
-        talk = thread.submit(lambda: groups[waits].recv([torch.zeros(1)], 1 - waits, 0).wait())
-        connecting.end_waits([waiting])
-        with pytest.raises(RuntimeError, match="gloo"):
-            talk.result()
 
 
 @pytest.mark.parametrize("point", ["start", "backward", "summed", "in the optimizer", "committed"])

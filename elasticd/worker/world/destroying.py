@@ -60,7 +60,7 @@ def _destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]])
 
     threading.Thread(target=drop, name="elasticd-drop", daemon=True).start()
     if not destroyed.wait(SOON_S):
-        forget_connections(connections)
+        _forget_connections(connections)
 
 
 def is_held(groups: list[dist.ProcessGroup]) -> bool:
@@ -108,11 +108,11 @@ def shut(descriptor: int) -> None:
         pass
 
 
-def forget_connections(connections: Set[tuple[int, str]]) -> None:
-    """Remove all sockets from the event loops that watch one of the connections."""
+def _forget_connections(connections: Set[tuple[int, str]]) -> None:
+    """Remove the connections from event loops."""
     for number, watched in loops_of(connections):
         with contextlib.suppress(OSError), contextlib.closing(select.epoll.fromfd(os.dup(number))) as poll:
-            for descriptor, _ in watched:
+            for descriptor, _ in watched & connections:
                 with contextlib.suppress(OSError):  # closed meanwhile
                     poll.unregister(descriptor)
 

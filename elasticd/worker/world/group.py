@@ -137,7 +137,7 @@ class World:
         self._awaited = ""
         self._formed = False
         self._connections: set[tuple[int, str]] = set()
-        self._listeners: list[connecting.Listener] = []  # of groups whose workers are connected late
+        self._listeners: set[tuple[int, str]] = set()  # of groups whose workers are connected late
         # While the group connects: sockets that do not belong to the group.
         self._others: set[tuple[int, str]] | None = None
 
@@ -357,8 +357,7 @@ class World:
         c10d._world.group_count = 0
         if destroying.is_held(groups):
             gc.collect()  # for example a cycle of an exception and a frame
-        # Waits of late groups end otherwise, for which their event loops must go on.
-        destroying.begin(groups, set() if self._listeners else self._connections)
+        destroying.begin(groups, self._connections)
 
     @contextlib.contextmanager
     def or_over(self) -> Iterator[None]:
@@ -434,15 +433,14 @@ class World:
         """Note the connections of all groups of the world, also of those that the script makes."""
 
         def make(*args: Any, **kwargs: Any) -> Any:
-            size, rank = args[:2]
+            size = args[0]
             with self._lock:
                 before = {*self._connections}
             with self._connecting(), levels.unchecked(), connecting.as_suits(size):
                 made = _make_group(*args, **kwargs)
             if connecting.is_late(size):
                 with self._lock:
-                    new = self._connections - before
-                self._listeners += connecting.listeners(new, size, rank)
+                    self._listeners.update(connecting.listening(self._connections - before))
             return made
 
         c10d._new_process_group_helper = make
@@ -453,11 +451,10 @@ class World:
             now = set(sockets())
             if self._others is not None:
                 self._connections |= now - self._others
-            late = {one for _, watched in destroying.loops_of(self._connections) for one in watched}
+            late = {one for _, watched in destroying.loops_of(self._listeners) for one in watched}
             self._connections |= late
             for descriptor, _ in (now & self._connections) | late:
                 destroying.shut(descriptor)
-        connecting.end_waits(self._listeners)
         if torch.cuda.is_available():  # aborting communicators may take a while
             _abort_communicators()
 
