@@ -88,7 +88,7 @@ def loops_of(connections: Set[tuple[int, str]]) -> Iterator[tuple[int, set[tuple
 
     The next world may already have sockets with the descriptors of closed ones, so ids are compared, too.
     """
-    for number, target in _descriptors():
+    for number, target in _descriptors() if connections else ():
         if target == "anon_inode:[eventpoll]":
             with contextlib.suppress(OSError):  # closed meanwhile
                 watched = _watched(number)
