@@ -61,7 +61,7 @@ class GroupsOfTwo:
     def add_up(self) -> list[float]:
         sums = [torch.ones(1), torch.ones(1)]
         for work in [group.allreduce([mine]) for group, mine in zip(self.groups.values(), sums, strict=True)]:
-            work.wait()
+            waits._wait_for_work(work, timedelta(0))  # torch's own, which another world's end does not end
         return [float(mine) for mine in sums]
 
 
