@@ -17,7 +17,6 @@ import contextlib
 import os
 import re
 import select
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Set
@@ -94,18 +93,6 @@ def loops_of(connections: Set[tuple[int, str]]) -> Iterator[tuple[int, set[tuple
                 watched = _watched(number)
                 if not watched.isdisjoint(connections):
                     yield number, watched
-
-
-def shut(descriptor: int) -> None:
-    """Shut a connection down. A listening socket stays: if it were shut, gloo would call std::terminate."""
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and not connection.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            ):
-                connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the connection is closed, or was never made
-        pass
 
 
 def _forget_connections(connections: Set[tuple[int, str]]) -> None:

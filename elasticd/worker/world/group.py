@@ -454,7 +454,7 @@ class World:
             late = {one for _, watched in destroying.loops_of(self._listeners) for one in watched}
             self._connections |= late
             for descriptor, _ in (now & self._connections) | late:
-                destroying.shut(descriptor)
+                _shut(descriptor)
         if torch.cuda.is_available():  # aborting communicators may take a while
             _abort_communicators()
 
@@ -597,3 +597,15 @@ def _noting_pythons_own(sockets: set[tuple[int, str]]) -> Iterator[None]:
         yield
     finally:
         socket.socket.__init__ = make  # type: ignore[method-assign]
+
+
+def _shut(descriptor: int) -> None:
+    """Shut a connection down. A listening socket stays: if it were shut, gloo would call std::terminate."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and not connection.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # the connection is closed, or was never made
+        pass
