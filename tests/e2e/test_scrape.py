@@ -112,7 +112,12 @@ def test_a_scrape_tells_of_each_slot_and_of_the_worker_that_was_killed(cluster: 
             at_b("worker_steps_total"),
         ]
         recovered = at_a("recover_seconds_count") == 1
-        return (at_a, at_b) if recovered and all(n and n > 20 for n in counts) else None
+        # The counts have steps of the first round, too. An agent that has not seen a step of the second round
+        # yet says that its workers are starting.
+        seen = [at_a("slot_state", slot=slot, slot_state="running") for slot in (0, 1)]
+        seen.append(at_b("slot_state", slot=0, slot_state="running"))
+        done = recovered and seen == [1, 1, 1] and all(n and n > 20 for n in counts)
+        return (at_a, at_b) if done else None
 
     at_a, at_b = eventually(settled)
     run = cluster.job
