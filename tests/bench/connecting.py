@@ -1,6 +1,6 @@
 """The time to connect the workers of a large world, and to make its first sums: elasticd's world beside
 torch's process group. "Late": two workers are connected when they first talk, as in a world of more than
-1,024.
+1,024. In elasticd's worlds a worker then dies, and the others form the next world.
 
 The workers are real processes, which share the cores of one machine. On a cluster each has a core. So beside
 the time stands the CPU time of a worker.
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from statistics import median
@@ -24,13 +27,13 @@ import torch.distributed as dist
 
 from elasticd.channel.worker_messages import Enter
 from elasticd.procs.page import BOOT_DIR
-from elasticd.worker.world.connecting import LATE
+from elasticd.worker.world.connecting import LATE, MOST_AT_ONCE
 from elasticd.worker.world.destroying import sockets
-from elasticd.worker.world.group import World
+from elasticd.worker.world.group import World, WorldChanged
 
 PATIENCE = timedelta(seconds=300)
 SUMS = 5
-Join = Callable[[int, int, int], None]  # rank, size, port of the store
+Join = Callable[[int, int, int], World | None]  # rank, size, port of the store
 Serve = Callable[[int, int], object]  # port, descriptor of the socket that listens there; returns the store
 
 
@@ -51,14 +54,16 @@ def _join_torchs(rank: int, size: int, port: int) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size)
 
 
-def _join_elasticds(rank: int, size: int, port: int) -> None:
+def _join_elasticds(rank: int, size: int, port: int) -> World:
     place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    World(Enter(1, place)).form(0, PATIENCE)
+    world = World(Enter(1, place))
+    world.form(0, PATIENCE)
+    return world
 
 
-def _join_late(rank: int, size: int, port: int) -> None:
+def _join_late(rank: int, size: int, port: int) -> World:
     os.environ[LATE] = "1"
-    _join_elasticds(rank, size, port)
+    return _join_elasticds(rank, size, port)
 
 
 KINDS: dict[str, tuple[Join, Serve]] = {
@@ -68,43 +73,71 @@ KINDS: dict[str, tuple[Join, Serve]] = {
 }
 
 
-def _take_part(rank: int, size: int, port: int, join: Join) -> None:
-    """Join, add up, and write to the store how many seconds each took, with the sockets and the CPU time."""
+def _take_part(rank: int, size: int, ports: Sequence[int], join: Join) -> None:
+    """Join, add up, and write to the store how many seconds each took, with the sockets and the CPU time.
+    Then survive the last worker, and write how many seconds that took."""
+    port, next_port = ports
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=PATIENCE)
     if store.add("come", 1) == size:
         store.set("all have come", "")
     store.wait(["all have come"], PATIENCE)
     cpu, began = sum(os.times()[:2]), time.monotonic()
-    join(rank, size, port)
+    world = join(rank, size, port)
     times = [time.monotonic() - began]
-    total = torch.ones(1)
     for _ in range(1 + SUMS):
         began = time.monotonic()
-        dist.all_reduce(total)
+        _add_up(size)
         times.append(time.monotonic() - began)
-        if total != size:
-            sys.exit(f"the sum of {size} ones is {float(total)}")
-        total.fill_(1.0)
     used = sum(os.times()[:2]) - cpu
     figures = [times[0], times[1], median(times[2:]), float(sum(1 for _ in sockets())), used]
     store.set(f"figures {rank}", " ".join(map(str, figures)))
+    if world is not None and rank < size - 1:
+        died: list[float] = []
+
+        def learn_of_the_death() -> None:
+            store.wait(["dead"], PATIENCE)
+            died.append(time.monotonic())
+            world.abort()
+
+        learning = threading.Thread(target=learn_of_the_death)
+        learning.start()
+        try:
+            with world.or_over():
+                _add_up(size)
+        except WorldChanged as changed:
+            if changed.__cause__ is not None:  # its frames hold the group
+                traceback.clear_frames(changed.__cause__.__traceback__)
+        learning.join()
+        world.forget()
+        join(rank, size - 1, next_port)
+        _add_up(size - 1)
+        store.set(f"survived {rank}", str(time.monotonic() - died[0]))
     store.wait(["end"], PATIENCE)  # no process ends while others still need it
 
 
+def _add_up(size: int) -> None:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if total != size:
+        sys.exit(f"the sum of {size} ones is {float(total)}")
+
+
 @contextlib.contextmanager
-def _processes(works: Sequence[Callable[[], object]]) -> Iterator[None]:
+def _processes(works: Sequence[Callable[[], object]]) -> Iterator[list[int]]:
     """Fork a process for each work, with torch imported, before any thread starts. Kill what is left."""
-    pids = []
+    pids: list[int] = []
     try:
         for work in works:
             if not (pid := os.fork()):
-                with contextlib.suppress(BaseException):
+                try:
                     work()
-                    os._exit(0)
-                os._exit(1)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
             pids.append(pid)
-        yield
+        yield pids
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -112,41 +145,61 @@ def _processes(works: Sequence[Callable[[], object]]) -> Iterator[None]:
             os.waitpid(pid, 0)
 
 
-def _measure(size: int, join: Join, serve: Serve) -> list[float]:
+def _measure(size: int, name: str) -> list[float]:
     """Return the seconds until the last worker has joined, of the first sum, and of a later one; the most
-    sockets of a worker; and the CPU seconds of a worker. Raises RuntimeError if a worker fails."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    port = listener.getsockname()[1]
+    sockets of a worker; the CPU seconds of a worker; and the seconds from a death to the first sum of the
+    next world, nan with torch alone. Raises RuntimeError if a worker fails."""
+    join, serve = KINDS[name]
+    with contextlib.ExitStack() as stack:
+        # one store for the first world, and one for the next
+        listeners = [socket.create_server(("127.0.0.1", 0), backlog=4096) for _ in range(2)]
+        for listener in listeners:
+            stack.enter_context(listener)
+        ports = [listener.getsockname()[1] for listener in listeners]
 
-    def serving() -> None:
-        _store = serve(port, listener.detach())
-        signal.pause()
+        def serving(listener: socket.socket) -> None:
+            _store = serve(listener.getsockname()[1], listener.detach())
+            signal.pause()
 
-    workers = [functools.partial(_take_part, rank, size, port, join) for rank in range(size)]
-    with listener, _processes([serving, *workers]):
-        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=PATIENCE)
-        keys = [f"figures {rank}" for rank in range(size)]
-        store.wait(keys, PATIENCE)
-        found = [[float(word) for word in raw.split()] for raw in store.multi_get(keys)]
-    joined, first, later, open_sockets, cpu = zip(*found, strict=True)
-    return [max(joined), max(first), median(later), max(open_sockets), sum(cpu) / size]
+        works = [functools.partial(serving, listener) for listener in listeners]
+        workers = [functools.partial(_take_part, rank, size, ports, join) for rank in range(size)]
+        pids = stack.enter_context(_processes([*works, *workers]))
+        store = dist.TCPStore("127.0.0.1", ports[0], wait_for_workers=False, timeout=PATIENCE)
+
+        def read(what: str, ranks: int) -> list[list[float]]:
+            keys = [f"{what} {rank}" for rank in range(ranks)]
+            store.wait(keys, PATIENCE)
+            return [[float(word) for word in raw.split()] for raw in store.multi_get(keys)]
+
+        joined, first, later, open_sockets, cpu = zip(*read("figures", size), strict=True)
+        survived = [math.nan]
+        if join is not _join_torchs:
+            os.kill(pids[-1], signal.SIGKILL)
+            store.set("dead", "")
+            (survived,) = zip(*read("survived", size - 1), strict=True)
+    return [max(joined), max(first), median(later), max(open_sockets), sum(cpu) / size, max(survived)]
 
 
 def connecting(sizes: Sequence[int], tries: int) -> Iterator[str]:
-    """Yield one line for each kind of world of each size."""
+    """Yield one line for each kind of world of each size. Torch's group is left out where elasticd connects
+    workers late by itself: one machine does not hold as many connections."""
     for size in sizes:
-        found: dict[str, list[list[float]]] = {name: [] for name in KINDS}
+        kinds = list(KINDS) if size <= MOST_AT_ONCE else ["elasticd"]
+        found: dict[str, list[list[float]]] = {name: [] for name in kinds}
         for _ in range(tries):
-            for name, (join, serve) in KINDS.items():
-                found[name].append(_measure(size, join, serve))
+            for name in kinds:
+                found[name].append(_measure(size, name))
         medians = {
             name: [median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()
         }
-        for name, (joined, first, later, most, cpu) in medians.items():
+        for name, (joined, first, later, most, cpu, survived) in medians.items():
             yield (
                 f"{size} workers, {name:<14}: connected {joined:.2f} s, first sum {first:.2f} s, a later one "
                 f"{later * 1e3:.0f} ms; {most:.0f} sockets of a worker; CPU {cpu * 1e3:.0f} ms a worker"
+                + ("" if math.isnan(survived) else f"; a sum after a death {survived:.2f} s")
             )
+        if "torch" not in medians:
+            continue
         soon = {name: sum(medians["torch"][:2]) / sum(row[:2]) for name, row in medians.items()}
         said = ", ".join(f"{name} {ratio:.1f} times" for name, ratio in soon.items() if name != "torch")
         yield f"{size} workers: the first sum comes as soon as torch's: {said}"

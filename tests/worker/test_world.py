@@ -8,6 +8,8 @@ import os
 import queue
 import select
 import socket
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -506,11 +508,11 @@ def test_a_world_is_left_at_once_also_where_a_communicator_cannot_be_aborted_wel
     assert done == ["looked for connections", *together], "the quickest first"
 
 
-def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_its_connections_are_not_watched(
+def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_only_changes_of_its_connections_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gloo's threads may wait for half an hour. If their connections were watched, gloo's event loop would
-    spin meanwhile."""
+    """Gloo's threads may wait for half an hour. If the loop was told all the time that their connections are
+    closed, gloo's event loop would spin meanwhile."""
     monkeypatch.setattr(destroying, "SOON_S", 0.01)
     released, destroyed = threading.Event(), threading.Event()
 
@@ -534,9 +536,38 @@ def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_its_connections_a
         destroying.begin(groups, {*ours, closed})
         destroying.settle()
         assert not destroyed.is_set(), "its destructor waits still"
-        assert [number for number, _ in loop.poll(0)] == [script.fileno()], "the script's own is watched"
+        assert {number for number, _ in loop.poll(0)} == {mine.fileno(), script.fileno()}
+        assert [number for number, _ in loop.poll(0)] == [script.fileno()], "the script's own is told always"
+        loop.unregister(mine)  # gloo crashes if it cannot
     released.set()
     assert destroyed.wait(60)
+
+
+SLOWLY_DESTROYED = """
+import threading
+from datetime import timedelta
+import torch.distributed as dist
+from elasticd.worker.world import destroying
+
+def join(rank):
+    groups.append(dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60)))
+
+before, store, groups = set(destroying.sockets()), dist.HashStore(), []
+members = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+for member in members:
+    member.start()
+for member in members:
+    member.join()
+destroying._watch_changes(set(destroying.sockets()) - before)
+groups.clear()
+print("destroyed")
+"""
+
+
+def test_a_group_whose_destructor_takes_long_is_destroyed_without_a_crash() -> None:
+    program = [sys.executable, "-c", SLOWLY_DESTROYED]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "destroyed\n"), done.stderr
 
 
 def test_a_process_is_forked_once_the_groups_of_the_last_world_are_destroyed() -> None:

@@ -4,7 +4,9 @@ Gloo's destructor waits for the group's threads, and a thread may wait in vain. 
 one of its messages is partly received on another connection, Gloo no longer reads that connection, and never
 notices that it was closed. A later collective of the group, if one is queued, waits for that connection until
 its timeout, which is half an hour. Meanwhile Gloo's event loop spins, since the connection stays readable. So
-another thread runs the destructor, and the connections are removed from the event loop if it takes long.
+another thread runs the destructor, and if it takes long, the event loop is told only of what changes on the
+connections. A connection must stay in the loop: Gloo removes it at last, and calls std::terminate if it is
+gone.
 
 Even otherwise the destructor takes up to 10 ms, since Gloo's event loop looks only so often whether it is to
 end. The next world does not wait for that. A fork waits, since the child would have the group but none of the
@@ -14,17 +16,23 @@ group's threads. Python waits at the end of the process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import platform
 import re
 import select
+import struct
 import sys
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 
 import torch
 import torch.distributed as dist
 
 SOON_S = 0.2  # many times as long as the destructor usually takes
+_MODIFY = 3  # EPOLL_CTL_MOD
+# struct epoll_event: see <sys/epoll.h>, packed on x86
+_EVENT = struct.Struct("=IQ" if platform.machine() in ("x86_64", "i686") else "@IQ")
 _under_way: list[threading.Thread] = []
 
 
@@ -59,7 +67,7 @@ def _destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]])
 
     threading.Thread(target=drop, name="elasticd-drop", daemon=True).start()
     if not destroyed.wait(SOON_S):
-        _forget_connections(connections)
+        _watch_changes(connections)
 
 
 def is_held(groups: list[dist.ProcessGroup]) -> bool:
@@ -81,7 +89,12 @@ def _descriptors() -> Iterator[tuple[int, str]]:
             yield int(name), os.readlink(f"/proc/self/fd/{name}")
 
 
-def loops_of(connections: Set[tuple[int, str]]) -> Iterator[tuple[int, set[tuple[int, str]]]]:
+Watched = Mapping[
+    tuple[int, str], tuple[int, int]
+]  # of each socket: the events, and what the loop knows it by
+
+
+def loops_of(connections: Set[tuple[int, str]]) -> Iterator[tuple[int, Watched]]:
     """Yield the descriptor of each event loop that watches one of these sockets, with all sockets that the
     loop watches. A loop of gloo also watches connections that were made later than the group.
 
@@ -91,21 +104,29 @@ def loops_of(connections: Set[tuple[int, str]]) -> Iterator[tuple[int, set[tuple
         if target == "anon_inode:[eventpoll]":
             with contextlib.suppress(OSError):  # closed meanwhile
                 watched = _watched(number)
-                if not watched.isdisjoint(connections):
+                if not connections.isdisjoint(watched):
                     yield number, watched
 
 
-def _forget_connections(connections: Set[tuple[int, str]]) -> None:
-    """Remove the connections from event loops."""
+def _watch_changes(connections: Set[tuple[int, str]]) -> None:
+    """Have event loops report the state of each connection once more, and then only when it changes."""
+    modify = ctypes.CDLL(None).epoll_ctl
     for number, watched in loops_of(connections):
-        with contextlib.suppress(OSError), contextlib.closing(select.epoll.fromfd(os.dup(number))) as poll:
-            for descriptor, _ in watched & connections:
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    poll.unregister(descriptor)
+        for descriptor, its_id in watched.keys() & connections:
+            events, known_by = watched[descriptor, its_id]
+            # it fails if gloo has removed the connection meanwhile
+            modify(number, _MODIFY, descriptor, _EVENT.pack(events | select.EPOLLET, known_by))
 
 
-def _watched(poll: int) -> set[tuple[int, str]]:
+def _watched(poll: int) -> Watched:
     """Return the sockets that an event loop watches: descriptors and ids, as from ``sockets``."""
     with open(f"/proc/self/fdinfo/{poll}") as file:
-        found = re.findall(r"^tfd: *(\d+) .* ino:([0-9a-f]+)", file.read(), re.MULTILINE)
-    return {(int(number), f"socket:[{int(its_id, 16)}]") for number, its_id in found}
+        found = re.findall(
+            r"^tfd: *(\d+) events: *([0-9a-f]+) data: *([0-9a-f]+) .* ino:([0-9a-f]+)",
+            file.read(),
+            re.MULTILINE,
+        )
+    return {
+        (int(number), f"socket:[{int(its_id, 16)}]"): (int(events, 16), int(known_by, 16))
+        for number, events, known_by, its_id in found
+    }
