@@ -102,6 +102,7 @@ RENEWAL_BYTES = 40  # bytes of a request to renew a lease, or of its answer
 # the agents that send over sockets: a message costs the same in a job of any size
 HEARD_AGENTS, HEARD_ROUNDS = 200, 8
 SHARDS = (1, 8, 256)
+TIMED_PLAYS = 3
 ONE_BY_ONE = 20  # how many events of a kind are measured; the leader gets the rest at once
 POLICY = Policy(straggler_drain=False)
 SLOTS = tuple(range(WORKERS))  # one object, as in the records that an agent reads
@@ -651,7 +652,8 @@ def counted() -> Iterator[Callable[[], int]]:
 @dataclass(slots=True)
 class Figures:
     """The figures of one size. ``cpu_s`` and ``ops``: of one event of each kind. For kinds with many events
-    that is the median, else the worst. ``plans``: of ``plan_of_a_checkpoint``, for each of ``SHARDS``."""
+    that is the median, else the worst; and of the times, the median of several plays, since a machine may be
+    slow for a moment. ``plans``: of ``plan_of_a_checkpoint``, for each of ``SHARDS``."""
 
     nodes: int
     cpu_s: dict[str, float]
@@ -667,8 +669,12 @@ class Figures:
     @classmethod
     def of(cls, nodes: int, limit_s: float) -> Figures:
         until = time.monotonic() + limit_s
+        earlier = [play(nodes, until=until).costs for _ in range(TIMED_PLAYS - 1)]
         timed, costed = play(nodes, until=until), play(nodes, counting=True, until=until)
-        cpu_s = {kind: _event(kind, cost.cpu_s) for kind, cost in timed.costs.items()}
+        cpu_s = {
+            kind: median(_event(kind, costs[kind].cpu_s) for costs in (*earlier, timed.costs))
+            for kind in timed.costs
+        }
         ops = {kind: _event(kind, cost.ops) for kind, cost in costed.costs.items()}
         etcd = timed.etcd
         reforming = etcd.messages[LOST] / nodes, etcd.bytes[LOST] / nodes

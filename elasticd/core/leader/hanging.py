@@ -49,7 +49,7 @@ def name_the_hung(view: View, now: float) -> Plan:
     if silent and found is not None and now < again_at:  # the silent agents were asked for reports
         return Plan(wake_at=again_at)
     # Without all reports, only stopped workers are certain.
-    stalls = view.stalls.to_dict()
+    stalls = view.stalls if silent else view.stalls.to_dict()  # a plain dict is faster for many
     received = [stalls[name] for name in roll[Mark.STOPPED if silent else Mark.STILL]]
     if not received:
         return _undecided(facts, (view.absence_counts_from,), now)
