@@ -10,11 +10,13 @@ gone.
 
 Even otherwise the destructor takes up to 10 ms, since Gloo's event loop looks only so often whether it is to
 end. The next world does not wait for that. A fork waits, since the child would have the group but none of the
-group's threads. Python waits at the end of the process.
+group's threads. The end of the process waits too, for a while: a destructor that ends while Python is taken
+down calls std::terminate.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -24,16 +26,19 @@ import select
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Set
 
 import torch
 import torch.distributed as dist
 
 SOON_S = 0.2  # many times as long as the destructor usually takes
+SLOW_S = 5.0  # a destructor that takes longer waits in vain
 _MODIFY = 3  # EPOLL_CTL_MOD
 # struct epoll_event: see <sys/epoll.h>, packed on x86
 _EVENT = struct.Struct("=IQ" if platform.machine() in ("x86_64", "i686") else "@IQ")
 _under_way: list[threading.Thread] = []
+_dropping: list[tuple[threading.Thread, float]] = []  # threads in a destructor, each with its latest end
 
 
 def begin(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
@@ -58,6 +63,12 @@ def settle() -> None:
 os.register_at_fork(before=settle)
 
 
+@atexit.register
+def _wait_for_slow_destructors() -> None:
+    for thread, until in tuple(_dropping):
+        thread.join(max(0.0, until - time.monotonic()))
+
+
 def _destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
     destroyed = threading.Event()
 
@@ -65,7 +76,12 @@ def _destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]])
         groups.clear()
         destroyed.set()
 
-    threading.Thread(target=drop, name="elasticd-drop", daemon=True).start()
+    dropping = threading.Thread(target=drop, name="elasticd-drop", daemon=True)
+    _dropping[:] = [
+        (dropping, time.monotonic() + SLOW_S),
+        *(each for each in _dropping if each[0].is_alive()),
+    ]
+    dropping.start()
     if not destroyed.wait(SOON_S):
         _watch_changes(connections)
 
@@ -111,11 +127,23 @@ def loops_of(connections: Set[tuple[int, str]]) -> Iterator[tuple[int, Watched]]
 def _watch_changes(connections: Set[tuple[int, str]]) -> None:
     """Have event loops report the state of each connection once more, and then only when it changes."""
     modify = ctypes.CDLL(None).epoll_ctl
-    for number, watched in loops_of(connections):
-        for descriptor, its_id in watched.keys() & connections:
-            events, known_by = watched[descriptor, its_id]
-            # it fails if gloo has removed the connection meanwhile
-            modify(number, _MODIFY, descriptor, _EVENT.pack(events | select.EPOLLET, known_by))
+    for number, _ in loops_of(connections):
+        with contextlib.suppress(OSError), _copy_of(number) as loop:  # closed meanwhile
+            watched = _watched(loop)
+            for descriptor, its_id in watched.keys() & connections:
+                events, known_by = watched[descriptor, its_id]
+                # it fails if gloo has removed the connection meanwhile
+                modify(loop, _MODIFY, descriptor, _EVENT.pack(events | select.EPOLLET, known_by))
+
+
+@contextlib.contextmanager
+def _copy_of(descriptor: int) -> Iterator[int]:
+    """Another descriptor of the same file: the number may be that of a file of the next world soon."""
+    copy = os.dup(descriptor)
+    try:
+        yield copy
+    finally:
+        os.close(copy)
 
 
 def _watched(poll: int) -> Watched:
