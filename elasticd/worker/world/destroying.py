@@ -105,40 +105,38 @@ def _descriptors() -> Iterator[tuple[int, str]]:
             yield int(name), os.readlink(f"/proc/self/fd/{name}")
 
 
-Watched = Mapping[
-    tuple[int, str], tuple[int, int]
-]  # of each socket: the events, and what the loop knows it by
+# what a loop watches, by socket: the events, and what the loop knows the socket by
+Watched = Mapping[tuple[int, str], tuple[int, int]]
 
 
 def loops_of(connections: Set[tuple[int, str]]) -> Iterator[tuple[int, Watched]]:
-    """Yield the descriptor of each event loop that watches one of these sockets, with all sockets that the
-    loop watches. A loop of gloo also watches connections that were made later than the group.
+    """Yield a descriptor of each event loop that watches one of these sockets, with all sockets that the loop
+    watches. A loop of gloo also watches connections that were made later than the group. The descriptor is a
+    copy, open until the next is asked for: the loop's own may be that of a loop of the next world soon.
 
     The next world may already have sockets with the descriptors of closed ones, so ids are compared, too.
     """
     for number, target in _descriptors() if connections else ():
         if target == "anon_inode:[eventpoll]":
-            with contextlib.suppress(OSError):  # closed meanwhile
-                watched = _watched(number)
+            with contextlib.suppress(OSError), _copy_of(number) as loop:  # closed meanwhile
+                watched = _watched(loop)
                 if not connections.isdisjoint(watched):
-                    yield number, watched
+                    yield loop, watched
 
 
 def _watch_changes(connections: Set[tuple[int, str]]) -> None:
     """Have event loops report the state of each connection once more, and then only when it changes."""
     modify = ctypes.CDLL(None).epoll_ctl
-    for number, _ in loops_of(connections):
-        with contextlib.suppress(OSError), _copy_of(number) as loop:  # closed meanwhile
-            watched = _watched(loop)
-            for descriptor, its_id in watched.keys() & connections:
-                events, known_by = watched[descriptor, its_id]
-                # it fails if gloo has removed the connection meanwhile
-                modify(loop, _MODIFY, descriptor, _EVENT.pack(events | select.EPOLLET, known_by))
+    for loop, watched in loops_of(connections):
+        for descriptor, its_id in watched.keys() & connections:
+            events, known_by = watched[descriptor, its_id]
+            # it fails if gloo has removed the connection meanwhile
+            modify(loop, _MODIFY, descriptor, _EVENT.pack(events | select.EPOLLET, known_by))
 
 
 @contextlib.contextmanager
 def _copy_of(descriptor: int) -> Iterator[int]:
-    """Another descriptor of the same file: the number may be that of a file of the next world soon."""
+    """Another descriptor of the same file."""
     copy = os.dup(descriptor)
     try:
         yield copy
