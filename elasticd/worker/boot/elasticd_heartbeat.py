@@ -217,6 +217,8 @@ def _tell_imports(address: str) -> None:
 
 def _imported() -> list[str]:
     """Return the modules of the standard library and of installed packages, without the job's own."""
+    from itertools import islice
+
     # elasticd may be outside the standard library and site-packages (pip install -e, PYTHONPATH).
     homes = [os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))]
     homes += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
@@ -231,11 +233,13 @@ def _imported() -> list[str]:
     spec = getattr(main, "__spec__", None)
     # The package of a module that was started with python -m.
     own_package = spec.name.partition(".")[0] if spec else None
+    # The last of them, in the order of import. The kernel would copy each page of a module that is looked at.
+    new = list(islice(reversed(sys.modules), max(0, len(sys.modules) - len(preloaded))))
     found = []
-    for name, module in list(sys.modules.items()):
+    for name in reversed(new):
         if name in preloaded:
             continue
-        spec = getattr(module, "__spec__", None)
+        spec = getattr(sys.modules.get(name), "__spec__", None)
         origin = getattr(spec, "origin", None)
         if (
             isinstance(origin, str)
