@@ -196,7 +196,7 @@ class Faults:
 
 
 def trip_outside(faults: Faults) -> None:
-    init, begin, carry = dist.init_process_group, exchange._Chain.__init__, exchange._Chain.carry
+    init, begin, carry = dist.init_process_group, exchange._Chain.__init__, exchange._Chain._carry
     carried = 0
 
     def form(*args: Any, **kwargs: Any) -> None:
@@ -208,15 +208,15 @@ def trip_outside(faults: Faults) -> None:
         carried = 0
         begin(chain, *args)
 
-    def stumble(chain: Any, parcel: torch.Tensor) -> torch.Tensor:
+    def stumble(chain: Any, piece: torch.Tensor) -> None:
         nonlocal carried
         carried += 1
         if carried == 3:
             faults.count("sending" if chain._before is None else "receiving")
-        return carry(chain, parcel)
+        carry(chain, piece)
 
     dist.init_process_group = form
-    exchange._Chain.__init__, exchange._Chain.carry = set_out, stumble
+    exchange._Chain.__init__, exchange._Chain._carry = set_out, stumble
 
 
 # ---------------------------------------------------------------- the script

@@ -97,6 +97,7 @@ class Accident:
 
 
 NOTHING = Accident()
+TENSORS_FIRST = 0  # the pieces of tensors that a transfer has sent when it meets an accident
 LEAVING = threading.Event()
 
 
@@ -167,9 +168,9 @@ def wait_for_word_of_anyone() -> None:
 
 
 def trip_on_the_way(accident: Accident) -> None:
-    """Fail in the transfer numbered ``accident.step``: the list of tensors was sent, and the tensors were
-    not."""
-    carry, begin = exchange._Chain.carry, exchange._Chain.__init__
+    """Fail in the transfer numbered ``accident.step``: the list of tensors was sent and ``TENSORS_FIRST``
+    pieces of them, and the other tensors were not."""
+    carry, begin = exchange._Chain._carry, exchange._Chain.__init__
     transfers = carried = 0
 
     def set_out(chain: Any, *args: Any) -> None:
@@ -177,14 +178,14 @@ def trip_on_the_way(accident: Accident) -> None:
         transfers, carried = transfers + 1, 0
         begin(chain, *args)
 
-    def stumble(chain: Any, parcel: torch.Tensor) -> torch.Tensor:
+    def stumble(chain: Any, piece: torch.Tensor) -> None:
         nonlocal carried
-        carried += 1
-        if carried == 3:
+        if carried == 2 + TENSORS_FIRST:
             accident("sending" if chain._before is None else "receiving", transfers)
-        return carry(chain, parcel)
+        carried += 1
+        carry(chain, piece)
 
-    exchange._Chain.__init__, exchange._Chain.carry = set_out, stumble
+    exchange._Chain.__init__, exchange._Chain._carry = set_out, stumble
 
 
 def trip_while_forming(accident: Accident) -> None:
@@ -319,7 +320,8 @@ def work(address: str, folder: str, name: str, accident: Accident = NOTHING, **o
     """Run a whole script. ``body``, ``steps`` and ``saver`` are options; all others go to ``make``."""
     journal = begin(address, folder, name, options.pop("saver", ""))
     hear_of_leaving()
-    TRIPS.get(accident.point, lambda _: None)(accident)
+    for point in {each.point for each in (accident, accident.then) if each} & TRIPS.keys():
+        TRIPS[point](accident)
     steps = options.pop("steps", STEPS)
     body = options.pop("body", train)
     state = make(**options)
@@ -345,6 +347,15 @@ def work_in_a_large_world(
 ) -> None:
     """Run a worker that takes each world for a very large one."""
     connecting.MOST_AT_ONCE = 1
+    work(address, folder, name, accident, **options)
+
+
+def work_tensor_by_tensor(
+    address: str, folder: str, name: str, accident: Accident = NOTHING, **options: Any
+) -> None:
+    """Run a worker that sends and takes each tensor by itself."""
+    global TENSORS_FIRST
+    exchange.ALONE_BYTES, TENSORS_FIRST = 32, 3
     work(address, folder, name, accident, **options)
 
 

@@ -5,9 +5,10 @@ import queue
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 from elasticd.channel.worker_messages import Holds
 from elasticd.worker.joining import exchange
 from elasticd.worker.joining.exchange import (
+    ALONE_BYTES,
     PARCEL_BYTES,
     RUN,
     UNDER_WAY_MAX,
@@ -84,10 +86,11 @@ def odd_tensors() -> list[torch.Tensor]:
 
 def test_tensors_of_every_kind_and_size_arrive_as_they_were():
     tensors = odd_tensors()
-    arrived = []
+    got: dict[int, torch.Tensor] = {}
     for together in _parcels(tensors):
         kinds = [torch.empty(tensors[i].shape, dtype=tensors[i].dtype, device="meta") for i in together]
-        arrived += _unpacked(_packed([tensors[i] for i in together]), kinds)
+        got |= zip(together, _unpacked(_packed([tensors[i] for i in together]), kinds), strict=True)
+    arrived = [got[i] for i in range(len(tensors))]
     assert all(torch.equal(a, b) for a, b in zip(arrived, tensors, strict=True))
     assert [a.dtype for a in arrived] == [t.dtype for t in tensors]
 
@@ -140,50 +143,84 @@ def test_each_place_gets_the_state_once_after_few_hops(places: int) -> None:
     assert all(len(neighbours(place, places)[1]) <= 3 for place in range(places))
 
 
+class Threads:
+    """The workers of a world, each a thread of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, choice: Transfer) -> None:
+        self._choice = choice
+        self._lines: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
+        self._own = threading.local()
+        monkeypatch.setattr(exchange.dist, "isend", self._isend)
+        monkeypatch.setattr(exchange.dist, "recv", self._recv)
+
+    def wait(self) -> None:
+        """Wait for a message that was sent, which it is at once."""
+
+    def _isend(self, piece: torch.Tensor, taker: int) -> Self:
+        self._lines[self._own.rank, taker].put(piece.clone())
+        return self
+
+    def _recv(self, piece: torch.Tensor, source: int) -> None:
+        piece.copy_(self._lines[source, self._own.rank].get(timeout=60))
+
+    def transfer(self, snapshot: Any, overwritten: Callable[[], Any] | None = None) -> list[dict[str, Any]]:
+        """Send the snapshot. Return what arrived in each taker."""
+
+        def take(rank: int) -> dict[str, Any]:
+            self._own.rank = rank
+            return receive_snapshot(self._choice, rank, overwritten)
+
+        with ThreadPoolExecutor(len(self._choice.takers)) as pool:
+            got = [pool.submit(take, rank) for rank in self._choice.takers]
+            self._own.rank = self._choice.source
+            send_snapshot(snapshot, self._choice)
+            return [one.result(timeout=60) for one in got]
+
+
 @pytest.mark.parametrize("takers", [1, 7, 30])
 def test_a_state_that_is_passed_on_by_a_tree_arrives_as_it_was(
     monkeypatch: pytest.MonkeyPatch, takers: int
 ) -> None:
-    """Each worker is a thread of this process."""
     monkeypatch.setattr(exchange, "CHAIN_MAX", 0)
     monkeypatch.setattr(exchange, "PARCEL_BYTES", 1000)
-    lines: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
-    own = threading.local()
-
-    class Sent:
-        def wait(self) -> None: ...
-
-    def isend(piece: torch.Tensor, taker: int) -> Sent:
-        lines[own.rank, taker].put(piece.clone())
-        return Sent()
-
-    def recv(piece: torch.Tensor, source: int) -> None:
-        piece.copy_(lines[source, own.rank].get(timeout=60))
-
-    monkeypatch.setattr(exchange.dist, "isend", isend)
-    monkeypatch.setattr(exchange.dist, "recv", recv)
     snapshot = {"parameters": [torch.randn(37, 41), torch.arange(5)], "rest": {"a": torch.ones(3), "b": 7}}
     choice = Transfer(3, tuple(rank for rank in range(takers + 1) if rank != 3), fresh=False)
+    for arrived in Threads(monkeypatch, choice).transfer(snapshot):
+        assert torch.equal(arrived["parameters"][0], snapshot["parameters"][0])
+        assert torch.equal(arrived["rest"]["a"], torch.ones(3)) and arrived["rest"]["b"] == 7
 
-    def take(rank: int) -> dict[str, Any]:
-        own.rank = rank
-        return receive_snapshot(choice, rank)
 
-    with ThreadPoolExecutor(takers) as pool:
-        got = [pool.submit(take, rank) for rank in choice.takers]
-        own.rank = 3
-        send_snapshot(snapshot, choice)
-        for one in got:
-            arrived = one.result(timeout=60)
-            assert torch.equal(arrived["parameters"][0], snapshot["parameters"][0])
-            assert torch.equal(arrived["rest"]["a"], torch.ones(3)) and arrived["rest"]["b"] == 7
+@pytest.mark.parametrize("alone", [0, 1 << 30])
+def test_parameters_of_every_kind_and_size_arrive_in_their_place(
+    monkeypatch: pytest.MonkeyPatch, alone: int
+) -> None:
+    monkeypatch.setattr(exchange, "ALONE_BYTES", alone)
+    monkeypatch.setattr(exchange, "PARCEL_BYTES", 4096)
+    sent = {str(n): tensor for n, tensor in enumerate([*odd_tensors(), torch.randn(3000), torch.randn(5)])}
+    own = {name: torch.empty_like(tensor) for name, tensor in sent.items()}
+    own["0"] = torch.empty(2)  # of another shape
+    own["1"] = torch.empty(0, dtype=torch.float64)
+    unlike = {"0", "1"} | {name for name, tensor in own.items() if not tensor.is_contiguous()}
+    snapshot = {"parameters": {"model": sent, "unknown": {"0": torch.ones(3000)}}, "rest": torch.ones(3000)}
+    threads = Threads(monkeypatch, Transfer(0, (1,), fresh=False))
+    (arrived,) = threads.transfer(snapshot, lambda: {"model": own})
+    assert {name for name, tensor in arrived["parameters"]["model"].items() if tensor is own[name]} == {
+        *own.keys() - unlike
+    }
+    for name, tensor in sent.items():
+        got = arrived["parameters"]["model"][name]
+        assert torch.equal(got, tensor) and got.dtype == tensor.dtype
+    assert torch.equal(arrived["parameters"]["unknown"]["0"], torch.ones(3000))
+    assert torch.equal(arrived["rest"], torch.ones(3000))
 
 
 def test_small_tensors_travel_together_and_large_ones_alone():
-    sizes = [
-        len(p) for p in _parcels([torch.empty(10)] * 50 + [torch.empty(PARCEL_BYTES)] + [torch.empty(10)])
-    ]
-    assert sizes == [50, 1, 1]
+    small, large = torch.empty(10), torch.empty(ALONE_BYTES)
+    sent = list(_parcels([*[small] * 50, large, small, large, small]))
+    assert sent == [[50], [52], [*range(50), 51, 53]]
+    many = list(_parcels([torch.empty(1000)] * 1000))
+    assert [n for together in many for n in together] == [*range(1000)]
+    assert all(len(together) * 4000 <= PARCEL_BYTES for together in many) and len(many) == 2
 
 
 def test_a_copy_of_plain_data_shares_nothing_with_it():

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.worker.jobs import (
     wait_for_word_of_anyone,
     work,
     work_patiently,
+    work_tensor_by_tensor,
     work_twice,
 )
 from tests.worker.test_survival import assert_exact
@@ -38,11 +40,13 @@ def at(gate: Gate) -> Accident:
     return Accident("start", 4, gate.wait_and_leave)
 
 
-def grow(crew: Crew, folder: Path, gate: Gate, count: int, *accidents: Accident) -> None:
+def grow(
+    crew: Crew, folder: Path, gate: Gate, count: int, *accidents: Accident, job: Callable[..., None] = work
+) -> None:
     """Form a round of the first ``count`` workers. While one of them is at the gate, have all leave at a
     commit, so that the other workers join."""
     for i, accident in enumerate(accidents):
-        crew.start(work, str(folder), str(i), accident)
+        crew.start(job, str(folder), str(i), accident)
     crew.all_waiting(*crew.hands)
     crew.form(*crew.hands[:count])
     gate.until_somebody_waits()
@@ -122,10 +126,25 @@ def test_in_a_handover_the_heirs_get_the_state_and_no_worker_trains(crew, tmp_pa
     assert began == 0 and one == other == reads(tmp_path, "0", "committed")[-1] >= 5
 
 
-def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path, gate, undisturbed):
-    grow(crew, tmp_path, gate, 2, Accident("sending", 2), at(gate), NOTHING)
+@pytest.mark.parametrize("job", [work, work_tensor_by_tensor])
+def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path, gate, undisturbed, job):
+    grow(crew, tmp_path, gate, 2, Accident("sending", 2), at(gate), NOTHING, job=job)
     crew.all_ended()
     assert_exact(crew, tmp_path, {0}, undisturbed)
+
+
+def test_a_newcomer_never_trains_from_a_state_that_has_arrived_in_part(crew, tmp_path, gate):
+    sends, takes = Gate(tmp_path / "sends"), Gate(tmp_path / "takes")
+    source = Accident("start", 4, gate.wait_and_leave, then=Accident("sending", 1, sends.wait))
+    newcomer = Accident("receiving", 1, takes.wait)
+    grow(crew, tmp_path, gate, 1, source, newcomer, job=work_tensor_by_tensor)
+    crew.until(lambda: all(hand.round == 2 for hand in crew.hands))
+    takes.until_somebody_waits()
+    crew.hands[0].process.kill()
+    takes.open()
+    crew.all_ended()
+    assert crew.hands[1].status == 1 and not reads(tmp_path, "1", "committed")
+    assert "took over another worker's state" in (tmp_path / "1.err").read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -342,6 +342,12 @@ class CommittedState:
             "order": self.contents.order,
         }
 
+    def overwritten(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the parameters, by module and name, to be overwritten by another worker's. They are torn
+        until all have arrived."""
+        self.uncommitted.tear()
+        return {name: dict(module.named_parameters()) for name, module in self.contents.modules.items()}
+
     def take(self, snapshot: dict[str, Any]) -> None:
         """Take over another worker's snapshot, except for this worker's own values."""
         contents, kept = self.contents, self.kept_of(snapshot)

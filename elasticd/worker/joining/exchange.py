@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,15 @@ from elasticd.worker.commit.comparison import Digests
 from elasticd.worker.values.plaindata import outlined, with_tensors
 from elasticd.worker.world.group import World, gathered
 
-PARCEL_BYTES = 8 << 20  # small tensors are sent together, larger tensors in pieces of this size
+PARCEL_BYTES = 2 << 20  # small tensors are sent together, larger tensors in pieces of this size
+ALONE_BYTES = PARCEL_BYTES // 4  # a larger tensor is sent from its own memory
 UNDER_WAY_MAX = 8  # the most pieces in flight: enough to keep a link busy, with little memory
-CHAIN_MAX = 512  # the most places of one chain; a state of 4 GB has as many pieces
+CHAIN_MAX = 512  # the most places of one chain; a state of 1 GB has as many pieces
 RUN = 8  # the places of a chain in a tree: nodes mostly have 8 workers, with consecutive ranks
 _ALIGNED = 16
 _HOLDS = tuple(Holds)
 _NO_DIGESTS = Digests()
+Parameters = Mapping[str, Mapping[str, torch.Tensor]]  # by the names of the module and of the parameter
 
 
 _NOT_WHOLE = (
@@ -111,8 +113,9 @@ def agree(state: CommittedState, world: World) -> Source:
             with world.or_over():
                 send_snapshot(state.snapshot(), choice)
         elif world.rank in choice.takers:
+            has_nothing = state.holds is Holds.NONE and not choice.fresh
             with world.or_over():
-                snapshot = receive_snapshot(choice, world.rank)
+                snapshot = receive_snapshot(choice, world.rank, state.overwritten if has_nothing else None)
             state.take(snapshot)
     state.agree(world.number)
     if choice.fresh:
@@ -125,10 +128,10 @@ def _why_lost(step: int) -> str:
     never = "; state.commit() was never called" if step == 0 else ""
     return (
         f"no worker has a whole state any more: after committed step {step} each was interrupted in an "
-        "optimizer's step, in another change of weights or while it read a checkpoint, and could not undo "
-        f"that{never}. Call state.commit() right after the optimizer's step, call no collective in between "
-        "or while other weights are swapped in, or give State undo=True, which keeps a copy at each commit, "
-        "or a restore= that loads a checkpoint"
+        "optimizer's step, in another change of weights, or while it read a checkpoint or took over another "
+        f"worker's state, and could not undo that{never}. Call state.commit() right after the optimizer's "
+        "step, call no collective in between or while other weights are swapped in, or give State undo=True, "
+        "which keeps a copy at each commit, or a restore= that loads a checkpoint"
     )
 
 
@@ -175,18 +178,32 @@ class _Chain:
         self._before = order[before] if before is not None else None
         self._after = [order[place] for place in after]
         self._under_way: deque[Any] = deque()
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def carry(self, parcel: torch.Tensor) -> torch.Tensor:
         """Return the parcel with the source's bytes. The caller must not change the parcel before ``finish``.
         A parcel that the source packed is freed once it has been sent."""
         for piece in torch.split(parcel, PARCEL_BYTES):
-            if self._before is not None:
-                dist.recv(piece, self._before)
-            for taker in self._after:
-                if len(self._under_way) == UNDER_WAY_MAX:
-                    self._under_way.popleft().wait()
-                self._under_way.append(dist.isend(piece, taker))
+            self._carry(piece)
         return parcel
+
+    def carry_to(self, place: torch.Tensor) -> None:
+        """Write the source's bytes to the place, a contiguous tensor. The bytes arrive elsewhere, since a
+        connection of a world that has ended may still write to the memory that it was given."""
+        for part in torch.split(place.detach().view(-1).view(torch.uint8), PARCEL_BYTES):
+            if self._after or len(self._buffer) < len(part):
+                self._buffer = torch.empty(len(part), dtype=torch.uint8, device="cpu")
+            piece = self._buffer[: len(part)]
+            self._carry(piece)
+            part.copy_(piece)
+
+    def _carry(self, piece: torch.Tensor) -> None:
+        if self._before is not None:
+            dist.recv(piece, self._before)
+        for taker in self._after:
+            if len(self._under_way) == UNDER_WAY_MAX:
+                self._under_way.popleft().wait()
+            self._under_way.append(dist.isend(piece, taker))
 
     def finish(self) -> None:
         for piece in self._under_way:
@@ -204,26 +221,59 @@ def send_snapshot(snapshot: Any, choice: Transfer) -> None:
     chain.finish()
 
 
-def receive_snapshot(choice: Transfer, rank: int) -> dict[str, Any]:
+def receive_snapshot(
+    choice: Transfer, rank: int, overwritten: Callable[[], Parameters] | None = None
+) -> dict[str, Any]:
     """Receive a snapshot. The snapshot is used only once it is complete, so a source that dies on the way
-    does no harm."""
+    does no harm.
+
+    ``overwritten``: return the parameters that each arriving piece is written to at once, so that there is
+    never a second copy of them all. They are torn if the source dies on the way. The function is called once
+    the source has begun to send.
+    """
     chain = _Chain(choice, rank)
     length = int(chain.carry(torch.zeros(8, dtype=torch.uint8, device="cpu")).view(torch.int64))
     text = chain.carry(torch.empty(length, dtype=torch.uint8, device="cpu"))
     outline = loaded(text.numpy().tobytes())
     wanted: list[torch.Tensor] = []
     with_tensors(outline, lambda tensor: wanted.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    got: list[torch.Tensor] = []
+    places = _places(outline["parameters"], overwritten()) if overwritten is not None else {}
+    got: dict[int, torch.Tensor] = {}
     for together in _parcels(wanted):
         kinds = [wanted[i] for i in together]
+        place = places.get(id(kinds[0]))
+        if len(together) == 1 and place is not None and place.nbytes == _room(place):
+            chain.carry_to(place)
+            got[together[0]] = place
+            continue
         parcel = chain.carry(torch.empty(sum(map(_room, kinds)), dtype=torch.uint8, device="cpu"))
-        got.extend(_unpacked(parcel, kinds))
+        for i, kind, piece in zip(together, kinds, _unpacked(parcel, kinds), strict=True):
+            got[i] = piece
+            if (place := places.get(id(kind))) is not None:
+                with torch.no_grad():
+                    got[i] = place.copy_(piece)
     chain.finish()
-    arrived = iter(got)
+    arrived = map(got.__getitem__, range(len(wanted)))
     snapshot = with_tensors(outline, lambda _: next(arrived))
     # Parameters are copied to their place, and need no memory of their own.
     return {
         name: part if name == "parameters" else with_tensors(part, _kept) for name, part in snapshot.items()
+    }
+
+
+def _places(outline: Parameters, own: Parameters) -> dict[int, torch.Tensor]:
+    """Return this worker's parameters by the ids of those in the outline, where a parameter can be written to
+    as it is."""
+    both = [
+        (arrives, own[module][name])
+        for module, parameters in outline.items()
+        for name, arrives in parameters.items()
+        if module in own and name in own[module]
+    ]
+    return {
+        id(arrives): mine
+        for arrives, mine in both
+        if mine.is_contiguous() and (mine.shape, mine.dtype) == (arrives.shape, arrives.dtype)
     }
 
 
@@ -237,10 +287,13 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 def _parcels(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of the tensors that are sent together, in order."""
+    """Yield the indices of the tensors that are sent together, in the order of sending."""
     together: list[int] = []
     size = 0
     for i, tensor in enumerate(tensors):
+        if tensor.nbytes > ALONE_BYTES:
+            yield [i]
+            continue
         if together and size + tensor.nbytes > PARCEL_BYTES:
             yield together
             together, size = [], 0
