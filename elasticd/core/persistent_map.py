@@ -97,7 +97,7 @@ class PersistentMap(Mapping[str, V]):
     def to_dict(self) -> dict[str, V]:
         """Return a plain dict of all items, which is faster where all are looked at."""
         plain: dict[str, V] = {}
-        for part in self._parts:
+        for part in filter(None, self._parts):  # of a few nodes, most parts are empty
             plain.update(part)
         return plain
 

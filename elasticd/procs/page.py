@@ -39,6 +39,8 @@ def shared_memory_dir() -> Path:
 
 
 def _values(data: bytes, doubles: memoryview[float]) -> Iterator[tuple[str, float]]:
+    if not data[at.VALUES * 8 :].strip(b"\0"):  # of most workers
+        return
     for first in range(at.VALUES, at.WORDS, at.VALUE_WORDS):
         name = data[first * 8 : (first + at.NAME_WORDS) * 8].rstrip(b"\0").decode(errors="replace")
         if name.isidentifier():
