@@ -268,10 +268,10 @@ def test_the_end_of_one_that_fails_is_a_failure_though_the_round_has_been_left_m
     one.told(WorkerWaiting(1, 1, age=Age(1, 5)))
     one.exits(1, exit(0, 0, -9))
     assert [type(reason) for reason in one.said][:1] == [WorkerEnded]
-    told = put(one.wrote(Tag.REPORT).writes[0])
-    assert isinstance(told, Report) and told.exits == (replace(exit(0, 0, -9), raised=True),)
     one.store_closed(1234)
-    assert (own_record(one).released, own_record(one).told) == (1, 1)
+    release, told = map(put, one.wrote(Tag.NODE).writes)
+    assert isinstance(release, Node) and (release.released, release.told) == (1, 1)
+    assert isinstance(told, Report) and told.exits == (replace(exit(0, 0, -9), raised=True),)
 
 
 def test_a_stopped_worker_that_ends_by_an_exception_has_not_failed() -> None:

@@ -223,6 +223,8 @@ def report(do: Decisions) -> None:
     state = do.state
     if state.registration.own is None or not state.registered or Tag.REPORT in state.etcd.busy:
         return
+    if state.renewing_store:
+        return  # the node's record is written next, and the report with it
     if not (put := unreported(state)):
         return
     before = len(do.actions)
