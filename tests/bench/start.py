@@ -1,5 +1,5 @@
 """What a start costs: from the command to the first step of all workers. Also a kill a second later, and a
-kill once the job has trained for some time."""
+kill once the job has trained for some time, beside the minimum of a restart (see ``forked``)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import contextlib
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ HERE = Path(__file__).parent
 NOTING = HERE / "noting"  # the scripts stay as their users have them, so sitecustomize notes their steps
 PAUSES_S = (1.0, 10.0)  # from the first step of a world to the kill of a worker
 KILL_TIMEOUT_S = 180.0
+MINIMUM_TIMEOUT_S = 300.0
 
 Launcher = Callable[[int, Path, Path, Sequence[object]], Launched]
 
@@ -89,6 +92,37 @@ def _kill_after(pause_s: float, workers: int, steps: Steps, log: Path) -> float:
     return again.at - killed_at
 
 
+def minimum(workers: int, tries: int, job: Sequence[object]) -> list[float]:
+    """Return the seconds that workers take to their first step if they are forked from a process with all
+    their modules. Raises RuntimeError if a figure is missing."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [sys.executable, "-m", "tests.bench.forked", workers, tries, *job]
+        steps, log = Path(folder, "steps"), Path(folder, "log")
+        own = {"OMP_NUM_THREADS": "1", "BENCH_STEPS": str(steps), "ELASTICD_JOB_NAME": "minimum"}
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [str(a) for a in argv],
+                env={**os.environ, **own, **_env(log)},
+                cwd=launch.ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                start_new_session=True,
+            )
+        try:
+            told, _ = process.communicate(timeout=MINIMUM_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            told = b""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        took_s = [float(line) for line in told.split()]
+        if len(took_s) != tries:
+            raise RuntimeError(f"{len(took_s)} of {tries} restarts: {log.read_text()[-2000:]}")
+        return took_s
+
+
 def cpu_of_tree(pid: int) -> tuple[float, float]:
     """Return the CPU seconds, of user and system, that the process and its descendants have used, also those
     that have ended: first without etcd, then of etcd."""
@@ -121,10 +155,11 @@ def start(sizes: Sequence[int], pairs: int, only: Sequence[str] = ()) -> Iterato
 
 
 def _compared(name: str, job: Sequence[object], workers: int, pairs: int) -> str:
-    theirs, ours = [], []
+    theirs, ours, least_s = [], [], []
     for _ in range(pairs):
         theirs.append(start_once(torchrun, workers, job))
         ours.append(start_once(elasticd, workers, job))
+        least_s += minimum(workers, len(PAUSES_S), job)
     what = f"{name}, {workers} worker{'s' * (workers > 1)}"
     both = {"torchrun": theirs, "elasticd": ours}
     cpu: dict[str, Sequence[float | None]] = {row: [s.cpu_s for s in starts] for row, starts in both.items()}
@@ -140,7 +175,10 @@ def _compared(name: str, job: Sequence[object], workers: int, pairs: int) -> str
             *[
                 report.table(
                     f"{what}: kill -9 of one after {pause:g} s of steps, to the next step",
-                    {row: [s.again_s[n] for s in starts] for row, starts in both.items()},
+                    {
+                        **{row: [s.again_s[n] for s in starts] for row, starts in both.items()},
+                        "the minimum: forked with all modules": least_s,
+                    },
                     "torchrun",
                 )
                 for n, pause in enumerate(PAUSES_S)
