@@ -320,29 +320,42 @@ def test_a_zygote_may_import_as_long_as_a_fresh_worker_would_take_to_start(
     theirs.close()
 
 
-# ---------------------------------------------------------------- the worker that is forked in advance
+# ---------------------------------------------------------------- the workers that are forked in advance
 
 
-def test_one_worker_is_forked_before_it_is_asked_for(bench: Bench, staying: tuple[LocalProcs, int]) -> None:
+def test_as_many_workers_are_forked_in_advance_as_were_last_asked_for_at_once(
+    bench: Bench, staying: tuple[LocalProcs, int]
+) -> None:
     procs, _ = staying
     (embryo,) = named(bench.warden, "elasticd-embryo")
     bench.start(procs, 3)
     said = [line.split() for line in bench.console.wait_for_lines(3)]
     assert {(forked, int(parent)) for forked, _, parent in said} == {(b"True", bench.warden.pid)}
     assert embryo in {int(pid) for _, pid, _ in said}
-    wait_until_ready(procs)  # the next
-    assert embryo not in named(bench.warden, "elasticd-embryo")
+
+    wait_until(lambda: len(named(bench.warden, "elasticd-embryo")) == 3, "three are forked")
+    embryos = named(bench.warden, "elasticd-embryo")
+    bench.kill(procs, 3)
+    bench.start(procs, 2)
+    assert {int(line.split()[1]) for line in bench.console.wait_for_lines(2)} == {*embryos[:2]}
+    wait_until(lambda: len(named(bench.warden, "elasticd-embryo")) == 2, "one is forked")
+    assert embryos[2] in named(bench.warden, "elasticd-embryo")
 
 
 def test_the_death_of_what_is_forked_ahead_costs_nothing(
     bench: Bench, staying: tuple[LocalProcs, int]
 ) -> None:
     procs, _ = staying
-    embryos = named(bench.warden, "elasticd-embryo")
-    os.kill(embryos[0], signal.SIGKILL)
-    wait_until_gone(embryos)
-    bench.start(procs)
-    assert bench.console.wait_for_lines(1)[0].startswith(b"True")
+    bench.start(procs, 3)
+    wait_until(lambda: len(named(bench.warden, "elasticd-embryo")) == 3, "three are forked")
+    _, killed, _ = embryos = named(bench.warden, "elasticd-embryo")
+    bench.kill(procs, 3)
+    os.kill(killed, signal.SIGKILL)
+    wait_until_gone([killed])
+    bench.start(procs, 3)
+    said = [line.split() for line in bench.console.wait_for_lines(3)]
+    assert {forked for forked, *_ in said} == {b"True"}
+    assert {int(pid) for _, pid, _ in said} & {*embryos} == {*embryos} - {killed}
 
 
 def test_what_is_forked_ahead_ends_with_the_zygote(bench: Bench, staying: tuple[LocalProcs, int]) -> None:

@@ -37,6 +37,7 @@ _MUTEX = 104
 _TIMES, _TIMES_MASK = 256, 255  # the times of the last 256 steps: the second half of the page
 _SIGNAL = 47  # a real-time signal, which programs do not use; see elasticd/procs/stacks.py
 
+_IMPORTED_AGAIN_MAX = 16
 preloaded: frozenset[str] = frozenset()  # the modules imported before the fork; set by the zygote
 
 
@@ -217,8 +218,6 @@ def _tell_imports(address: str) -> None:
 
 def _imported() -> list[str]:
     """Return the modules of the standard library and of installed packages, without the job's own."""
-    from itertools import islice
-
     # elasticd may be outside the standard library and site-packages (pip install -e, PYTHONPATH).
     homes = [os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))]
     homes += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
@@ -233,12 +232,8 @@ def _imported() -> list[str]:
     spec = getattr(main, "__spec__", None)
     # The package of a module that was started with python -m.
     own_package = spec.name.partition(".")[0] if spec else None
-    # The last of them, in the order of import. The kernel would copy each page of a module that is looked at.
-    new = list(islice(reversed(sys.modules), max(0, len(sys.modules) - len(preloaded))))
     found = []
-    for name in reversed(new):
-        if name in preloaded:
-            continue
+    for name in _newest_modules():
         spec = getattr(sys.modules.get(name), "__spec__", None)
         origin = getattr(spec, "origin", None)
         if (
@@ -250,3 +245,19 @@ def _imported() -> list[str]:
         ):
             found.append(name)
     return found
+
+
+def _newest_modules() -> list[str]:
+    """Return the names of the modules that were not preloaded, in the order of import.
+
+    They are the last of all. Not all names are looked at, since the kernel would copy the pages of the names.
+    A few preloaded modules may have been imported again.
+    """
+    new: list[str] = []
+    old = 0
+    for name in reversed(sys.modules):
+        if name not in preloaded:
+            new.append(name)
+        elif (old := old + 1) > _IMPORTED_AGAIN_MAX:
+            break
+    return new[::-1]

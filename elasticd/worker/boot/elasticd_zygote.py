@@ -15,8 +15,9 @@ imports the next few modules. If all can be shared, the child is the zygote from
 exits, and the zygote goes on without the module that cannot be shared. The root, which is the process that
 the warden started, imports nothing, forks the first zygote, and exits after the last.
 
-The fork of a process with this much memory takes long. So one process, the embryo, is forked in advance. The
-embryo costs only the few pages of memory that it writes.
+The fork of a process with this much memory takes long. So some processes, the embryos, are forked in advance:
+as many as the workers that were last asked for at once. An embryo costs only the few pages of memory that it
+writes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ _IMPORT_S_MAX = 300.0  # the time limit for the import of one module
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PID = struct.Struct("=i")
-_EMBRYO_AGAIN_S = 1.0  # the pause before the next embryo, since the job needs its cores while it recovers
+_EMBRYOS_AGAIN_S = 1.0  # the pause before the next embryos, since the job needs its cores while it recovers
+_EMBRYOS_MAX = 32
+_AT_ONCE_S = 0.1  # requests that come no later after one another are of the same start
 
 
 def serve(here: str, withdraw: Callable[[str], None]) -> None:
@@ -97,8 +100,10 @@ class Zygote:
         del os.environ[PADDING]  # from here on, the environment is the one that all workers share
         self._changed_env: dict[str, str | None] = {}
         self._output = (b"", b"")
-        self._embryo: tuple[int, Any] | None = None
-        self._embryo_at = math.inf  # when to make an embryo
+        self._embryos: list[tuple[int, Any]] = []
+        self._embryos_at = math.inf  # when to make more embryos
+        self._lately = 0  # the workers of the last start
+        self._asked_at = -math.inf  # when a worker was last asked for
 
     def run(self) -> None:
         """Serve. Return when the warden has closed the socket, or in a worker."""
@@ -115,8 +120,8 @@ class Zygote:
         if self._is_root():
             return
         while True:
-            if self._embryo is None and not self._asked_before(self._embryo_at):
-                if self._fork_embryo():
+            if not self._asked_before(self._embryos_at):
+                if self._fork_embryos():
                     return
                 continue
             forks = []
@@ -163,7 +168,7 @@ class Zygote:
 
     def _preload(self) -> None:
         """Import the modules. Return in the zygote, which may then be another process."""
-        self._drop_embryo()  # the embryo lacks the new imports
+        self._drop_embryos()  # they lack the new imports
         path = [entry for entry in sys.path if entry == self._here]
         given = os.environ.get("PYTHONPATH")
         self._withdraw(self._here)
@@ -180,7 +185,7 @@ class Zygote:
         # The set is made before the fork. If a worker made it, the kernel would copy the pages of the names.
         elasticd_heartbeat.preloaded = frozenset(sys.modules)
         _freeze()
-        self._embryo_at = time.monotonic()
+        self._embryos_at = time.monotonic()
         self._channel.send(self._words.Imported(self._asked, len(self._todo)))
 
     def _import_in_a_child(self) -> None:
@@ -271,16 +276,21 @@ class Zygote:
     # ------------------------------------------------------------ forking
 
     def _fork(self, requests: list[tuple[Any, list[int]]]) -> bool:
-        """Make a process for each request, the first worker from the embryo, the others by forks. Return True
-        in a worker."""
+        """Make a process for each request, the first workers from the embryos, the others by forks. Return
+        True in a worker."""
         requests.sort(key=lambda asked: isinstance(asked[0], self._words.ForkStore))
-        if self._embryo is not None and isinstance(requests[0][0], self._words.ForkWorker):
-            request, fds = requests[0]
-            pid = self._use_embryo(request, fds)
-            if pid:
-                self._channel.send(self._words.Forked(((request.id, pid),)))
-                _close(fds)
-                requests = requests[1:]
+        workers = [asked for asked in requests if isinstance(asked[0], self._words.ForkWorker)]
+        if workers:
+            now = time.monotonic()
+            self._lately = len(workers) + (self._lately if now - self._asked_at < _AT_ONCE_S else 0)
+            self._asked_at, self._embryos_at = now, now + _EMBRYOS_AGAIN_S
+        pids = self._use_embryos(workers)
+        if pids:
+            self._channel.send(self._words.Forked(tuple(pids.items())))
+            for request, fds in workers:
+                if request.id in pids:
+                    _close(fds)
+            requests = [asked for asked in requests if asked[0].id not in pids]
         if not requests:
             return False
         forked = self._fork_apart(len(requests))
@@ -321,54 +331,77 @@ class Zygote:
         os.waitpid(between, 0)  # from here on the warden is their parent
         return [pid for (pid,) in _PID.iter_unpack(data)]
 
-    # ------------------------------------------------------------ the embryo
+    # ------------------------------------------------------------ the embryos
 
-    def _fork_embryo(self) -> bool:
-        """Fork the embryo, which waits for a request. Return True in the embryo, once it is a worker."""
-        self._embryo_at = time.monotonic() + _EMBRYO_AGAIN_S
+    def _fork_embryos(self) -> bool:
+        """Fork the embryos that are missing. Each waits for a request. Return True in an embryo, once it is a
+        worker."""
+        self._embryos_at = math.inf
+        missing = min(max(1, self._lately), _EMBRYOS_MAX) - len(self._embryos)
+        if missing <= 0:
+            return False
         words, channel = self._words, self._framing.Channel
-        ours, theirs = self._framing.pair()
+        pairs = [self._framing.pair() for _ in range(missing)]
         try:
-            forked = self._fork_apart(1)
+            forked = self._fork_apart(missing)
         except OSError:
-            forked = [0]
+            forked = [0] * missing
         if isinstance(forked, int):
-            ours.close()
-            self._libc.prctl(_PR_SET_NAME, b"elasticd-embryo", 0, 0, 0)
-            self._channel.close()
-            self._channel = channel(theirs, words.EMBRYO_TO_ZYGOTE, words.WARDEN_TO_ZYGOTE)
-            try:
-                request, fds = self._channel.receive()
-                self._channel.send(words.Accepted())
-            except Exception:  # noqa: BLE001  # the zygote has exited, or drops the embryo
-                os._exit(0)
-            self._become_worker(request, fds)
+            # An embryo that had the zygote's end of a line would keep the other embryo from being dropped.
+            self._drop_embryos()
+            for number, (ours, theirs) in enumerate(pairs):
+                ours.close()
+                if number != forked:
+                    theirs.close()
+            self._await_request(pairs[forked][1])
             return True
-        theirs.close()
-        if forked == [0]:
-            ours.close()
-        else:
-            self._embryo = forked[0], channel(ours, words.WARDEN_TO_ZYGOTE, words.EMBRYO_TO_ZYGOTE)
+        for pid, (ours, theirs) in zip(forked, pairs, strict=True):
+            theirs.close()
+            if pid:
+                self._embryos.append((pid, channel(ours, words.WARDEN_TO_ZYGOTE, words.EMBRYO_TO_ZYGOTE)))
+            else:
+                ours.close()
+                self._embryos_at = time.monotonic() + _EMBRYOS_AGAIN_S
         return False
 
-    def _use_embryo(self, request: Any, fds: list[int]) -> int:
-        """Make the embryo the worker that ``request`` asks for. Return its pid, 0 if it has exited."""
-        assert self._embryo is not None
-        pid, line = self._embryo
+    def _await_request(self, line: socket.socket) -> None:
+        """Be an embryo, until it is a worker."""
+        self._libc.prctl(_PR_SET_NAME, b"elasticd-embryo", 0, 0, 0)
+        self._channel.close()
+        words = self._words
+        self._channel = self._framing.Channel(line, words.EMBRYO_TO_ZYGOTE, words.WARDEN_TO_ZYGOTE)
         try:
-            line.send(request, fds)
-            line.receive()
-        except Exception:  # noqa: BLE001  # the embryo has exited
-            pid = 0
-        self._drop_embryo()
-        return pid
+            request, fds = self._channel.receive()
+            self._channel.send(words.Accepted())
+        except Exception:  # noqa: BLE001  # the zygote has exited, or drops the embryo
+            os._exit(0)
+        self._become_worker(request, fds)
 
-    def _drop_embryo(self) -> None:
-        """Close the channel to the embryo. The embryo then exits, unless it has become a worker."""
-        if self._embryo is not None:
-            self._embryo[1].close()
-            self._embryo = None
-            self._embryo_at = time.monotonic() + _EMBRYO_AGAIN_S
+    def _use_embryos(self, requests: list[tuple[Any, list[int]]]) -> dict[int, int]:
+        """Make the embryos the workers of the first requests. Return their pids by the requests' ids, without
+        those that have exited."""
+        used, self._embryos = self._embryos[: len(requests)], self._embryos[len(requests) :]
+        asked, pids = [], {}
+        for (pid, line), (request, fds) in zip(used, requests, strict=False):
+            try:
+                line.send(request, fds)
+                asked.append((request.id, pid, line))
+            except Exception:  # noqa: BLE001  # the embryo has exited
+                line.close()
+        for id, pid, line in asked:
+            try:
+                line.receive()
+                pids[id] = pid
+            except Exception:  # noqa: BLE001, S110  # the embryo has exited
+                pass
+            line.close()
+        return pids
+
+    def _drop_embryos(self) -> None:
+        """Close the channels to the embryos, which then exit."""
+        for _, line in self._embryos:
+            line.close()
+        self._embryos = []
 
     def _become_worker(self, request: Any, fds: list[int]) -> None:
         self.is_worker = True
