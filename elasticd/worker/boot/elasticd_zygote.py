@@ -341,11 +341,13 @@ class Zygote:
         if missing <= 0:
             return False
         words, channel = self._words, self._framing.Channel
-        pairs = [self._framing.pair() for _ in range(missing)]
+        pairs: list[tuple[socket.socket, socket.socket]] = []
+        forked: int | list[int] = []
         try:
+            pairs.extend(self._framing.pair() for _ in range(missing))
             forked = self._fork_apart(missing)
         except OSError:
-            forked = [0] * missing
+            pass
         if isinstance(forked, int):
             # An embryo that had the zygote's end of a line would keep the other embryo from being dropped.
             self._drop_embryos()
@@ -355,13 +357,14 @@ class Zygote:
                     theirs.close()
             self._await_request(pairs[forked][1])
             return True
-        for pid, (ours, theirs) in zip(forked, pairs, strict=True):
+        for number, (ours, theirs) in enumerate(pairs):
             theirs.close()
-            if pid:
+            if pid := forked[number] if number < len(forked) else 0:
                 self._embryos.append((pid, channel(ours, words.WARDEN_TO_ZYGOTE, words.EMBRYO_TO_ZYGOTE)))
             else:
                 ours.close()
-                self._embryos_at = time.monotonic() + _EMBRYOS_AGAIN_S
+        if len(forked) < missing or not all(forked):
+            self._embryos_at = time.monotonic() + _EMBRYOS_AGAIN_S
         return False
 
     def _await_request(self, line: socket.socket) -> None:
