@@ -58,6 +58,8 @@ def torn(agreed: int, step: int) -> HeldState:
         ([torn(1, 5), whole(1, 4)], Transfer(1, (0,), fresh=False)),
         ([torn(1, 5), torn(1, 5)], Transfer(0, (1,), fresh=True)),
         ([NONE, torn(1, 5)], Transfer(0, (1,), fresh=True)),
+        ([torn(0, 0), NONE, NONE], Transfer(1, (0, 2), fresh=True)),
+        ([torn(0, 0), whole(1, 4)], Transfer(1, (0,), fresh=False)),
     ],
 )
 def test_the_most_advanced_whole_state_is_gone_on_from(standings, choice):

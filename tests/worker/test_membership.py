@@ -133,18 +133,38 @@ def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path
     assert_exact(crew, tmp_path, {0}, undisturbed)
 
 
-def test_a_newcomer_never_trains_from_a_state_that_has_arrived_in_part(crew, tmp_path, gate):
-    sends, takes = Gate(tmp_path / "sends"), Gate(tmp_path / "takes")
+def lose_the_source(crew: Crew, folder: Path, gate: Gate) -> None:
+    """Have a newcomer take over the state of the only other worker, which dies on the way."""
+    sends, takes = Gate(folder / "sends"), Gate(folder / "takes")
     source = Accident("start", 4, gate.wait_and_leave, then=Accident("sending", 1, sends.wait))
     newcomer = Accident("receiving", 1, takes.wait)
-    grow(crew, tmp_path, gate, 1, source, newcomer, job=work_tensor_by_tensor)
+    grow(crew, folder, gate, 1, source, newcomer, job=work_tensor_by_tensor)
     crew.until(lambda: all(hand.round == 2 for hand in crew.hands))
     takes.until_somebody_waits()
     crew.hands[0].process.kill()
     takes.open()
+
+
+def test_a_newcomer_never_trains_from_a_state_that_has_arrived_in_part(crew, tmp_path, gate):
+    lose_the_source(crew, tmp_path, gate)
     crew.all_ended()
     assert crew.hands[1].status == 1 and not reads(tmp_path, "1", "committed")
-    assert "took over another worker's state" in (tmp_path / "1.err").read_text().splitlines()[-1]
+    assert "another worker's state of which the rest was lost" in (tmp_path / "1.err").read_text()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_newcomer_that_got_a_part_of_a_state_begins_with_the_next_workers_own(
+    crew, tmp_path, gate, undisturbed, is_first
+):
+    lose_the_source(crew, tmp_path, gate)
+    crew.least = 3  # the next round is formed by hand
+    newcomer = crew.hands[1]
+    crew.until(lambda: newcomer.waiting)
+    assert newcomer.waiting.state is Holds.TORN
+    fresh = crew.start(work_tensor_by_tensor, str(tmp_path), "2")
+    crew.form(*((newcomer, fresh) if is_first else (fresh, newcomer)))
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {0}, undisturbed)
 
 
 @pytest.mark.parametrize(

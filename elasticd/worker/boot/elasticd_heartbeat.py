@@ -255,7 +255,7 @@ def _newest_modules() -> list[str]:
     """
     new: list[str] = []
     old = 0
-    for name in reversed(sys.modules):
+    for name in reversed(sys.modules if preloaded else list(sys.modules)):
         if name not in preloaded:
             new.append(name)
         elif (old := old + 1) > _IMPORTED_AGAIN_MAX:

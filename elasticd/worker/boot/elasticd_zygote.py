@@ -295,6 +295,7 @@ class Zygote:
             return False
         forked = self._fork_apart(len(requests))
         if isinstance(forked, int):
+            self._drop_embryos()
             request, fds = requests[forked]
             if isinstance(request, self._words.ForkStore):
                 self._serve_stores(fds)
@@ -312,7 +313,11 @@ class Zygote:
         Return in each new process its number, and in this process the list of pids, 0 for a failed fork.
         """
         pids, tell = os.pipe()
-        between = os.fork()
+        try:
+            between = os.fork()
+        except OSError:
+            _close((pids, tell))
+            raise
         if between == 0:
             for number in range(count):
                 try:
@@ -344,8 +349,12 @@ class Zygote:
         pairs: list[tuple[socket.socket, socket.socket]] = []
         forked: int | list[int] = []
         try:
-            pairs.extend(self._framing.pair() for _ in range(missing))
-            forked = self._fork_apart(missing)
+            for _ in range(missing):
+                pairs.append(self._framing.pair())  # noqa: PERF401  # those that could be made are used
+        except OSError:
+            pass
+        try:
+            forked = self._fork_apart(len(pairs))
         except OSError:
             pass
         if isinstance(forked, int):

@@ -30,8 +30,9 @@ Parameters = Mapping[str, Mapping[str, torch.Tensor]]  # by the names of the mod
 
 
 _NOT_WHOLE = (
-    "a damaged checkpoint has overwritten a part of the script's initial state, and restore= has loaded "
-    "nothing: have restore= load a state, or remove the checkpoints to start anew"
+    "a part of the script's initial state was overwritten, by a damaged checkpoint or by another worker's "
+    "state of which the rest was lost, and nothing else can be loaded: remove the checkpoints if they are "
+    "damaged, or have restore= load a state"
 )
 
 
@@ -62,12 +63,13 @@ class Transfer:
 
 
 def choose(standings: Sequence[HeldState]) -> Transfer:
-    """Choose the most advanced state. Of several workers that have it, the lowest rank
-    sends."""
+    """Choose the most advanced state. Of several workers that have it, the lowest rank sends. If none has a
+    state, the lowest rank whose initial state is intact sends this one."""
     ages = [(s.agreed, s.step, s.marks) if s.holds is Holds.WHOLE else None for s in standings]
     newest = max((age for age in ages if age is not None), default=None)
     if newest is None:
-        return Transfer(0, tuple(range(1, len(standings))), fresh=True)
+        source = next((rank for rank, s in enumerate(standings) if s.holds is Holds.NONE), 0)
+        return Transfer(source, tuple(r for r in range(len(standings)) if r != source), fresh=True)
     takers = tuple(rank for rank, age in enumerate(ages) if age != newest)
     return Transfer(ages.index(newest), takers, fresh=False)
 
@@ -100,7 +102,7 @@ def agree(state: CommittedState, world: World) -> Source:
         state.agree(world.number)
         return Source(tier)
     if choice.fresh:
-        torn = [s.step for s in standings if s.holds is Holds.TORN]
+        torn = [s.step for s in standings if s.holds is Holds.TORN and s.agreed]
         if torn and not state.can_restore:
             raise StateLost(_why_lost(max(torn)))
         if choice.source == world.rank and not state.restore():
@@ -113,9 +115,9 @@ def agree(state: CommittedState, world: World) -> Source:
             with world.or_over():
                 send_snapshot(state.snapshot(), choice)
         elif world.rank in choice.takers:
-            has_nothing = state.holds is Holds.NONE and not choice.fresh
+            in_place = state.holds is not Holds.WHOLE and not choice.fresh
             with world.or_over():
-                snapshot = receive_snapshot(choice, world.rank, state.overwritten if has_nothing else None)
+                snapshot = receive_snapshot(choice, world.rank, state.overwritten if in_place else None)
             state.take(snapshot)
     state.agree(world.number)
     if choice.fresh:
@@ -128,10 +130,10 @@ def _why_lost(step: int) -> str:
     never = "; state.commit() was never called" if step == 0 else ""
     return (
         f"no worker has a whole state any more: after committed step {step} each was interrupted in an "
-        "optimizer's step, in another change of weights, or while it read a checkpoint or took over another "
-        f"worker's state, and could not undo that{never}. Call state.commit() right after the optimizer's "
-        "step, call no collective in between or while other weights are swapped in, or give State undo=True, "
-        "which keeps a copy at each commit, or a restore= that loads a checkpoint"
+        "optimizer's step, in another change of weights or while it read a checkpoint, and could not undo "
+        f"that{never}. Call state.commit() right after the optimizer's step, call no collective in between "
+        "or while other weights are swapped in, or give State undo=True, which keeps a copy at each commit, "
+        "or a restore= that loads a checkpoint"
     )
 
 
