@@ -327,7 +327,7 @@ class CommittedState:
         return {
             **self.snapshot_of(self.last.kept),
             "step": self.step,
-            "parameters": {name: dict(m.named_parameters()) for name, m in contents.modules.items()},
+            "parameters": self._parameters(),
             "optimizers": {name: o.state_dict()["state"] for name, o in contents.optimizers.items()},
             "undoes": self.uncommitted.wanted,
         }
@@ -346,6 +346,9 @@ class CommittedState:
         """Return the parameters, by module and name, to be overwritten by another worker's. They are torn
         until all have arrived."""
         self.uncommitted.tear()
+        return self._parameters()
+
+    def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
         return {name: dict(module.named_parameters()) for name, module in self.contents.modules.items()}
 
     def take(self, snapshot: dict[str, Any]) -> None:

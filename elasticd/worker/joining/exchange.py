@@ -240,23 +240,22 @@ def receive_snapshot(
     wanted: list[torch.Tensor] = []
     with_tensors(outline, lambda tensor: wanted.append(tensor) or tensor)  # type: ignore[func-returns-value]
     places = _places(outline["parameters"], overwritten()) if overwritten is not None else {}
-    got: dict[int, torch.Tensor] = {}
+    got: dict[int, torch.Tensor] = {}  # by the id of the tensor in the outline
     for together in _parcels(wanted):
         kinds = [wanted[i] for i in together]
         place = places.get(id(kinds[0]))
-        if len(together) == 1 and place is not None and place.nbytes == _room(place):
+        if len(kinds) == 1 and place is not None and place.nbytes == _room(place):
             chain.carry_to(place)
-            got[together[0]] = place
+            got[id(kinds[0])] = place
             continue
         parcel = chain.carry(torch.empty(sum(map(_room, kinds)), dtype=torch.uint8, device="cpu"))
-        for i, kind, piece in zip(together, kinds, _unpacked(parcel, kinds), strict=True):
-            got[i] = piece
+        for kind, piece in zip(kinds, _unpacked(parcel, kinds), strict=True):
+            got[id(kind)] = piece
             if (place := places.get(id(kind))) is not None:
                 with torch.no_grad():
-                    got[i] = place.copy_(piece)
+                    got[id(kind)] = place.copy_(piece)
     chain.finish()
-    arrived = map(got.__getitem__, range(len(wanted)))
-    snapshot = with_tensors(outline, lambda _: next(arrived))
+    snapshot = with_tensors(outline, lambda tensor: got[id(tensor)])
     # Parameters are copied to their place, and need no memory of their own.
     return {
         name: part if name == "parameters" else with_tensors(part, _kept) for name, part in snapshot.items()
@@ -266,16 +265,13 @@ def receive_snapshot(
 def _places(outline: Parameters, own: Parameters) -> dict[int, torch.Tensor]:
     """Return this worker's parameters by the ids of those in the outline, where a parameter can be written to
     as it is."""
-    both = [
-        (arrives, own[module][name])
-        for module, parameters in outline.items()
-        for name, arrives in parameters.items()
-        if module in own and name in own[module]
-    ]
     return {
         id(arrives): mine
-        for arrives, mine in both
-        if mine.is_contiguous() and (mine.shape, mine.dtype) == (arrives.shape, arrives.dtype)
+        for module, parameters in outline.items()
+        for name, arrives in parameters.items()
+        if (mine := own.get(module, {}).get(name)) is not None
+        and mine.is_contiguous()
+        and (mine.shape, mine.dtype) == (arrives.shape, arrives.dtype)
     }
 
 
