@@ -1,7 +1,8 @@
 """The minimum of a restart: from the fork of a script's workers, by a process that has imported all their
 modules, to their first step. No agent runs, and no death is noticed.
 
-``python -m tests.bench.forked WORKERS TRIES SCRIPT [ARGUMENT]...`` prints the seconds of each try.
+``python -m tests.bench.forked FIGURES WORKERS TRIES SCRIPT [ARGUMENT]...`` writes the seconds of each try to
+the file FIGURES.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ TIMEOUT_S = 180.0
 
 
 def main() -> None:
-    workers, tries, *job = sys.argv[1:]
+    figures, workers, tries, *job = sys.argv[1:]
+    took_s = []
     steps = Steps(Path(os.environ["BENCH_STEPS"]))
     sys.path[0] = os.path.dirname(os.path.abspath(job[0]))
     import_as_the_script_does(job, steps)
@@ -36,8 +38,9 @@ def main() -> None:
     for _ in range(int(tries)):
         began = time.monotonic()
         with world(int(workers), job, steps) as first_step_at:
-            print(first_step_at - began, flush=True)
+            took_s.append(first_step_at - began)
             time.sleep(TRAINS_S)
+    Path(figures).write_text("\n".join(map(str, took_s)))
 
 
 def import_as_the_script_does(job: Sequence[str], steps: Steps) -> None:
@@ -106,7 +109,6 @@ def run_as_worker(
     optimizers = importlib.import_module("torch.optim.optimizer")
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.dup2(2, 1)  # the other output is the figures
     size = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
     os.environ.update(size, RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", MASTER_ADDR="127.0.0.1")
     if at_step is None:

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -94,33 +93,22 @@ def _kill_after(pause_s: float, workers: int, steps: Steps, log: Path) -> float:
 
 def minimum(workers: int, tries: int, job: Sequence[object]) -> list[float]:
     """Return the seconds that workers take to their first step if they are forked from a process with all
-    their modules. Raises RuntimeError if a figure is missing."""
+    their modules. Raises RuntimeError if they do not start, and subprocess.TimeoutExpired."""
     with tempfile.TemporaryDirectory() as folder:
-        argv = [sys.executable, "-m", "tests.bench.forked", workers, tries, *job]
-        steps, log = Path(folder, "steps"), Path(folder, "log")
-        own = {"OMP_NUM_THREADS": "1", "BENCH_STEPS": str(steps), "ELASTICD_JOB_NAME": "minimum"}
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [str(a) for a in argv],
-                env={**os.environ, **own, **_env(log)},
-                cwd=launch.ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=out,
-                start_new_session=True,
-            )
+        steps, log, figures = (Path(folder, name) for name in ("steps", "log", "figures"))
+        argv = [sys.executable, "-m", "tests.bench.forked", figures, workers, tries, *job]
+        path = f"{NOTING}{os.pathsep}{launch.ROOT}"
+        own = {**_env(log), "PYTHONPATH": path, "ELASTICD_JOB_NAME": "minimum"}
+        process = launch.spawn(argv, steps, log, own)
         try:
-            told, _ = process.communicate(timeout=MINIMUM_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            told = b""
+            process.wait(MINIMUM_TIMEOUT_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        took_s = [float(line) for line in told.split()]
-        if len(took_s) != tries:
-            raise RuntimeError(f"{len(took_s)} of {tries} restarts: {log.read_text()[-2000:]}")
-        return took_s
+        if process.returncode:
+            raise RuntimeError(f"the workers could not be forked: {log.read_text()[-2000:]}")
+        return [float(line) for line in figures.read_text().split()]
 
 
 def cpu_of_tree(pid: int) -> tuple[float, float]:
