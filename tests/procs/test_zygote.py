@@ -358,6 +358,22 @@ def test_the_death_of_what_is_forked_ahead_costs_nothing(
     assert {int(pid) for _, pid, _ in said} & {*embryos} == {*embryos} - {killed}
 
 
+def test_what_is_forked_ahead_and_does_not_answer_is_killed_and_replaced(
+    bench: Bench, staying: tuple[LocalProcs, int]
+) -> None:
+    procs, _ = staying
+    bench.start(procs, 3)
+    wait_until(lambda: len(named(bench.warden, "elasticd-embryo")) == 3, "three are forked")
+    _, stopped, _ = embryos = named(bench.warden, "elasticd-embryo")
+    bench.kill(procs, 3)
+    os.kill(stopped, signal.SIGSTOP)
+    bench.start(procs, 3)
+    said = [line.split() for line in bench.console.wait_for_lines(3)]
+    assert {forked for forked, *_ in said} == {b"True"}
+    assert {int(pid) for _, pid, _ in said} & {*embryos} == {*embryos} - {stopped}
+    wait_until_gone([stopped])
+
+
 def test_what_is_forked_ahead_ends_with_the_zygote(bench: Bench, staying: tuple[LocalProcs, int]) -> None:
     _, zygote = staying
     embryos = named(bench.warden, "elasticd-embryo")

@@ -15,9 +15,7 @@ imports the next few modules. If all can be shared, the child is the zygote from
 exits, and the zygote goes on without the module that cannot be shared. The root, which is the process that
 the warden started, imports nothing, forks the first zygote, and exits after the last.
 
-The fork of a process with this much memory takes long. So some processes, the embryos, are forked in advance:
-as many as the workers that were last asked for at once. An embryo costs only the few pages of memory that it
-writes.
+Some processes, the embryos, are forked before they are asked for (elasticd_embryos.py).
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 
@@ -45,6 +42,7 @@ from elasticd_afterfork import (
     give_streams,
     seed_random_numbers,
 )
+from elasticd_embryos import Embryos, fork_apart, kill
 from elasticd_importing import children, import_share, threads, without_left_out
 
 TYPE_CHECKING = False
@@ -57,10 +55,6 @@ _UNUSABLE_MAX = 64  # children with modules that cannot be shared; the remaining
 _IMPORT_S_MAX = 300.0  # the time limit for the import of one module
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-_PID = struct.Struct("=i")
-_EMBRYOS_AGAIN_S = 1.0  # the pause before the next embryos, since the job needs its cores while it recovers
-_EMBRYOS_MAX = 32
-_AT_ONCE_S = 0.1  # requests that come no later after one another are of the same start
 
 
 def serve(here: str, withdraw: Callable[[str], None]) -> None:
@@ -100,10 +94,7 @@ class Zygote:
         del os.environ[PADDING]  # from here on, the environment is the one that all workers share
         self._changed_env: dict[str, str | None] = {}
         self._output = (b"", b"")
-        self._embryos: list[tuple[int, Any]] = []
-        self._embryos_at = math.inf  # when to make more embryos
-        self._lately = 0  # the workers of the last start
-        self._asked_at = -math.inf  # when a worker was last asked for
+        self._embryos = Embryos(self._framing, self._words)
 
     def run(self) -> None:
         """Serve. Return when the warden has closed the socket, or in a worker."""
@@ -120,8 +111,9 @@ class Zygote:
         if self._is_root():
             return
         while True:
-            if not self._asked_before(self._embryos_at):
-                if self._fork_embryos():
+            if not self._asked_before(self._embryos.due):
+                if line := self._embryos.fork():
+                    self._await_request(line)
                     return
                 continue
             forks = []
@@ -157,7 +149,7 @@ class Zygote:
     def _is_root(self) -> bool:
         """Fork the first zygote. Return True in the root, once no zygote is left."""
         ended, lives = os.pipe()  # each zygote has ``lives`` open, and no worker has
-        if self._fork_apart(1) == 0:
+        if fork_apart(1) == 0:
             os.close(ended)
             return False
         os.close(lives)
@@ -168,7 +160,7 @@ class Zygote:
 
     def _preload(self) -> None:
         """Import the modules. Return in the zygote, which may then be another process."""
-        self._drop_embryos()  # they lack the new imports
+        self._embryos.drop()  # they lack the new imports
         path = [entry for entry in sys.path if entry == self._here]
         given = os.environ.get("PYTHONPATH")
         self._withdraw(self._here)
@@ -185,7 +177,7 @@ class Zygote:
         # The set is made before the fork. If a worker made it, the kernel would copy the pages of the names.
         elasticd_heartbeat.preloaded = frozenset(sys.modules)
         _freeze()
-        self._embryos_at = time.monotonic()
+        self._embryos.due = time.monotonic()
         self._channel.send(self._words.Imported(self._asked, len(self._todo)))
 
     def _import_in_a_child(self) -> None:
@@ -193,7 +185,7 @@ class Zygote:
         unusable."""
         said = [os.fstat(fd).st_size for fd in (1, 2)]
         ours, theirs = self._framing.pair()
-        forked = self._fork_apart(1)
+        forked = fork_apart(1)
         if forked == 0:
             ours.close()
             self._import_as_child(theirs)
@@ -239,7 +231,7 @@ class Zygote:
                 unfit = heard[0].modules
             else:
                 os._exit(0)
-        _kill(pid)
+        kill(pid)
         _close(end)
         return unfit
 
@@ -259,7 +251,7 @@ class Zygote:
         done, unfit = import_share(self._todo, self._left_out, self._personal, begins)
         if unfit:
             for pid in children():
-                _kill(pid)
+                kill(pid)
             channel.send(words.LeftOut(unfit))
             os._exit(0)
         del self._todo[:done]
@@ -281,10 +273,8 @@ class Zygote:
         requests.sort(key=lambda asked: isinstance(asked[0], self._words.ForkStore))
         workers = [asked for asked in requests if isinstance(asked[0], self._words.ForkWorker)]
         if workers:
-            now = time.monotonic()
-            self._lately = len(workers) + (self._lately if now - self._asked_at < _AT_ONCE_S else 0)
-            self._asked_at, self._embryos_at = now, now + _EMBRYOS_AGAIN_S
-        pids = self._use_embryos(workers)
+            self._embryos.asked_for(len(workers))
+        pids = self._embryos.use(workers)
         if pids:
             self._channel.send(self._words.Forked(tuple(pids.items())))
             for request, fds in workers:
@@ -293,9 +283,9 @@ class Zygote:
             requests = [asked for asked in requests if asked[0].id not in pids]
         if not requests:
             return False
-        forked = self._fork_apart(len(requests))
+        forked = fork_apart(len(requests))
         if isinstance(forked, int):
-            self._drop_embryos()
+            self._embryos.drop()
             request, fds = requests[forked]
             if isinstance(request, self._words.ForkStore):
                 self._serve_stores(fds)
@@ -307,113 +297,17 @@ class Zygote:
         self._channel.send(self._words.Forked(tuple(zip(ids, forked, strict=False))))
         return False
 
-    def _fork_apart(self, count: int) -> int | list[int]:
-        """Fork ``count`` processes through an intermediate process, whose exit makes the warden their parent.
-
-        Return in each new process its number, and in this process the list of pids, 0 for a failed fork.
-        """
-        pids, tell = os.pipe()
-        try:
-            between = os.fork()
-        except OSError:
-            _close((pids, tell))
-            raise
-        if between == 0:
-            for number in range(count):
-                try:
-                    pid = os.fork()
-                except OSError:
-                    pid = 0
-                else:
-                    if pid == 0:
-                        _close((pids, tell))  # the parent waits for the end of this pipe
-                        return number
-                os.write(tell, _PID.pack(pid))
-            os._exit(0)
-        os.close(tell)
-        with open(pids, "rb") as file:
-            data = file.read()
-        os.waitpid(between, 0)  # from here on the warden is their parent
-        return [pid for (pid,) in _PID.iter_unpack(data)]
-
-    # ------------------------------------------------------------ the embryos
-
-    def _fork_embryos(self) -> bool:
-        """Fork the embryos that are missing. Each waits for a request. Return True in an embryo, once it is a
-        worker."""
-        self._embryos_at = math.inf
-        missing = min(max(1, self._lately), _EMBRYOS_MAX) - len(self._embryos)
-        if missing <= 0:
-            return False
-        words, channel = self._words, self._framing.Channel
-        pairs: list[tuple[socket.socket, socket.socket]] = []
-        forked: int | list[int] = []
-        try:
-            for _ in range(missing):
-                pairs.append(self._framing.pair())  # noqa: PERF401  # those that could be made are used
-        except OSError:
-            pass
-        try:
-            forked = self._fork_apart(len(pairs))
-        except OSError:
-            pass
-        if isinstance(forked, int):
-            # An embryo that had the zygote's end of a line would keep the other embryo from being dropped.
-            self._drop_embryos()
-            for number, (ours, theirs) in enumerate(pairs):
-                ours.close()
-                if number != forked:
-                    theirs.close()
-            self._await_request(pairs[forked][1])
-            return True
-        for number, (ours, theirs) in enumerate(pairs):
-            theirs.close()
-            if pid := forked[number] if number < len(forked) else 0:
-                self._embryos.append((pid, channel(ours, words.WARDEN_TO_ZYGOTE, words.EMBRYO_TO_ZYGOTE)))
-            else:
-                ours.close()
-        if len(forked) < missing or not all(forked):
-            self._embryos_at = time.monotonic() + _EMBRYOS_AGAIN_S
-        return False
-
-    def _await_request(self, line: socket.socket) -> None:
-        """Be an embryo, until it is a worker."""
+    def _await_request(self, line: Any) -> None:
+        """Be an embryo, until it is a worker. ``line``: the channel to the zygote."""
         self._libc.prctl(_PR_SET_NAME, b"elasticd-embryo", 0, 0, 0)
         self._channel.close()
-        words = self._words
-        self._channel = self._framing.Channel(line, words.EMBRYO_TO_ZYGOTE, words.WARDEN_TO_ZYGOTE)
+        self._channel = line
         try:
             request, fds = self._channel.receive()
-            self._channel.send(words.Accepted())
+            self._channel.send(self._words.Accepted())
         except Exception:  # noqa: BLE001  # the zygote has exited, or drops the embryo
             os._exit(0)
         self._become_worker(request, fds)
-
-    def _use_embryos(self, requests: list[tuple[Any, list[int]]]) -> dict[int, int]:
-        """Make the embryos the workers of the first requests. Return their pids by the requests' ids, without
-        those that have exited."""
-        used, self._embryos = self._embryos[: len(requests)], self._embryos[len(requests) :]
-        asked, pids = [], {}
-        for (pid, line), (request, fds) in zip(used, requests, strict=False):
-            try:
-                line.send(request, fds)
-                asked.append((request.id, pid, line))
-            except Exception:  # noqa: BLE001  # the embryo has exited
-                line.close()
-        for id, pid, line in asked:
-            try:
-                line.receive()
-                pids[id] = pid
-            except Exception:  # noqa: BLE001, S110  # the embryo has exited
-                pass
-            line.close()
-        return pids
-
-    def _drop_embryos(self) -> None:
-        """Close the channels to the embryos, which then exit."""
-        for _, line in self._embryos:
-            line.close()
-        self._embryos = []
 
     def _become_worker(self, request: Any, fds: list[int]) -> None:
         self.is_worker = True
@@ -509,13 +403,6 @@ def _freeze() -> None:
 def _write(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _close(fds: Iterable[int]) -> None:

@@ -52,6 +52,7 @@ finally:
         "elasticd_ending",
         "elasticd_importing",
         "elasticd_afterfork",
+        "elasticd_embryos",
         "elasticd_zygote",
         "sitecustomize",
     ):
