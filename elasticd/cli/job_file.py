@@ -7,6 +7,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,25 @@ from elasticd.cli.command_error import CommandError
 
 SUFFIX: Final = ".toml"
 _MOST: Final = 32_768  # characters that etcd keeps of a job file
+_BITS: Final = 63  # of TOML's numbers, besides the sign
+
+
+class OptionKind(Enum):
+    """What an option takes as its value, in words."""
+
+    FLAG = "true or false without quotes"
+    NUMBER = "a number without quotes"
+    TEXT = "a text in quotes"
+    ANY = "a text in quotes or a number"
+
+    def takes(self, value: object) -> bool:
+        """Whether an option of this kind takes the value."""
+        match value:
+            case bool():
+                return self is OptionKind.FLAG
+            case int() | float():
+                return self in (OptionKind.NUMBER, OptionKind.ANY)
+        return isinstance(value, str) and self in (OptionKind.TEXT, OptionKind.ANY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +45,8 @@ class JobFile:
     options: Mapping[str, str | int | float | bool]
 
 
-def read_job_file(path: Path, flags: Mapping[str, bool]) -> JobFile:
-    """Read a job file. ``flags``: whether an option is a flag, by the options' names as in ``JobFile``.
-    Raises CommandError."""
+def read_job_file(path: Path, kinds: Mapping[str, OptionKind]) -> JobFile:
+    """Read a job file. ``kinds``: the options by their names, as in ``JobFile``. Raises CommandError."""
     try:
         found = tomllib.loads(path.read_text())
     except OSError as error:
@@ -43,14 +62,14 @@ def read_job_file(path: Path, flags: Mapping[str, bool]) -> JobFile:
     if len(options) < len(found):
         raise CommandError(f"{path}: an option is given twice, with a dash and with an underscore.")
     for name, value in options.items():
-        if name not in flags:
-            close = difflib.get_close_matches(name, flags, 1)
+        if name not in kinds:
+            close = difflib.get_close_matches(name, kinds, 1)
             hint = f"did you mean {close[0]}?" if close else "`elasticd run --help-all` shows all options."
             raise CommandError(f"{path}: there is no option {name}; {hint}")
-        if flags[name] is not isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise CommandError(
-                f"{path}: {name} is not {'true or false' if flags[name] else 'a text or a number'}."
-            )
+        if not kinds[name].takes(value):
+            raise CommandError(f"{path}: {name} is not {kinds[name].value}.")
+        if isinstance(value, int) and value.bit_length() > _BITS:
+            raise CommandError(f"{path}: {name} is too large a number.")
     return JobFile(script, tuple(args), options)
 
 

@@ -50,19 +50,19 @@ class Name(click.ParamType[str]):
 
 
 class Whole(click.ParamType[int]):
-    """A whole number that is at least ``least``."""
+    """A whole number from ``least`` to ``most``."""
 
     name = "integer"
 
-    def __init__(self, least: int) -> None:
-        self._least = least
+    def __init__(self, least: int, most: int = MOST) -> None:
+        self._least, self._most = least, most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if not re.fullmatch(_WHOLE, str(value)):
             raise InvalidValue(value, "is not a whole number", param, ctx)
         number = float(value)  # int() raises for a string of thousands of digits
-        if number > MOST:
-            raise InvalidValue(value, f"is more than {MOST:,}", param, ctx)
+        if number > self._most:
+            raise InvalidValue(value, f"is more than {self._most:,}", param, ctx)
         if number < self._least:
             raise InvalidValue(value, f"is less than {self._least}", param, ctx)
         return int(number)

@@ -18,7 +18,7 @@ import cloup
 from click.core import ParameterSource
 
 from elasticd.cli.command_error import CommandError
-from elasticd.cli.job_file import SUFFIX, read_job_file
+from elasticd.cli.job_file import SUFFIX, OptionKind, read_job_file
 from elasticd.cli.option_types import Seconds, Switch, Whole
 from elasticd.cli.say import say
 
@@ -349,7 +349,7 @@ _OTHER_GROUPS: tuple[Decorator, ...] = (
         ),
         _ours(
             "--replicate",
-            type=click.IntRange(0, 1),
+            type=Whole(0, 1),
             default=0,
             help="Number of other nodes that keep a copy of this node's checkpoints in memory.  [0]",
             metavar="0|1",
@@ -393,7 +393,7 @@ _OTHER_GROUPS: tuple[Decorator, ...] = (
         ),
         _torchruns(
             "--master-port",
-            type=int,
+            type=Whole(0, 65_535),
             help="Port that forwards to the store of each round, for scripts with init_method=tcp://.",
         ),
         _torchruns("--local-addr", help="Address at which other nodes reach this one, as --address."),
@@ -465,6 +465,14 @@ def _names() -> frozenset[str]:
     return frozenset({"help"} | {n[2:] for o in options for n in o.opts if n.startswith("--")})
 
 
+def _kind(option: click.Option) -> OptionKind:
+    if option.is_flag:
+        return OptionKind.FLAG
+    if isinstance(option.type, Whole | Seconds):
+        return OptionKind.NUMBER
+    return OptionKind.TEXT if isinstance(option.type, click.Path) else OptionKind.ANY
+
+
 CONTEXT_SETTINGS: dict[str, Any] = {
     # Options end at the first positional argument: the script's options are never parsed.
     "allow_interspersed_args": False,
@@ -483,13 +491,13 @@ class RunCommand(cloup.Command):
         found = self.make_context(ctx.info_name, [*args], ctx.parent, resilient_parsing=True).params
         target = found.get("target")
         if isinstance(target, str) and target.endswith(SUFFIX):
-            flags = {
-                option.name: option.is_flag
+            kinds = {
+                option.name: _kind(option)
                 for option in self.params
                 if isinstance(option, click.Option) and option.name is not None and option.expose_value
             }
             try:
-                job = read_job_file(Path(target), flags)
+                job = read_job_file(Path(target), kinds)
             except CommandError as error:
                 raise click.UsageError(error.sentence, ctx) from error
             ctx.default_map = dict(job.options)

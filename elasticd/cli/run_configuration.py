@@ -269,8 +269,6 @@ def _master_port(options: RunOptions, address: str) -> tuple[tuple[str, ...], in
     port = options.master_port
     if not port:  # 0 means any free port, as in torchrun
         return None
-    if not 0 < port < 65536:
-        raise CommandError(f"--master-port {port} is not a port: give a number from 1 to 65535.")
     named = options.master_addr or address
     return tuple({address, "127.0.0.1", named if is_local_address(named) else address}), port
 

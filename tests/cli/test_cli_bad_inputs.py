@@ -132,8 +132,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--log-dir /dev/null/logs", "cannot be written to"),
         ("--address 192.0.2.7", "not an address of this machine"),
         ("--address 'a b'", "not an address"),
-        ("--master-port 70000", "--master-port 70000 is not a port"),
-        ("--master-port -1", "--master-port -1 is not a port"),
+        ("--master-port 70000", "--master-port 70000 is more than 65,535"),
+        ("--master-port -1", "--master-port -1 is less than 0"),
         *(
             (f"--http {place}", "is neither HOST:PORT (127.0.0.1:9408) nor off")
             for place in ("9408", ":9408", "127.0.0.1", "127.0.0.1:port", f"127.0.0.1:{'9' * 5000}")
