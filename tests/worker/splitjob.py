@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from elasticd import worker
 from elasticd.data.auditnotes import EVERY, FOLDER, VARIABLE
 from elasticd.worker.steps import Step
-from tests.worker.jobs import NOTHING, Accident, begin, commit
+from tests.worker.jobs import NOTHING, Accident, begin, commit, hear_of_leaving
 from tests.worker.step_samples import StepSamples, noise
 
 STEPS = 8
@@ -107,6 +107,31 @@ def train(
         StepSamples(STEPS, BATCH, batch_of), global_batch=BATCH, shuffle=False, virtual_ranks=3
     )
     run(worker.State(model=model, optimizer=optimizer, split=split, unit=UNIT, data=data))
+
+
+def freeze(address: str, folder: str, name: str, accident: Accident = NOTHING) -> None:
+    """Run a script that freezes all parameters at its second step, and trains one at the third that was
+    frozen at the beginning."""
+    hear_of_leaving()
+    journal = begin(address, folder, name, "")
+    model = whole()
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+
+    @worker.run
+    def run(state: worker.State) -> None:
+        journal.write(
+            entered=state.step, trained=[n for n, p in state.model.named_parameters() if p.requires_grad]
+        )
+        while state.step < 5:
+            accident("start", state.step)
+            if state.step == 1:
+                state.model.requires_grad_(False)
+            if state.step == 2 and "2.bias" in dict(state.model.named_parameters()):
+                state.model[-1].bias.requires_grad_(True)
+            state.commit()
+
+    run(worker.State(model=model, optimizer=optimizer, split=stage, unit=UNIT))
 
 
 def weights(model: nn.Module) -> dict[str, Any]:

@@ -81,6 +81,27 @@ def test_a_lost_part_ends_the_job_with_a_sentence(crew, tmp_path):
     assert "no worker has the part of place 1 in a unit of 2 as of step 3" in said
 
 
+def test_a_newcomer_and_the_others_have_the_parameters_frozen_that_were_at_the_last_commit(crew, tmp_path):
+    gates = [Gate(tmp_path / f"gate{number}") for number in range(2)]
+    for number, gate in enumerate(gates):
+        crew.start(splitjob.freeze, str(tmp_path), str(number), Accident("start", 4, gate.wait_and_leave))
+    crew.form(*crew.hands)
+    for gate in gates:
+        gate.until_somebody_waits()
+    newcomers = [crew.start(splitjob.freeze, str(tmp_path), str(number)) for number in (2, 3)]
+    crew.grow(*newcomers)
+    for gate in gates:
+        gate.open()
+    crew.all_ended()
+    assert [hand.status for hand in crew.hands] == [0] * 4
+    assert [reads(tmp_path, str(number), "trained") for number in range(4)] == [
+        [["0.weight", "0.bias"], []],
+        [[], ["2.bias"]],
+        [[]],
+        [["2.bias"]],
+    ]
+
+
 POINTS = [CommitPoint(1, step, 0) for step in range(4)]
 
 

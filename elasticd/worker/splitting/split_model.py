@@ -96,13 +96,15 @@ class SplitModel:
 
     @torch.no_grad()
     def copied(self) -> dict[str, Any]:
-        """Return a copy of the part's parameters and of its optimizers' state, in the host's memory. It is
-        made at each commit, so it uses few functions of DTensor, which are slow."""
+        """Return a copy of the part's parameters and of its optimizers' state, in the host's memory, and
+        whether each parameter is ``trained``, not frozen. It is made at each commit, so it uses few functions
+        of DTensor, which are slow."""
         names: dict[torch.Tensor, str] = {
             p: name for name, p in self._contents.modules[_NAME].named_parameters()
         }
         return {
             "parameters": {name: _host(p) for p, name in names.items()},
+            "trained": {name: p.requires_grad for p, name in names.items()},
             "optimizers": {
                 name: {
                     names[p]: {slot: tuple(_slot(value, p, name)) for slot, value in values.items()}
@@ -114,7 +116,7 @@ class SplitModel:
 
     @torch.no_grad()
     def fill(self, part: dict[str, Any]) -> None:
-        """Copy the values in ``part`` (see ``part``) into the model and the optimizers. Raises RuntimeError
+        """Copy the values in ``part`` (see ``copied``) into the model and the optimizers. Raises RuntimeError
         if ``part`` is of another place of a unit, with other parameters."""
         parameters = dict(self._contents.modules[_NAME].named_parameters())
         if parameters.keys() != part["parameters"].keys():
@@ -124,6 +126,7 @@ class SplitModel:
             )
         for name, value in part["parameters"].items():
             local_of(parameters[name].detach())[0].copy_(value)
+            parameters[name].requires_grad_(part["trained"][name])
         for name, optimizer in self._contents.optimizers.items():
             optimizer.state.clear()
             for key, slots in part["optimizers"][name].items():
