@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from elasticd.checkpoint.format.manifest import BadCheckpoint, Manifest
+from elasticd.checkpoint.format.manifest import MANIFEST, BadCheckpoint, Manifest
 from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.checkpoint.storage import BadStore, CheckpointStore, disk, reading, store_at
 from elasticd.checkpoint.storage.disk import Disk
@@ -62,12 +62,23 @@ class _Inspected:
     wrong: str
 
     def as_json(self) -> dict[str, Any]:
-        facts = {**_facts(self.saved), "at": self.saved.at, "size": self.saved.size}
-        return {**facts, "whole": not self.wrong, "wrong": self.wrong or None}
+        return {
+            **_facts(self.saved),
+            "at": self.saved.at,
+            "whole": not self.wrong,
+            "wrong": self.wrong or None,
+        }
 
 
-def _facts(of: Saved | Manifest) -> dict[str, Any]:
-    return {"name": of.name, "step": of.step, "generation": of.round, "world": of.world}
+def _facts(saved: Saved) -> dict[str, Any]:
+    """Return what `ls` and `show` have of a checkpoint in common."""
+    return {
+        "name": saved.name,
+        "step": saved.step,
+        "generation": saved.round,
+        "world": saved.world,
+        "size": saved.size,
+    }
 
 
 @ckpt.command()
@@ -107,21 +118,18 @@ def ls(store: CheckpointStore, as_json: bool) -> None:
 @_json
 def show(store: CheckpointStore, which: str | None, as_json: bool) -> None:
     """Show what a checkpoint holds: its shards, tensors and objects."""
-    manifest = _whole(store, which)
+    saved, manifest = _whole(store, which)
     index = manifest.index
+    files = {**{f.name: f.size for f in manifest.files}, MANIFEST: saved.size - manifest.size}
     if as_json:
         tensors = {k: {"dtype": t.dtype, "shape": t.shape} for k, t in index.tensors.items()}
-        files = {f.name: f.size for f in manifest.files}
-        say(
-            json.dumps(
-                {**_facts(manifest), "files": files, "tensors": tensors, "objects": sorted(index.blobs)}
-            )
-        )
+        held = {"files": files, "tensors": tensors, "objects": sorted(index.blobs)}
+        say(json.dumps({**_facts(saved), **held}))
         return
     saved_by = f"{describe.count(manifest.world, 'worker')} (generation {manifest.round})"
-    say(f"{manifest.name}: step {manifest.step}, saved by {saved_by}, {describe.size(manifest.size)}")
-    for file in manifest.files:
-        say(f"  {file.name:<24} {describe.size(file.size):>10}")
+    say(f"{manifest.name}: step {manifest.step}, saved by {saved_by}, {describe.size(saved.size)}")
+    for name, size in files.items():
+        say(f"  {name:<24} {describe.size(size):>10}")
     say(f"{describe.count(len(index.tensors), 'tensor')}:")
     for key, tensor in sorted(index.tensors.items()):
         parts = f", in {len(tensor.chunks)} parts" if len(tensor.chunks) > 1 else ""
@@ -171,7 +179,7 @@ def export(store: CheckpointStore, out: Path, which: str | None, only: tuple[str
     """
     if out.suffix not in (".safetensors", ".pt", ".pth"):
         raise CommandError(f"the file name {out.name} must end in .safetensors or .pt")
-    manifest = _whole(store, which)
+    _, manifest = _whole(store, which)
     names = {str(path[0]) for path in manifest.index.paths.values()}
     unknown = [name for name in only if name not in names]
     if unknown:
@@ -277,11 +285,11 @@ def _inspect(store: CheckpointStore, saved: Saved) -> _Inspected:
         return _Inspected(saved, None, str(error))
 
 
-def _whole(store: CheckpointStore, which: str | None) -> Manifest:
+def _whole(store: CheckpointStore, which: str | None) -> tuple[Saved, Manifest]:
     looked = _inspect(store, _find(_known(store), which))
     if looked.manifest is None:
         raise CommandError(looked.wrong, NOT_WHOLE)
-    return looked.manifest
+    return looked.saved, looked.manifest
 
 
 def _row(one: _Inspected) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from elasticd.checkpoint.format.manifest import MANIFEST, decode, digest, encode
 from elasticd.checkpoint.newest.pointer import FilePointer
 from elasticd.cli.command_error import CommandError
 from elasticd.cli.main import cli
+from elasticd.telemetry import describe
 from elasticd.worker.checkpoints import Checkpoints
 
 
@@ -101,6 +102,15 @@ def test_show_names_what_is_in_it(folder):
     shown = ckpt("show", folder, 2)
     assert "model.w  float32 [300, 7]" in shown.stdout and "note" in shown.stdout
     assert json.loads(ckpt("show", folder, "--json").stdout)["step"] == 3
+
+
+def test_ls_and_show_count_the_bytes_of_all_files(folder):
+    listed = json.loads(ckpt("ls", folder, "--json").stdout.splitlines()[-1])
+    shown = json.loads(ckpt("show", folder, "--json").stdout)
+    on_disk = {path.name: path.stat().st_size for path in (folder / listed["name"]).iterdir()}
+    assert shown["files"] == on_disk and shown["size"] == listed["size"] == sum(on_disk.values())
+    told = ckpt("show", folder).stdout
+    assert describe.size(shown["size"]) in told.splitlines()[0] and MANIFEST in told
 
 
 def test_verify_finds_what_a_look_cannot(folder):
