@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import multiprocessing
 import os
 import signal
 import socket
@@ -18,8 +19,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from statistics import median
 
 import torch
@@ -32,6 +34,9 @@ from elasticd.worker.world.destroying import sockets
 from elasticd.worker.world.group import World, WorldChanged
 
 PATIENCE = timedelta(seconds=300)
+LOOK_EVERY_S = 1.0  # for a process that has ended without a word
+TOLD = 1  # the exit code of a process that has told its error
+SHOWN_MAX = 1000  # characters of an error: what is sent through a pipe at once is not mixed with the others'
 SUMS = 5
 Join = Callable[[int, int, int], World | None]  # rank, size, port of the store
 Serve = Callable[[int, int], object]  # port, descriptor of the socket that listens there; returns the store
@@ -73,9 +78,9 @@ KINDS: dict[str, tuple[Join, Serve]] = {
 }
 
 
-def _take_part(rank: int, size: int, ports: Sequence[int], join: Join) -> None:
-    """Join, add up, and write to the store how many seconds each took, with the sockets and the CPU time.
-    Then survive the last worker, and write how many seconds that took."""
+def _take_part(rank: int, size: int, ports: Sequence[int], join: Join, tells: Connection) -> None:
+    """Join, add up, and tell how many seconds each took, with the sockets and the CPU time. Then survive the
+    last worker, and tell how many seconds that took."""
     port, next_port = ports
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=PATIENCE)
@@ -90,8 +95,7 @@ def _take_part(rank: int, size: int, ports: Sequence[int], join: Join) -> None:
         _add_up(size)
         times.append(time.monotonic() - began)
     used = sum(os.times()[:2]) - cpu
-    figures = [times[0], times[1], median(times[2:]), float(sum(1 for _ in sockets())), used]
-    store.set(f"figures {rank}", " ".join(map(str, figures)))
+    tells.send([times[0], times[1], median(times[2:]), sum(1 for _ in sockets()), used])
     if world is not None and rank < size - 1:
         died: list[float] = []
 
@@ -112,7 +116,7 @@ def _take_part(rank: int, size: int, ports: Sequence[int], join: Join) -> None:
         world.forget()
         join(rank, size - 1, next_port)
         _add_up(size - 1)
-        store.set(f"survived {rank}", str(time.monotonic() - died[0]))
+        tells.send([time.monotonic() - died[0]])
     store.wait(["end"], PATIENCE)  # no process ends while others still need it
 
 
@@ -124,25 +128,50 @@ def _add_up(size: int) -> None:
 
 
 @contextlib.contextmanager
-def _processes(works: Sequence[Callable[[], object]]) -> Iterator[list[int]]:
-    """Fork a process for each work, with torch imported, before any thread starts. Kill what is left."""
-    pids: list[int] = []
+def _processes(works: Mapping[str, Callable[[], object]], tells: Connection) -> Iterator[dict[str, int]]:
+    """Fork a process for each work, with torch imported, before any thread starts. Yield the processes' ids.
+    Kill what is left. A work that raises an error tells the error."""
+    pids: dict[str, int] = {}
     try:
-        for work in works:
+        for name, work in works.items():
             if not (pid := os.fork()):
                 try:
                     work()
-                except BaseException:
+                except BaseException as error:
                     traceback.print_exc()
-                    os._exit(1)
+                    tells.send(f"{name} failed: {error!r}"[:SHOWN_MAX])
+                    os._exit(TOLD)
                 os._exit(0)
-            pids.append(pid)
+            pids[name] = pid
         yield pids
     finally:
-        for pid in pids:
+        for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
-        for pid in pids:
+        for pid in pids.values():
             os.waitpid(pid, 0)
+
+
+def _heard(count: int, hears: Connection, pids: Mapping[str, int]) -> list[list[float]]:
+    """Return the figures that so many workers tell. Raises RuntimeError if a process fails."""
+    found: list[list[float]] = []
+    while len(found) < count:
+        said = hears.recv() if hears.poll(LOOK_EVERY_S) else ""
+        if not isinstance(said, str):
+            found.append(said)
+        elif failed := _ended(pids) or said:  # the others fail because of a process that was killed
+            raise RuntimeError(failed)
+    return found
+
+
+def _ended(pids: Mapping[str, int]) -> str:
+    """Say which process has ended without a word; empty if there is none."""
+    for name, pid in pids.items():
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None and ended.si_code != os.CLD_EXITED:
+            return f"{name} was ended by {signal.Signals(ended.si_status).name}"
+        if ended is not None and ended.si_status != TOLD:
+            return f"{name} ended with exit code {ended.si_status}"
+    return ""
 
 
 def _measure(size: int, name: str) -> list[float]:
@@ -150,7 +179,10 @@ def _measure(size: int, name: str) -> list[float]:
     sockets of a worker; the CPU seconds of a worker; and the seconds from a death to the first sum of the
     next world, nan with torch alone. Raises RuntimeError if a worker fails."""
     join, serve = KINDS[name]
+    hears, tells = multiprocessing.Pipe(duplex=False)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(hears)
+        stack.enter_context(tells)
         # one store for the first world, and one for the next
         listeners = [socket.create_server(("127.0.0.1", 0), backlog=4096) for _ in range(2)]
         for listener in listeners:
@@ -161,22 +193,23 @@ def _measure(size: int, name: str) -> list[float]:
             _store = serve(listener.getsockname()[1], listener.detach())
             signal.pause()
 
-        works = [functools.partial(serving, listener) for listener in listeners]
-        workers = [functools.partial(_take_part, rank, size, ports, join) for rank in range(size)]
-        pids = stack.enter_context(_processes([*works, *workers]))
+        works: dict[str, Callable[[], object]] = {
+            **{f"store {n}": functools.partial(serving, listener) for n, listener in enumerate(listeners)},
+            **{
+                f"worker {rank}": functools.partial(_take_part, rank, size, ports, join, tells)
+                for rank in range(size)
+            },
+        }
+        pids = stack.enter_context(_processes(works, tells))
         store = dist.TCPStore("127.0.0.1", ports[0], wait_for_workers=False, timeout=PATIENCE)
-
-        def read(what: str, ranks: int) -> list[list[float]]:
-            keys = [f"{what} {rank}" for rank in range(ranks)]
-            store.wait(keys, PATIENCE)
-            return [[float(word) for word in raw.split()] for raw in store.multi_get(keys)]
-
-        joined, first, later, open_sockets, cpu = zip(*read("figures", size), strict=True)
+        joined, first, later, open_sockets, cpu = zip(*_heard(size, hears, pids), strict=True)
         survived = [math.nan]
         if join is not _join_torchs:
-            os.kill(pids[-1], signal.SIGKILL)
+            last = pids.pop(f"worker {size - 1}")
+            os.kill(last, signal.SIGKILL)
             store.set("dead", "")
-            (survived,) = zip(*read("survived", size - 1), strict=True)
+            os.waitpid(last, 0)
+            (survived,) = zip(*_heard(size - 1, hears, pids), strict=True)
     return [max(joined), max(first), median(later), max(open_sockets), sum(cpu) / size, max(survived)]
 
 
