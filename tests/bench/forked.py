@@ -23,7 +23,7 @@ from typing import NoReturn
 from tests.bench.launch import free_port
 from tests.bench.steps import Steps
 
-TRAINS_S = 1.0  # between the first step of a world and its end, as in ``start``
+TRAINS_S = 1.0  # from the first step of a world to its end
 TIMEOUT_S = 180.0
 
 

@@ -17,13 +17,14 @@ from pathlib import Path
 import psutil
 
 from tests.bench import launch, report
+from tests.bench.forked import TRAINS_S
 from tests.bench.launch import Launched
 from tests.bench.recovery import START_TIMEOUT_S
 from tests.bench.steps import Steps
 
 HERE = Path(__file__).parent
 NOTING = HERE / "noting"  # the scripts stay as their users have them, so sitecustomize notes their steps
-PAUSES_S = (1.0, 10.0)  # from the first step of a world to the kill of a worker
+PAUSES_S = (TRAINS_S, 10.0)  # from the first step of a world to the kill of a worker
 KILL_TIMEOUT_S = 180.0
 MINIMUM_TIMEOUT_S = 300.0
 
