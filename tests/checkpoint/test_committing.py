@@ -66,6 +66,22 @@ def test_a_listing_that_fails_for_a_moment_costs_no_checkpoint(tmp_path: Path) -
     assert Committing(FilePointer).commit(*node(Listed(tmp_path, stale_for_a_moment), 0)).step == 5
 
 
+def test_a_receipt_that_cannot_be_read_for_a_moment_costs_no_checkpoint(tmp_path: Path) -> None:
+    class Stale(Disk):
+        failures = 2
+
+        def read(self, name: str) -> bytes:
+            if name.startswith(NAME) and self.failures:
+                self.failures -= 1
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return super().read(name)
+
+    store = Stale(str(tmp_path))
+    Committing(FilePointer).hand_in(*node(store, 1))
+    assert Committing(FilePointer).commit(*node(store, 0)).step == 5
+    assert not store.failures
+
+
 def test_a_store_that_cannot_be_listed_fails_the_checkpoint_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -32,7 +32,7 @@ _RECEIPT: Final = ".receipt"
 _READERS: Final = 16
 _OTHERS_S: Final = 600.0  # how long to wait for the next shard of another node
 _ALONE_S: Final = 30.0  # how long to wait once all workers of the world on this node have left
-_UNREADABLE_S: Final = 60.0  # how long the store may fail to list the folder
+_UNREADABLE_S: Final = 60.0  # how long the store may fail to list the folder, or to give a receipt
 
 
 class _Receipt(msgspec.Struct, frozen=True):
@@ -122,37 +122,33 @@ class Committing:
         self._sweep_again()
 
     def _elsewhere(self, world: SavingWorld, save: PendingSave) -> dict[int, File]:
-        """Wait for the receipts of the other nodes, and return their files by rank. The folder is listed, and
-        receipts are read in parallel, because there may be many nodes and the store may be slow."""
+        """Wait for the receipts of the other nodes, and return their files by rank. The folder is listed,
+        because there may be many nodes."""
         files: dict[int, File] = {}
         missing = set(range(world.size)) - save.files.keys()
         read: set[str] = set()
         alone_since: float | None = None
-        listed_at = heard_at = time.monotonic()  # this node has just written its own shards
+        read_at = heard_at = time.monotonic()  # this node has just written its own shards
         while missing:
             later = [g for g in list(world.pending.values()) if g.step > save.step]
             try:
                 # List later checkpoints first. A node that has written a receipt there will write none here.
                 ahead = {receipt: g.step for g in later for receipt in _receipts(world.store, g.name)}
                 there = _receipts(world.store, save.name)
+                fresh = _read(world.store, [f"{save.name}/{receipt}" for receipt in sorted(there - read)])
             except OSError:
-                if time.monotonic() > listed_at + _UNREADABLE_S:
+                if time.monotonic() > read_at + _UNREADABLE_S:
                     raise
                 time.sleep(world.store.poll_s)
                 continue
-            listed_at = time.monotonic()
-            if fresh := sorted(there - read):
-                with ThreadPoolExecutor(min(_READERS, len(fresh)), "receipts") as pool:
-                    paths = [f"{save.name}/{receipt}" for receipt in fresh]
-                    for raw in pool.map(world.store.read, paths):
-                        said = _RECEIPTS.decode(raw)
-                        if said.why:
-                            raise TimeoutError(said.why)
-                        if any(file.name != shard_name(rank) for rank, file in said.files.items()):
-                            raise TimeoutError(
-                                "the receipt of another node names files that are not its shards"
-                            )
-                        files |= said.files
+            read_at = time.monotonic()
+            if fresh:
+                for said in fresh:
+                    if said.why:
+                        raise TimeoutError(said.why)
+                    if any(file.name != shard_name(rank) for rank, file in said.files.items()):
+                        raise TimeoutError("the receipt of another node names files that are not its shards")
+                    files |= said.files
                 read |= there
                 missing -= files.keys()
                 heard_at = time.monotonic()
@@ -230,3 +226,12 @@ def _receipts(store: CheckpointStore, folder: str) -> set[str]:
         return {name for name in store.files(folder) if name.endswith(_RECEIPT)}
     except FileNotFoundError:
         return set()
+
+
+def _read(store: CheckpointStore, receipts: Sequence[str]) -> list[_Receipt]:
+    """Return what the receipts say. They are read in parallel, because there may be many, and the store may
+    be slow. Raises OSError."""
+    if not receipts:
+        return []
+    with ThreadPoolExecutor(min(_READERS, len(receipts)), "receipts") as pool:
+        return [_RECEIPTS.decode(raw) for raw in pool.map(store.read, receipts)]
