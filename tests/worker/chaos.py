@@ -58,7 +58,8 @@ class Plan:
 def draw(seed: int) -> Plan:
     plan = _with_more(_simple(seed), random.Random(f"more chaos {seed}"))
     plan = _with_epochs(plan, random.Random(f"epochs of chaos {seed}"))
-    return replace(plan, script=replace(plan.script, late=random.Random(f"late {seed}").random() < 0.25))
+    late, apart = (random.Random(f"{how} {seed}").random() for how in ("late", "apart"))
+    return replace(plan, script=replace(plan.script, late=late < 0.25, apart=apart < 0.5))
 
 
 def _with_epochs(plan: Plan, chance: random.Random) -> Plan:

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from elasticd import worker
 from elasticd.channel.worker_messages import ADDRESS
-from elasticd.worker.joining import exchange
+from elasticd.worker.joining import exchange, transfer
 from elasticd.worker.world import connecting
 
 WISHES = "CHAOS_WISHES"  # the abstract address of the socket at which a worker reports planned faults
@@ -55,6 +55,7 @@ class Script:
     a large buffer changes through ``.data``. ``epochs``: the steps are those of ``state.epochs()``, each as
     long as in the data (data) or as the script says (steps). ``local``: each worker has a list and a
     generator of its own. ``late``: two workers are connected when they first talk, as in a large world.
+    ``apart``: no worker reads another one's memory, as on several nodes.
     ``spoilt``: what goes wrong after the first world, to check that the run is found wrong."""
 
     data: str = "map"
@@ -80,6 +81,7 @@ class Script:
     epochs: str = ""
     local: bool = False
     late: bool = False
+    apart: bool = False
     seed: int = 0
     spoilt: str = ""
 
@@ -196,7 +198,8 @@ class Faults:
 
 
 def trip_outside(faults: Faults) -> None:
-    init, begin, carry = dist.init_process_group, exchange._Chain.__init__, exchange._Chain._carry
+    init, begin, carry = dist.init_process_group, transfer._Chain.__init__, transfer._Chain._carry
+    read, has_read = transfer.PeerMemory.read, transfer._has_read
     carried = 0
 
     def form(*args: Any, **kwargs: Any) -> None:
@@ -215,8 +218,19 @@ def trip_outside(faults: Faults) -> None:
             faults.count("sending" if chain._before is None else "receiving")
         carry(chain, piece)
 
+    def stumble_at_a_tensor(memory: Any, number: int, place: torch.Tensor) -> None:
+        if number == 2:
+            faults.count("receiving")
+        read(memory, number, place)
+
+    def stumble_at_a_reader(reader: int) -> bool:
+        faults.count("sending")
+        return has_read(reader)
+
     dist.init_process_group = form
-    exchange._Chain.__init__, exchange._Chain._carry = set_out, stumble
+    transfer._Chain.__init__, transfer._Chain._carry = set_out, stumble
+    transfer.PeerMemory.read = stumble_at_a_tensor  # type: ignore[method-assign]
+    transfer._has_read = stumble_at_a_reader
 
 
 # ---------------------------------------------------------------- the script
@@ -580,6 +594,8 @@ def work(
     plan = Script(**script)
     if plan.late:
         connecting.MOST_AT_ONCE = 1
+    if plan.apart:
+        exchange.reach = lambda: 0
     training = Training(plan, trips, Ledger(where, name), where, name)
     run = worker.run(within(plan.wrapper, training))
     run(training.state)

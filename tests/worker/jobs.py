@@ -27,7 +27,7 @@ from elasticd import worker
 from elasticd.channel.worker_messages import ADDRESS
 from elasticd.checkpoint.client import levels
 from elasticd.checkpoint.client.collectives import TwoLevelGroup, rank_group
-from elasticd.worker.joining import exchange
+from elasticd.worker.joining import exchange, transfer
 from elasticd.worker.world import connecting, group
 
 run_loop = importlib.import_module("elasticd.worker.run")  # the module has a function of its own name
@@ -168,9 +168,11 @@ def wait_for_word_of_anyone() -> None:
 
 
 def trip_on_the_way(accident: Accident) -> None:
-    """Fail in the transfer numbered ``accident.step``: the list of tensors was sent and ``TENSORS_FIRST``
-    pieces of them, and the other tensors were not."""
-    carry, begin = exchange._Chain._carry, exchange._Chain.__init__
+    """Fail in the transfer numbered ``accident.step``. By messages, the list of tensors was sent and
+    ``TENSORS_FIRST`` pieces of them, and the other tensors were not. Through memory, this worker is about to
+    read the first tensor, or the source to hear of the first reader."""
+    carry, begin = transfer._Chain._carry, transfer._Chain.__init__
+    show, read, has_read = transfer._show, transfer.PeerMemory.read, transfer._has_read
     transfers = carried = 0
 
     def set_out(chain: Any, *args: Any) -> None:
@@ -185,7 +187,25 @@ def trip_on_the_way(accident: Accident) -> None:
         carried += 1
         carry(chain, piece)
 
-    exchange._Chain.__init__, exchange._Chain._carry = set_out, stumble
+    def set_out_to_show(*args: Any) -> None:
+        nonlocal transfers
+        transfers += 1
+        show(*args)
+
+    def stumble_at_a_reader(reader: int) -> bool:
+        accident("sending", transfers)
+        return has_read(reader)
+
+    def stumble_at_a_tensor(memory: Any, number: int, place: torch.Tensor) -> None:
+        nonlocal transfers
+        if number == 0:
+            transfers += 1
+            accident("receiving", transfers)
+        read(memory, number, place)
+
+    transfer._Chain.__init__, transfer._Chain._carry = set_out, stumble
+    transfer._show, transfer._has_read = set_out_to_show, stumble_at_a_reader
+    transfer.PeerMemory.read = stumble_at_a_tensor  # type: ignore[method-assign]
 
 
 def trip_while_forming(accident: Accident) -> None:
@@ -350,13 +370,21 @@ def work_in_a_large_world(
     work(address, folder, name, accident, **options)
 
 
+def work_by_messages(
+    address: str, folder: str, name: str, accident: Accident = NOTHING, **options: Any
+) -> None:
+    """Run a worker that cannot read the other workers' memory."""
+    exchange.reach = lambda: 0
+    work(address, folder, name, accident, **options)
+
+
 def work_tensor_by_tensor(
     address: str, folder: str, name: str, accident: Accident = NOTHING, **options: Any
 ) -> None:
-    """Run a worker that sends and takes each tensor by itself."""
+    """Run a worker that sends and takes each tensor by itself, in a message."""
     global TENSORS_FIRST
-    exchange.ALONE_BYTES, TENSORS_FIRST = 32, 3
-    work(address, folder, name, accident, **options)
+    transfer.ALONE_BYTES, TENSORS_FIRST = 32, 3
+    work_by_messages(address, folder, name, accident, **options)
 
 
 def work_with_torchs_checks(address: str, folder: str, name: str, accident: Accident, **options: Any) -> None:

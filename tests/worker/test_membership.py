@@ -24,6 +24,7 @@ from tests.worker.jobs import (
     train_with_own_randomness,
     wait_for_word_of_anyone,
     work,
+    work_by_messages,
     work_patiently,
     work_tensor_by_tensor,
     work_twice,
@@ -126,57 +127,60 @@ def test_in_a_handover_the_heirs_get_the_state_and_no_worker_trains(crew, tmp_pa
     assert began == 0 and one == other == reads(tmp_path, "0", "committed")[-1] >= 5
 
 
-@pytest.mark.parametrize("job", [work, work_tensor_by_tensor])
+@pytest.mark.parametrize("job", [work, work_by_messages, work_tensor_by_tensor])
 def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path, gate, undisturbed, job):
     grow(crew, tmp_path, gate, 2, Accident("sending", 2), at(gate), NOTHING, job=job)
     crew.all_ended()
     assert_exact(crew, tmp_path, {0}, undisturbed)
 
 
-def lose_the_source(crew: Crew, folder: Path, gate: Gate) -> None:
+def lose_the_source(crew: Crew, folder: Path, gate: Gate, job: Callable[..., None]) -> None:
     """Have a newcomer take over the state of the only other worker, which dies on the way."""
     sends, takes = Gate(folder / "sends"), Gate(folder / "takes")
     source = Accident("start", 4, gate.wait_and_leave, then=Accident("sending", 1, sends.wait))
     newcomer = Accident("receiving", 1, takes.wait)
-    grow(crew, folder, gate, 1, source, newcomer, job=work_tensor_by_tensor)
+    grow(crew, folder, gate, 1, source, newcomer, job=job)
     crew.until(lambda: all(hand.round == 2 for hand in crew.hands))
     takes.until_somebody_waits()
     crew.hands[0].process.kill()
     takes.open()
 
 
-def test_a_newcomer_never_trains_from_a_state_that_has_arrived_in_part(crew, tmp_path, gate):
-    lose_the_source(crew, tmp_path, gate)
+@pytest.mark.parametrize("job", [work, work_tensor_by_tensor])
+def test_a_newcomer_never_trains_from_a_state_that_has_arrived_in_part(crew, tmp_path, gate, job):
+    lose_the_source(crew, tmp_path, gate, job)
     crew.all_ended()
     assert crew.hands[1].status == 1 and not reads(tmp_path, "1", "committed")
     assert "another worker's state of which the rest was lost" in (tmp_path / "1.err").read_text()
 
 
 @pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("job", [work, work_tensor_by_tensor])
 def test_a_newcomer_that_got_a_part_of_a_state_begins_with_the_next_workers_own(
-    crew, tmp_path, gate, undisturbed, is_first
+    crew, tmp_path, gate, undisturbed, job, is_first
 ):
-    lose_the_source(crew, tmp_path, gate)
+    lose_the_source(crew, tmp_path, gate, job)
     crew.least = 3  # the next round is formed by hand
     newcomer = crew.hands[1]
     crew.until(lambda: newcomer.waiting)
     assert newcomer.waiting.state is Holds.TORN
-    fresh = crew.start(work_tensor_by_tensor, str(tmp_path), "2")
+    fresh = crew.start(job, str(tmp_path), "2")
     crew.form(*((newcomer, fresh) if is_first else (fresh, newcomer)))
     crew.all_ended()
     assert_exact(crew, tmp_path, {0}, undisturbed)
 
 
+@pytest.mark.parametrize("job", [work, work_by_messages])
 @pytest.mark.parametrize(
     ("point", "transfer", "victim"),
     [("receiving", 1, 2), ("sending", 2, 0)],
 )
 def test_a_worker_without_memory_to_take_or_send_the_state_dies_of_it_alone(
-    crew, tmp_path, gate, undisturbed, point, transfer, victim
+    crew, tmp_path, gate, undisturbed, job, point, transfer, victim
 ):
     accidents = [NOTHING, at(gate), NOTHING]
     accidents[victim] = Accident(point, transfer, run_out_of_memory)
-    grow(crew, tmp_path, gate, 2, *accidents)
+    grow(crew, tmp_path, gate, 2, *accidents, job=job)
     crew.all_ended()
     assert crew.hands[victim].status == 1
     assert "can't allocate memory" in (tmp_path / f"{victim}.err").read_text()

@@ -18,7 +18,8 @@ from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent_link import agentpage
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.comparison import Digests
-from elasticd.worker.joining.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
+from elasticd.worker.joining.exchange import StateLost
+from elasticd.worker.joining.transfer import Transfer, receive_snapshot, send_snapshot
 from elasticd.worker.sharding.held import INITIAL, CommitPoint, HeldShard, newest_whole_point, source_of
 from elasticd.worker.sharding.host_shards import Generation, HostShard, SmallState, TensorKind, held_shards
 from elasticd.worker.sharding.initial_values import Sums
@@ -304,7 +305,7 @@ def _small(state: CommittedState, shards: ShardedState, world: World, choice: _C
             send_snapshot(_snapshot(state, mine), choice.transfer)
     if world.rank in choice.takers:
         with world.or_over():
-            arrived = receive_snapshot(choice.transfer, world.rank)
+            arrived = receive_snapshot(choice.transfer, world)
         state.refuse_other_optimizers(arrived)
         small = SmallState(state.kept_of(arrived), arrived["slots"], arrived["trainable"])
         kinds = tuple(TensorKind(*kind) for kind in arrived["kinds"])

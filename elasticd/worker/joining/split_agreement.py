@@ -9,7 +9,8 @@ from typing import Any
 from elasticd.channel.worker_messages import Source
 from elasticd.core.age import Age
 from elasticd.worker.commit.committed import CommittedState
-from elasticd.worker.joining.exchange import StateLost, Transfer, receive_snapshot, send_snapshot
+from elasticd.worker.joining.exchange import StateLost
+from elasticd.worker.joining.transfer import Transfer, receive_snapshot, send_snapshot
 from elasticd.worker.sharding.held import INITIAL, CommitPoint
 from elasticd.worker.splitting.split_state import (
     GENERATIONS,
@@ -95,7 +96,7 @@ def _exchanged(
                 send_snapshot({**state.snapshot_of(mine.kept), "part": mine.part}, transfer)
         elif world.rank in takers:
             with world.or_over():
-                snapshot = receive_snapshot(transfer, world.rank)
+                snapshot = receive_snapshot(transfer, world)
             arrived = PartCommit(point, state.kept_of(snapshot), snapshot["part"])
     return arrived or split.commit_at(point)
 
