@@ -151,7 +151,7 @@ class Spec:
     the script. ``inplace``: the job's workers keep their process from round to round (``elasticd.worker``).
     ``checkpointed``: the job's scripts write checkpoints of their own and report them. ``stop``: the job is
     to end; with ``kill``, its workers get no time to save. ``job_file``: the command line of the first agent,
-    in TOML, for people.
+    in TOML, for people. ``version``: the version of elasticd on all nodes; empty if none was written.
     """
 
     asked: Limits
@@ -165,6 +165,7 @@ class Spec:
     checkpointed: bool = False
     kill: bool = False
     job_file: str = ""
+    version: str = ""
 
     @cached_property
     def drained(self) -> frozenset[Drained]:

@@ -253,10 +253,17 @@ class Driver:
         self._post(WorkerExited(round_number, exit, steps))
 
     def _look_around(self) -> None:
+        """Count the other nodes, and read the spec afterwards: the other nodes may have replaced the spec."""
+
         def found(there: Listing) -> None:
             mine = self.state.me.key
             others = [e for e in there.entries if isinstance(e.fact, Node) and e.key != mine]
-            self._post(OtherNodesCounted(len(others)))
+
+            def read(spec: Listing) -> None:
+                self._watched("spec", spec)
+                self._post(OtherNodesCounted(len(others)))
+
+            read_once(self._store, "spec", read)
 
         read_once(self._store, "nodes/", found, prefix=True)
 

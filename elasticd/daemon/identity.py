@@ -8,6 +8,7 @@ import socket
 import uuid
 from pathlib import Path
 
+from elasticd import __version__
 from elasticd.core.agent import AgentConfig, AgentState, Identity
 from elasticd.core.facts import Spec
 from elasticd.daemon.config import RunConfig
@@ -40,6 +41,7 @@ def state_of(
             fingerprint=config.fingerprint,
             policy=config.policy,
             job_file=config.job_file,
+            version=__version__,
         ),
         AgentConfig(
             config.etcd_grace_s,

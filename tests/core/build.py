@@ -44,6 +44,7 @@ def spec(
     drain: Sequence[str] = (),
     script: str = "job.py",
     asked: Limits | None = None,
+    version: str = "",
 ) -> Spec:
     return Spec(
         asked=asked or Limits(min, max),
@@ -53,6 +54,7 @@ def spec(
         policy=policy,
         stop=stop,
         drain=tuple(Drained(name, life(name)) for name in drain),
+        version=version,
     )
 
 

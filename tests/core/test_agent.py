@@ -38,6 +38,7 @@ from elasticd.core.facts import (
     Report,
     Resume,
     Round,
+    Spec,
     UnitWithin,
 )
 from elasticd.core.page_layout import Fatal
@@ -153,6 +154,86 @@ def test_a_node_that_its_leader_cannot_reach_leaves_with_a_sentence(
     if leaving is not None:
         assert leaving.code == 2 and said in leaving.why and "give --address" in leaving.why
         assert LeaveJob(2, leaving.why) in one.did, "nothing else keeps the agent"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "leaves"),
+    [
+        ("0.1.0", "0.1.0", False),
+        ("0.1.0", "0.2.0", True),
+        ("0.2.0", "0.1.0", True),
+        ("0.2.0", "0.2.0.dev1", True),
+        ("", "0.2.0", True),
+        ("", "", False),
+    ],
+)
+def test_a_node_with_another_version_than_the_jobs_leaves_before_it_registers(
+    theirs: str, mine: str, leaves: bool
+) -> None:
+    one = Agent(spec(version=mine))
+    one.holds_lease()
+    for key in ("round", "nodes/a"):
+        one.sees(key, None)
+    one.sees("spec", spec(version=theirs))
+    assert one.state.registration.joined is not leaves
+    assert one.all_of(CountOtherNodes) == [CountOtherNodes()] * leaves
+    if leaves:
+        assert not one.all_of(Transact)
+        one.told(OtherNodesCounted(1))
+        left = one.one(LeaveJob)
+        assert left.code == 2
+        assert f"runs with elasticd {theirs or 'of another version'}, and this node has" in left.why
+        assert f"elasticd {mine}: install the same version on all nodes" in left.why
+
+
+def test_a_job_without_nodes_goes_on_with_another_version() -> None:
+    old = replace(spec(2, 8, asked=Limits(2, 4), version="0.1.0"), inplace=True)
+    one = Agent(spec(2, 4, policy=replace(POLICY, resume=Resume.NEVER), version="0.2.0"))
+    for key in ("round", "nodes/a"):
+        one.sees(key, None)
+    one.sees("spec", old)
+    one.told(OtherNodesCounted(0))
+    write = one.wrote(Tag.SPEC)
+    assert write.guards == (Unchanged("spec", one.revision),)
+    assert write.writes == (Put("spec", replace(old, version="0.2.0")),), "its limits, budget and times stay"
+    one.answered(Tag.SPEC)
+    assert one.state.registration.joined
+
+
+def test_an_agent_joins_if_the_other_nodes_have_just_given_the_job_its_version() -> None:
+    one = Agent(spec(version="0.2.0"))
+    for key in ("round", "nodes/a"):
+        one.sees(key, None)
+    one.sees("spec", spec(version="0.1.0"))
+    one.one(CountOtherNodes)
+    one.sees("spec", spec(version="0.2.0"))
+    one.told(OtherNodesCounted(1))
+    assert one.state.registration.joined and one.state.exiting is None
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (spec(version="0.2.0"), "with elasticd 0.2.0"),
+        (spec(script="other.py", version="0.1.0"), "another script"),
+        (spec(3, 8, version="0.1.0"), "--min 3 --max 8"),
+    ],
+)
+def test_a_node_whose_job_was_replaced_leaves_with_a_sentence(now: Spec, says: str) -> None:
+    """Another agent saw no node, as this node's lease had run out or this node was about to register."""
+    one = Agent.working(ROUND, spec(version="0.1.0"))
+    one.sees("spec", now)
+    one.one(StopWorkers)
+    for slot in (0, 1):
+        one.exits(1, exit(slot, code=-SIGTERM))
+    left = one.one(LeaveJob)
+    assert left.code == 2 and says in left.why
+
+
+def test_a_node_whose_job_is_scaled_or_drained_stays() -> None:
+    one = Agent.working(ROUND, spec(version="0.1.0"))
+    one.sees("spec", replace(one.state.wanted, limits=Limits(1, 2), stop=False, inplace=True))
+    assert one.state.exiting is None
 
 
 @pytest.mark.parametrize("resume", Resume)

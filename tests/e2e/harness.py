@@ -237,8 +237,8 @@ class Cluster:
         argv += [part for option in self.pace.items() for part in option]
         argv += [f"--policy={self._policy_file()}"]
         argv += [*options, *program]
-        # LD_ variables have no effect on a fork
-        fork = not any(variable.startswith("LD_") for variable in env)
+        # these variables have no effect on a fork
+        fork = not any(variable.startswith(("LD_", "PYTHONPATH")) for variable in env)
         agent = Agent(name, argv, self.environment(name) | env, self.folder, self.news, fork=fork)
         self.agents.append(agent)
         return agent

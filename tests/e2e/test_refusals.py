@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd import __version__
 from elasticd.core.facts import Outcome, Round
 from elasticd.etcd.blocking_client import Client
 from elasticd.etcd.names import job_prefix
@@ -68,6 +69,36 @@ def test_another_script_than_the_jobs_is_refused(cluster: Cluster) -> None:
     other.write_text(other.read_text() + "\n# not the same\n")
     (b,) = cluster.start("b", program=[str(other)])
     assert "another script" in refused(b)
+    cluster.goes_on(world)
+    cluster.finishes(a)
+
+
+def as_version(cluster: Cluster, version: str) -> dict[str, str]:
+    """Return an environment in which elasticd has this version."""
+    folder = cluster.folder / f"elasticd {version}"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"import elasticd\nelasticd.__version__ = {version!r}\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_a_node_with_another_version_of_elasticd_is_refused(cluster: Cluster) -> None:
+    (a,) = cluster.start("a")
+    world = cluster.world(1)
+    (b,) = cluster.start("b", env=as_version(cluster, "77.0"))
+    assert f"runs with elasticd {__version__}, and this node has elasticd 77.0: install" in refused(b)
+    cluster.goes_on(world)
+    cluster.finishes(a)
+    assert len(cluster.stage.players) == 1, "no worker of the refused node was started"
+
+
+def test_a_job_without_nodes_goes_on_with_another_version_of_elasticd(cluster: Cluster) -> None:
+    (a,) = cluster.start("a")
+    first = cluster.world(1)
+    a.kill()
+    (a,) = cluster.start("a", env=as_version(cluster, "77.0"))
+    world = cluster.world(1, after=first)
+    (b,) = cluster.start("b")
+    assert f"runs with elasticd 77.0, and this node has elasticd {__version__}: install" in refused(b)
     cluster.goes_on(world)
     cluster.finishes(a)
 

@@ -115,6 +115,13 @@ def test_the_age_and_the_state_of_nodes_that_say_the_same_are_one_object() -> No
     assert [first, second] == nodes
 
 
+def test_a_spec_without_a_version_of_elasticd_is_read() -> None:
+    spec = facts.Spec(facts.Limits(1, 2), facts.Limits(1, 2), "job.py", "f", version="0.1.0")
+    value = json.loads(records.encode("spec", spec))
+    assert value.pop("version") == "0.1.0"
+    assert records.decode("spec", json.dumps(value).encode()) == replace(spec, version="")
+
+
 def test_output_that_is_no_text_is_written_as_far_as_it_is() -> None:
     message = b"caf\xe9 \xf0\x9f\x99\x82".decode(errors="surrogateescape")
     fact = facts.Report("n", "i", 1, (facts.Exit(0, 0, 1, 1.0, message=message),))

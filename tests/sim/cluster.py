@@ -61,6 +61,7 @@ class Setup:
     skew_max_s: float = 0.0
     alone: bool = False
     script: str = "job.py"
+    version: str = ""
     job: Job = field(default_factory=Job)
     memory: int = 0
     part_sizes: PartSizes = PART_SIZES
@@ -180,7 +181,8 @@ class SimAgent:
         slots += setup.job.spares  # spares come on top of the slots that train, as on the command line
         machine = machine or f"machine-{name}"
         me = agent.Identity(name, self.incarnation, name, tuple(range(slots)), machine, self.pid)
-        wanted = Spec(setup.limits, setup.limits, setup.script, setup.script, setup.policy)
+        limits, script = setup.limits, setup.script
+        wanted = Spec(limits, limits, script, script, setup.policy, version=setup.version)
         setting = environment.Setting("job")
         config = agent.AgentConfig(
             setup.etcd_grace_s,

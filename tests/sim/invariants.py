@@ -82,6 +82,7 @@ class Invariants:
         cluster.training.fell_ill.append(self._fell_ill)
         cluster.joined.append(self._joined)
         self._incarnations: dict[SimHost, str] = {}
+        self._versions: dict[SimHost, str] = {}
         self.condemned: list[tuple[SimWorker, Verdict]] = []
         self.apart: set[SimWorker] = set()  # workers that were in another collective than the other workers
 
@@ -207,6 +208,9 @@ class Invariants:
         real = {(w.procs.host.name, known[w.procs.host], w.slot): rank for rank, w in world.workers.items()}
         if mine != real:
             raise Broken(f"round {round.number} is {mine}, but these train: {real}")
+        versions = {self._versions[w.procs.host] for w in world.workers.values()}
+        if len(versions) > 1:
+            raise Broken(f"round {round.number} has workers of elasticd {' and '.join(sorted(versions))}")
         if self.cluster.training.job.inplace:
             self._nothing_lost(world)
 
@@ -259,6 +263,7 @@ class Invariants:
 
     def _joined(self, agent: SimAgent) -> None:
         self._incarnations[agent.host] = agent.incarnation
+        self._versions[agent.host] = agent.driver.state.wanted.version
         agent.inspector.condemned.append(self._condemned)
 
     def _stepped(self, world: World) -> None:

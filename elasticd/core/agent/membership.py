@@ -110,20 +110,36 @@ def join(do: Decisions) -> None:
     elif state.registration.others == 0:
         # No node works on this job any more, so this agent replaces its spec.
         guard = Unchanged("spec", state.seen["spec"].revision)
-        forgotten = (Delete("checkpoint"),) if wanted.policy.resume is Resume.NEVER else ()
-        do.transact(
-            Tag.SPEC,
-            (guard,),
-            (
-                Put("spec", wanted),
-                Delete("budget"),
-                Delete("reports/", prefix=True),
-                Delete("summary"),
-                Delete("forgotten"),
-                *forgotten,
-            ),
-        )
+        do.transact(Tag.SPEC, (guard,), _replacement(spec, wanted))
     elif state.registration.others > 0:
+        do.set(exiting=LeaveJob(2, difference))
+
+
+def _replacement(spec: Spec, wanted: Spec) -> tuple[Write, ...]:
+    """Return the writes that replace the spec of a job without nodes. The job goes on if only the version of
+    elasticd is another one. Else nothing of the earlier job stays."""
+    upgraded = replace(spec, version=wanted.version)
+    if _difference(upgraded, wanted) is None:
+        return (Put("spec", upgraded),)
+    forgotten = (Delete("checkpoint"),) if wanted.policy.resume is Resume.NEVER else ()
+    return (
+        Put("spec", wanted),
+        Delete("budget"),
+        Delete("reports/", prefix=True),
+        Delete("summary"),
+        Delete("forgotten"),
+        *forgotten,
+    )
+
+
+def leave_a_replaced_job(do: Decisions) -> None:
+    """Leave if the spec was replaced after this node joined: another agent came while no node was
+    registered."""
+    state = do.state
+    if not state.registration.joined or state.spec is None:
+        return
+    difference = _difference(state.spec, state.wanted)
+    if difference is not None:
         do.set(exiting=LeaveJob(2, difference))
 
 
@@ -187,6 +203,12 @@ def _difference(spec: Spec, wanted: Spec) -> str | None:
         return (
             f"this job runs another script ({spec.script}, not {wanted.script} as it is here); "
             "use the same script, or another --job"
+        )
+    if spec.version != wanted.version:
+        return (
+            f"this job runs with elasticd {spec.version or 'of another version'}, and this node has elasticd "
+            f"{wanted.version}: install the same version on all nodes; to change the version of a job, stop "
+            "all its nodes first"
         )
     return None
 

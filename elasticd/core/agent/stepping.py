@@ -16,6 +16,7 @@ from elasticd.core.agent.lingering import tell_of_the_held_back, watch_the_linge
 from elasticd.core.agent.membership import (
     campaign,
     join,
+    leave_a_replaced_job,
     leave_an_unreachable_leader,
     move_the_fence,
     outlast_the_store,
@@ -49,6 +50,7 @@ def decide(do: Decisions) -> None:
     outlast_the_store(do)
     rejoin_if_spec_was_deleted(do)
     if do.state.exiting is None and do.state.departure is None:
+        leave_a_replaced_job(do)
         leave_an_unreachable_leader(do)
     if not do.state.registration.joined and do.state.exiting is None and do.state.departure is None:
         join(do)
