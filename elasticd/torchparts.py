@@ -83,6 +83,11 @@ REPLACED: Final = (
         "worker/world/waits.py: the backward passes end with the world.",
         ("self",),
     ),
+    Private(
+        "torch.nn.parallel.DistributedDataParallel._distributed_broadcast_coalesced",
+        "worker/world/waits.py: a wait for a model's buffers ends with the world.",
+        ("self", "tensors", "buffer_size"),
+    ),
     Private("torch._disable_dynamo", "worker/world/waits.py: that forward pass is not compiled."),
     *(
         Private(

@@ -10,6 +10,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.worker.world import connecting, destroying, waits
 from elasticd.worker.world.destroying import sockets
@@ -102,6 +104,9 @@ TALKS: dict[str, Callable[[], object]] = {
     "receive": lambda: dist.recv(torch.zeros(1), 1),
     "add up": lambda: dist.all_reduce(torch.zeros(1)),
     "broadcast": lambda: dist.broadcast(torch.zeros(1), 1),
+    "share a model's buffers": lambda: DistributedDataParallel(nn.BatchNorm1d(1), init_sync=False)(
+        torch.zeros(2, 1)
+    ),
 }
 
 

@@ -1,11 +1,14 @@
 """Which worker sends the state to which."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from elasticd.channel.worker_messages import Holds
-from elasticd.worker.joining.exchange import HeldState, choose
+from elasticd.worker.joining.exchange import HeldState, _standings, choose
 from elasticd.worker.joining.transfer import Transfer
 
 
@@ -53,3 +56,18 @@ def test_takers_on_the_sources_node_read_its_memory():
     assert (choice.readers, choice.chain) == ((0, 4), (1, 2, 3))
     assert choose([one, one, other]) == Transfer(0, (1, 2), fresh=True, readers=(1,))
     assert choose([neither, neither]).readers == ()
+
+
+@pytest.mark.parametrize(("device", "is_reached"), [("cpu", True), ("meta", False)])
+def test_only_a_model_in_the_hosts_memory_is_read_there(device: str, is_reached: bool) -> None:
+    state: Any = SimpleNamespace(
+        contents=SimpleNamespace(parameters=lambda: [torch.empty(1, device=device)]),
+        comparison=SimpleNamespace(digests=lambda: [0] * 3),
+        progress=SimpleNamespace(marks=0),
+        holds=Holds.NONE,
+        agreed=0,
+        step=0,
+    )
+    world: Any = SimpleNamespace(size=1)
+    (mine,) = _standings(state, world)
+    assert (mine.reach != 0) == is_reached

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from elasticd.worker.joining import peer_memory, transfer
-from elasticd.worker.joining.peer_memory import PeerMemory, reach, shown
+from elasticd.worker.joining.peer_memory import PeerMemory, UnreadableMemory, reach, shown
 from elasticd.worker.joining.transfer import (
     ALONE_BYTES,
     PARCEL_BYTES,
@@ -49,6 +49,10 @@ def odd_tensors() -> list[torch.Tensor]:
         torch.randn(PARCEL_BYTES // 4 + 3),
         torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
         torch.randint(0, 9, (5,), dtype=torch.uint8),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.randn(3)),
+        torch.randn(3, 1).expand(3, 5),
+        torch.randn(6, 8)[:, ::2].t(),
     ]
 
 
@@ -175,20 +179,61 @@ def test_parameters_of_every_kind_and_size_arrive_in_their_place(
     monkeypatch.setattr(transfer, "PARCEL_BYTES", 4096)
     sent = {str(n): tensor for n, tensor in enumerate([*odd_tensors(), torch.randn(3000), torch.randn(5)])}
     own = {name: torch.empty_like(tensor) for name, tensor in sent.items()}
+    assert sum(not tensor.is_contiguous() for tensor in own.values()) > 2
     own["0"] = torch.empty(2)  # of another shape
     own["1"] = torch.empty(0, dtype=torch.float64)
-    unlike = {"0", "1"} | {name for name, tensor in own.items() if not tensor.is_contiguous()}
     snapshot = {"parameters": {"model": sent, "unknown": {"0": torch.ones(3000)}}, "rest": torch.ones(3000)}
     threads = Threads(monkeypatch, Transfer(0, (1,), fresh=False, readers=readers))
     (arrived,) = threads.transfer(snapshot, lambda: {"model": own})
     assert {name for name, tensor in arrived["parameters"]["model"].items() if tensor is own[name]} == {
-        *own.keys() - unlike
+        *own.keys() - {"0", "1"}
     }
     for name, tensor in sent.items():
         got = arrived["parameters"]["model"][name]
         assert torch.equal(got, tensor) and got.dtype == tensor.dtype
     assert torch.equal(arrived["parameters"]["unknown"]["0"], torch.ones(3000))
     assert torch.equal(arrived["rest"], torch.ones(3000))
+
+
+@pytest.fixture(autouse=True)
+def unrefused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory._Refused, "so_far", False)
+
+
+def test_tensors_that_are_dense_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    show = transfer.shown
+
+    def look(tensors: list[torch.Tensor]) -> Any:
+        seen.extend(tensors)
+        return show(tensors)
+
+    monkeypatch.setattr(transfer, "shown", look)
+    dense = [torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.randn(4, 6).t()]
+    (arrived,) = Threads(monkeypatch, Transfer(0, (1,), fresh=False, readers=(1,))).transfer(
+        {"parameters": dense}
+    )
+    assert [one.data_ptr() for one in seen] == [one.data_ptr() for one in dense]
+    assert [one.stride() for one in arrived["parameters"]] == [one.stride() for one in dense]
+
+
+def test_takers_that_get_messages_do_not_keep_readers_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = Threads(monkeypatch, Transfer(0, (1, 2), fresh=False, readers=(2,)))
+    done: list[int] = []
+    send, has_read = transfer._send, transfer._has_read
+
+    def note_send(*args: Any) -> None:
+        done.append(0)
+        send(*args)
+
+    def note_answer(reader: int) -> bool:
+        done.append(reader)
+        return has_read(reader)
+
+    monkeypatch.setattr(transfer, "_send", note_send)
+    monkeypatch.setattr(transfer, "_has_read", note_answer)
+    threads.transfer({"parameters": [torch.ones(3)]})
+    assert done == [2, 0]
 
 
 @pytest.mark.parametrize("can_read", [True, False])
@@ -202,7 +247,7 @@ def test_takers_read_the_sources_memory_while_others_get_messages(
         assert torch.equal(arrived["parameters"][0], torch.arange(9.0)) and arrived["step"] == 7
 
 
-class Stopped(Exception):
+class WorldOver(Exception):
     pass
 
 
@@ -241,7 +286,7 @@ def test_a_worker_reads_nothing_of_a_process_that_is_not_the_one_it_looks_for(
 ) -> None:
     where = peer[1].clone()
     where[2] += 1
-    with pytest.raises(OSError, match=f"process {peer[0]} is another worker here"):
+    with pytest.raises(UnreadableMemory, match=f"process {peer[0]} is another worker here"):
         PeerMemory(where, lambda: None)
 
 
@@ -249,8 +294,9 @@ def test_a_read_of_a_process_that_has_ended_fails(peer: tuple[int, torch.Tensor]
     memory = PeerMemory(peer[1], lambda: None)
     os.kill(peer[0], signal.SIGKILL)
     os.waitid(os.P_PID, peer[0], os.WEXITED | os.WNOWAIT)
-    with pytest.raises(OSError, match="cannot be read"):
+    with pytest.raises(UnreadableMemory, match="cannot be read"):
         memory.read(1, torch.zeros(3))
+    assert reach() == 0, "it asks for messages from now on"
 
 
 def test_a_long_read_ends_with_the_world(
@@ -263,10 +309,10 @@ def test_a_long_read_ends_with_the_world(
         nonlocal left
         left -= 1
         if left == 0:
-            raise Stopped
+            raise WorldOver
 
     place = torch.zeros(100, dtype=torch.int64)
-    with pytest.raises(Stopped):
+    with pytest.raises(WorldOver):
         PeerMemory(peer[1], go_on).read(0, place)
     assert torch.equal(place[:40], torch.arange(40) + 1000) and not place[40:].any()
 

@@ -121,7 +121,8 @@ def _why_lost(step: int) -> str:
 
 def _standings(state: CommittedState, world: World) -> list[HeldState]:
     """Return the state that each worker brings, by rank."""
-    mine = [_HOLDS.index(state.holds), state.agreed, state.step, state.progress.marks, reach()]
+    in_reach = reach() if all(p.device.type == "cpu" for p in state.contents.parameters()) else 0
+    mine = [_HOLDS.index(state.holds), state.agreed, state.step, state.progress.marks, in_reach]
     heard = gathered([*mine, *state.comparison.digests()], world)
     return [
         HeldState(_HOLDS[holds], agreed, step, marks, its_reach, Digests(*digests))

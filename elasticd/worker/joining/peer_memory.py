@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from elasticd.worker.values.plaindata import number_of
-from elasticd.worker.world.group import device
 
 PIECE_BYTES = 64 << 20  # what is read at once
 _PR_SET_PTRACER = 0x59616D61
@@ -46,16 +45,26 @@ _read_memory.argtypes = (
 )
 
 
+class UnreadableMemory(Exception):
+    """The memory of another process cannot be read: the process has ended, or the reading is forbidden."""
+
+
+class _Refused:
+    """Whether this process could once not read another worker's memory. It then asks for messages."""
+
+    so_far = False
+
+
 def reach() -> int:
     """Return a number that is the same in all workers that can read each other's memory; 0 if this worker has
-    no part in that. Workers with a GPU have none, since the memory of the GPU cannot be read so."""
-    if device().type != "cpu" or _yama_scope() > 1:
+    no part in that."""
+    if _Refused.so_far or _yama_scope() > 1:
         return 0
     mine = torch.tensor([1], device="cpu")
     try:
         _read(os.getpid(), mine.data_ptr(), torch.zeros_like(mine))
         place = f"{_BOOT.read_text()} {os.readlink('/proc/self/ns/pid')} {os.getppid()} {os.geteuid()}"
-    except OSError:  # no such system call, or it is forbidden
+    except (UnreadableMemory, OSError):  # no such system call, or it is forbidden
         return 0
     return number_of(hashlib.blake2b(place.encode(), digest_size=8)) or 1
 
@@ -79,7 +88,7 @@ def shown(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 class PeerMemory:
     """The tensors that another worker shows. ``where``: what ``shown`` yields. ``go_on``: called before each
-    piece that is read; the reading ends if it raises. Raises OSError if this process cannot read them."""
+    piece that is read; the reading ends if it raises. Raises UnreadableMemory."""
 
     def __init__(self, where: torch.Tensor, go_on: Callable[[], None]) -> None:
         self._pid, address, proof, *self._addresses = where.tolist()
@@ -87,11 +96,11 @@ class PeerMemory:
         found = torch.zeros(1, dtype=torch.int64, device="cpu")
         _read(self._pid, address, found)
         if int(found) != proof:
-            raise OSError(f"process {self._pid} is another worker here")
+            raise UnreadableMemory(f"process {self._pid} is another worker here")
 
     def read(self, number: int, place: torch.Tensor) -> None:
         """Copy the tensor of this number to ``place``, a contiguous tensor in the memory of the host with the
-        same shape and type. Raises OSError if the other process has ended."""
+        same number of bytes. Raises UnreadableMemory."""
         address = self._addresses[number]
         for piece in torch.split(place.detach().view(-1).view(torch.uint8), PIECE_BYTES):
             self._go_on()
@@ -100,15 +109,17 @@ class PeerMemory:
 
 
 def _read(pid: int, address: int, place: torch.Tensor) -> None:
-    """Fill the tensor with the bytes at the address in that process. Raises OSError."""
+    """Fill the tensor with the bytes at the address in that process. Raises UnreadableMemory."""
     done = 0
     while done < place.nbytes:
         left = place.nbytes - done
         here, there = _Span(place.data_ptr() + done, left), _Span(address + done, left)
         got = _read_memory(pid, here, 1, there, 1, 0)
         if got <= 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"the memory of process {pid} cannot be read: {os.strerror(code)}")
+            _Refused.so_far = True
+            raise UnreadableMemory(
+                f"the memory of process {pid} cannot be read: {os.strerror(ctypes.get_errno())}"
+            )
         done += got
 
 

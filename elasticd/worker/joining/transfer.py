@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from elasticd.checkpoint.client.objects import loaded
-from elasticd.worker.joining.peer_memory import PeerMemory, shown
-from elasticd.worker.values.plaindata import outlined, with_tensors
+from elasticd.worker.joining.peer_memory import PeerMemory, UnreadableMemory, shown
+from elasticd.worker.values.plaindata import emptied, outlined, with_tensors
 from elasticd.worker.world.group import World
 
 PARCEL_BYTES = 2 << 20  # small tensors are sent together, larger tensors in pieces of this size
@@ -63,7 +63,7 @@ def receive_snapshot(
         return _receive(transfer.chain, world.rank, overwritten)
     try:
         return _read(transfer.source, world, overwritten)
-    except OSError:
+    except UnreadableMemory:
         dist.send(_answer(whole=False), transfer.source)
     return _receive((transfer.source, world.rank), world.rank, overwritten)
 
@@ -72,20 +72,27 @@ def receive_snapshot(
 
 
 def _show(text: torch.Tensor, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
-    """Let the readers read the tensors, while the other takers get messages. Send messages to the readers
-    that cannot read."""
-    with shown([tensor.detach().cpu().contiguous() for tensor in tensors]) as where:
+    """Let the readers read the tensors. Then send messages to the other takers, and to the readers that
+    cannot read."""
+    with shown([_laid_out(tensor.detach().cpu()).contiguous() for tensor in tensors]) as where:
         for reader in transfer.readers:
             for part in (torch.tensor([len(text), len(where)], device="cpu"), text, where):
                 dist.send(part, reader)
-        if len(transfer.chain) > 1:
-            _send(text, tensors, transfer.chain)
-        have_read = [reader for reader in transfer.readers if _has_read(reader)]
+        refused = [reader for reader in transfer.readers if not _has_read(reader)]
     for reader in transfer.readers:
-        if reader in have_read:
+        if reader not in refused:
             dist.send(_answer(whole=True), reader)
-        else:
-            _send(text, tensors, (transfer.source, reader))
+    for order in (transfer.chain, *((transfer.source, reader) for reader in refused)):
+        if len(order) > 1:
+            _send(text, tensors, order)
+
+
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the tensor with its dimensions in the order of its memory: contiguous if the tensor is
+    dense, such as weights in ``channels_last``."""
+    strides = emptied(tensor).stride()
+    order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
+    return tensor.resolve_conj().resolve_neg().permute(order)
 
 
 def _has_read(reader: int) -> bool:
@@ -96,7 +103,7 @@ def _has_read(reader: int) -> bool:
 
 
 def _read(source: int, world: World, overwritten: Callable[[], Parameters] | None) -> dict[str, Any]:
-    """Read the snapshot in the memory of the source. Raises OSError if this worker cannot read there."""
+    """Read the snapshot in the memory of the source. Raises UnreadableMemory."""
     sizes = torch.zeros(2, dtype=torch.int64, device="cpu")
     dist.recv(sizes, source)
     text = torch.empty(int(sizes[0]), dtype=torch.uint8, device="cpu")
@@ -108,9 +115,9 @@ def _read(source: int, world: World, overwritten: Callable[[], Parameters] | Non
     got: dict[int, torch.Tensor] = {}
     for number, kind in enumerate(wanted):
         place = places.get(id(kind))
-        if place is None or place.device.type != "cpu":
-            place = torch.empty(kind.shape, dtype=kind.dtype, device="cpu")
-        memory.read(number, place)
+        if place is None or place.device.type != "cpu" or place.stride() != kind.stride():
+            place = torch.empty_like(kind, device="cpu")
+        memory.read(number, _laid_out(place.detach()))
         got[id(kind)] = place
     # The source answers only if it still waits, and has thus changed nothing meanwhile.
     dist.send(_answer(whole=True), source)
@@ -206,7 +213,7 @@ def _receive(order: Sequence[int], rank: int, overwritten: Callable[[], Paramete
     for together in _parcels(wanted):
         kinds = [wanted[i] for i in together]
         place = places.get(id(kinds[0]))
-        if len(kinds) == 1 and place is not None and place.nbytes == _room(place):
+        if len(kinds) == 1 and place is not None and place.is_contiguous() and place.nbytes == _room(place):
             chain.carry_to(place)
             got[id(kinds[0])] = place
             continue
@@ -244,7 +251,7 @@ def _places(outline: Parameters, own: Parameters) -> dict[int, torch.Tensor]:
         for module, parameters in outline.items()
         for name, arrives in parameters.items()
         if (mine := own.get(module, {}).get(name)) is not None
-        and mine.is_contiguous()
+        and not (mine.is_conj() or mine.is_neg())
         and (mine.shape, mine.dtype) == (arrives.shape, arrives.dtype)
     }
 
@@ -287,7 +294,7 @@ def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _unpacked(parcel: torch.Tensor, kinds: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -70,17 +70,26 @@ def plain_key(key: Any, name: str) -> Any:
 
 
 def outlined(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the data as bytes to send, without the contents of its tensors, and a list of the tensors."""
+    """Return the data as bytes to send, without the contents of its tensors, and a list of the tensors. The
+    bytes have the shapes, types and strides."""
     tensors: list[torch.Tensor] = []
 
     def leave_out(tensor: torch.Tensor) -> torch.Tensor:
         require_dense(tensor, "it")
         tensors.append(tensor)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return emptied(tensor)
 
     outline = io.BytesIO()
     torch.save(packed(with_tensors(value, leave_out)), outline)
     return outline.getvalue(), tensors
+
+
+def emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without content, with the shape and the type of this one. It is dense, and its
+    dimensions are in the same order in memory."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return torch.empty_like(tensor, device="meta")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def require_sendable(value: Any, name: str) -> None:

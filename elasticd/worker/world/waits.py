@@ -3,9 +3,9 @@
 If a connection is lost while a message is partly received, or not sent yet, Gloo waits on until its timeout,
 half an hour. Even a small message may not be sent yet, if the connection was shut down and Gloo has not
 noticed. So the training thread does not wait for Gloo. It waits for a future that completes when Gloo's
-future does, and fails when the world ends. Waits for a message between two workers, and for functional
-collectives (which DTensor uses), have no future. In these cases another thread waits, and is abandoned when
-the world ends.
+future does, and fails when the world ends. Waits for a message between two workers, for functional
+collectives (which DTensor uses), and for a model's buffers have no future. In these cases another thread
+waits, and is abandoned when the world ends.
 
 Gloo also has one timeout for messages and for connections. Where workers are connected when a group is made,
 the timeout must be short, since Gloo waits in vain for workers that die meanwhile. So this module waits for
@@ -37,6 +37,7 @@ _METHODS = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", 
 _wait_for_work = dist.Work.wait
 _future_of_work = dist.Work.get_future
 _pre_forward = DistributedDataParallel._pre_forward
+_share_buffers = DistributedDataParallel._distributed_broadcast_coalesced
 _FUNCTIONAL = "_c10d_functional"  # torch's library of functional collectives
 ENDED = "the world ended before"  # the messages of all errors of this module begin so
 _OVER = f"{ENDED} all workers had answered"
@@ -217,6 +218,7 @@ def use_group_timeouts() -> None:
         dist.Work.wait = _wait_until_end  # type: ignore[assignment, method-assign]
         dist.Work.get_future = _future_until_end  # type: ignore[assignment, method-assign]
         DistributedDataParallel._pre_forward = _pre_forward_until_end  # type: ignore[assignment, method-assign]
+        DistributedDataParallel._distributed_broadcast_coalesced = _share_buffers_until_end  # type: ignore[assignment, method-assign]
     if _Ends.functional is None and not torch.cuda.is_available():
         library = torch.library.Library(_FUNCTIONAL, "IMPL")  # type: ignore[no-untyped-call]
         library.impl("wait_tensor", _wait_for_tensor_until_end, "CPU")  # type: ignore[no-untyped-call]
@@ -263,6 +265,19 @@ def _pre_forward_until_end(model: DistributedDataParallel, *args: Any, **kwargs:
         _Ends.trained.add(model)
         _add_up_until_end(model)
     return _pre_forward(model, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _share_buffers_until_end(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    """Have all workers take one worker's buffers, until the world ends. Raises RuntimeError then."""
+    if torch.cuda.is_available():
+        _share_buffers(model, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return
+
+    def share() -> None:
+        with torch.no_grad():  # of each thread
+            _share_buffers(model, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    _in_another_thread(share)
 
 
 def _add_up_until_end(model: DistributedDataParallel) -> None:
