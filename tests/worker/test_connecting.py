@@ -17,7 +17,7 @@ from elasticd.worker.world import connecting, destroying, waits
 from elasticd.worker.world.destroying import sockets
 from elasticd.worker.world.group import WorldChanged
 from tests.worker.crew import Crew
-from tests.worker.jobs import NOTHING, Accident, work_in_a_large_world
+from tests.worker.jobs import NOTHING, Accident, Gate, work_in_a_large_world
 from tests.worker.test_survival import assert_exact
 from tests.worker.test_world import a_world
 
@@ -148,8 +148,16 @@ def test_a_death_in_a_world_whose_workers_are_connected_late_is_survived(
 
 
 def test_a_newcomer_joins_workers_that_are_connected_late(crew: Crew, tmp_path, undisturbed: dict) -> None:
-    crew.begin(tmp_path, Accident("forward", 3), NOTHING, job=work_in_a_large_world)
-    crew.until(lambda: crew.hands[0].status is not None)
-    crew.grow(crew.start(work_in_a_large_world, str(tmp_path), "2"))
+    gate = Gate(tmp_path / "gate")
+    for name, accident in enumerate(
+        (Accident("forward", 3), Accident("start", 4, gate.wait_and_leave), NOTHING)
+    ):
+        crew.start(work_in_a_large_world, str(tmp_path), str(name), accident)
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands[:2])
+    crew.until(lambda: crew.round == 2)
+    gate.until_somebody_waits()
+    crew.close(planned=True)
+    gate.open()
     crew.all_ended()
     assert_exact(crew, tmp_path, {0}, undisturbed)
