@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticd.worker.world import connecting, destroying, waits
+from elasticd.worker.world import connecting, destroying, group, waits
 from elasticd.worker.world.destroying import sockets
 from elasticd.worker.world.group import WorldChanged
 from tests.worker.crew import Crew
@@ -62,7 +63,7 @@ class GroupsOfTwo:
 
     def add_up(self) -> list[float]:
         sums = [torch.ones(1), torch.ones(1)]
-        for work in [group.allreduce([mine]) for group, mine in zip(self.groups.values(), sums, strict=True)]:
+        for work in [one.allreduce([mine]) for one, mine in zip(self.groups.values(), sums, strict=True)]:
             waits._wait_for_work(work, timedelta(0))  # torch's own, which another world's end does not end
         return [float(mine) for mine in sums]
 
@@ -97,6 +98,52 @@ def test_a_world_that_ends_cuts_connections_that_were_made_after_its_group(
     world.close()
     with pytest.raises(RuntimeError, match="gloo"):
         both.add_up()
+
+
+@pytest.fixture
+def unforked() -> Iterator[None]:
+    """What a world notes for forked children."""
+    yield
+    group._present.clear()
+
+
+def test_a_forked_process_keeps_no_connection_of_the_world(
+    unforked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else gloo ends the parent with SIGABRT when it destroys a late group."""
+    monkeypatch.setenv(connecting.LATE, "1")
+    group._spare_children()
+    world = a_world()
+
+    def make(join: Callable[[], None]) -> None:
+        with world._connecting():
+            join()
+        world._listeners.update(connecting.listening(world._connections))
+
+    both = GroupsOfTwo(make)
+    assert both.add_up() == [2.0, 2.0]
+    group._present[:] = [world]
+    of_the_world = world._connections | world._made_later()
+    said, says = os.pipe()
+    if not os.fork():
+        os.write(says, str(len(of_the_world & set(sockets()))).encode())
+        os._exit(0)
+    assert os.read(said, 9) == b"0"
+    os.wait()
+    assert len(of_the_world & set(sockets())) == 4 and both.add_up() == [2.0, 2.0]
+
+
+def test_a_forked_process_keeps_no_connection_of_a_group_that_could_not_be_destroyed_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        its = {each for each in sockets() if each[0] == one.fileno()}
+        monkeypatch.setattr(destroying, "_dropping", [(threading.Thread(), 0.0, its)])
+        destroying.let_go(destroying.left_behind())
+        assert not its & set(sockets())
+        with pytest.raises(BrokenPipeError):
+            other.send(b"x")
 
 
 TALKS: dict[str, Callable[[], object]] = {

@@ -38,7 +38,8 @@ _MODIFY = 3  # EPOLL_CTL_MOD
 # struct epoll_event: see <sys/epoll.h>, packed on x86
 _EVENT = struct.Struct("=IQ" if platform.machine() in ("x86_64", "i686") else "@IQ")
 _under_way: list[threading.Thread] = []
-_dropping: list[tuple[threading.Thread, float]] = []  # threads in a destructor, each with its latest end
+# threads in a destructor, each with its latest end, and the connections of the groups
+_dropping: list[tuple[threading.Thread, float, Set[tuple[int, str]]]] = []
 
 
 def begin(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
@@ -65,7 +66,7 @@ os.register_at_fork(before=settle)
 
 @atexit.register
 def _wait_for_slow_destructors() -> None:
-    for thread, until in tuple(_dropping):
+    for thread, until, _ in tuple(_dropping):
         thread.join(max(0.0, until - time.monotonic()))
 
 
@@ -78,7 +79,7 @@ def _destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]])
 
     dropping = threading.Thread(target=drop, name="elasticd-drop", daemon=True)
     _dropping[:] = [
-        (dropping, time.monotonic() + SLOW_S),
+        (dropping, time.monotonic() + SLOW_S, connections),
         *(each for each in _dropping if each[0].is_alive()),
     ]
     dropping.start()
@@ -89,6 +90,22 @@ def _destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]])
 def is_held(groups: list[dist.ProcessGroup]) -> bool:
     """Whether anything besides the list holds a reference to one of its groups."""
     return any(sys.getrefcount(groups[number]) > 2 for number in range(len(groups)))
+
+
+def left_behind() -> set[tuple[int, str]]:
+    """Return the connections of groups whose destructor has not ended."""
+    return {one for _, _, connections in tuple(_dropping) for one in connections}
+
+
+def let_go(connections: Set[tuple[int, str]]) -> None:
+    """Put the null device in the place of these sockets. Their descriptors stay in use, since gloo's objects
+    still have the numbers."""
+    there = connections & set(sockets())
+    if there:
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor, _ in there:
+            os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
 
 
 def sockets() -> Iterator[tuple[int, str]]:

@@ -150,6 +150,7 @@ class World:
         """
         self._commit = commit
         _spare_children()
+        _present[:] = [self]
         with self.or_over():
             late = connecting.is_late(self.size)
             with self._connecting():
@@ -344,6 +345,7 @@ class World:
     def forget(self) -> None:
         """Destroy the groups. Nothing of them stays in memory unless the script holds references."""
         c10d._new_process_group_helper = _make_group
+        _present.clear()
         groups = [*c10d._world.pg_map]
         if dist.is_initialized():
             try:
@@ -451,12 +453,20 @@ class World:
             now = set(sockets())
             if self._others is not None:
                 self._connections |= now - self._others
-            late = {one for _, watched in destroying.loops_of(self._listeners) for one in watched}
+            late = self._made_later()
             self._connections |= late
             for descriptor, _ in (now & self._connections) | late:
                 _shut(descriptor)
         if torch.cuda.is_available():  # aborting communicators may take a while
             _abort_communicators()
+
+    def _made_later(self) -> set[tuple[int, str]]:
+        """Return the connections that gloo has made since the groups were made."""
+        return {one for _, watched in destroying.loops_of(self._listeners) for one in watched}
+
+    def let_go(self) -> None:
+        """Give up the connections in a forked child, which has none of the threads that serve them."""
+        destroying.let_go(self._connections | self._made_later())
 
 
 def or_over(world: World | None) -> contextlib.AbstractContextManager[None]:
@@ -489,13 +499,27 @@ def all_have(number: int, world: World) -> bool:
     return bool(largest == -negated_least)
 
 
+_present: list[World] = []  # the world of this process, if it has formed
+
+
 @functools.cache
 def _spare_children() -> None:
-    """Exclude present objects from garbage collection in forked children, such as a DataLoader's.
+    """Exclude present objects from garbage collection in forked children, such as a DataLoader's, and give up
+    the connections there.
 
     A forked child has no threads of its parent's groups, so destroying such a group there crashes or hangs.
+    If the child kept the connections, other workers would not notice the death of its parent. In a group that
+    is connected late, gloo relies on the connections to leave its event loop once the parent has closed them,
+    and else calls std::terminate.
     """
-    os.register_at_fork(after_in_child=gc.freeze)
+
+    def spare() -> None:
+        gc.freeze()
+        for world in _present:
+            world.let_go()
+        destroying.let_go(destroying.left_behind())
+
+    os.register_at_fork(after_in_child=spare)
 
 
 def is_of_the_group(failure: BaseException | None) -> bool:
