@@ -85,13 +85,18 @@ def resize(workers: int, tries: int) -> None:
 @click.option("--seconds", default=180.0, help="How long, of each launcher.")
 @click.option("--every", default=20.0, help="Seconds between kills.")
 @click.option("--torchrun/--no-torchrun", default=True)
-def goodput(workers: int, seconds: float, every: float, torchrun: bool) -> None:
+@click.option("--only", multiple=True, help="Of the launchers, those whose names begin so.")
+def goodput(workers: int, seconds: float, every: float, torchrun: bool, only: tuple[str, ...]) -> None:
     """The steps made while a worker is killed every so often, as a share of the steps of an
     undisturbed run."""
     from tests.bench.goodput import goodput as measure
 
-    for line in measure(workers, seconds, every, torchrun):
+    lines = 0
+    for line in measure(workers, seconds, every, torchrun, only):
         click.echo(line)
+        lines += 1
+    if lines == 1:  # the heading
+        raise click.ClickException(f"no launcher has a name that begins with {' or '.join(only)}")
 
 
 @main.command("node-loss")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 
 from tests.bench import launch
 from tests.bench.launch import Launched
@@ -37,7 +38,12 @@ class Kept:
 
     def __str__(self) -> str:
         shares = self.shares
-        return f"{median(shares):7.1%}  ({len(shares)} kills, {min(shares):.1%} to {max(shares):.1%})"
+        kills, least, most = len(shares), min(shares), max(shares)
+        error = stdev(shares) / math.sqrt(kills) if kills > 1 else math.nan
+        return (
+            f"{median(shares):7.1%}  (mean {mean(shares):.1%}, standard error {error:.1%}; "
+            f"{kills} kills, {least:.1%} to {most:.1%})"
+        )
 
 
 class StillDown(Exception):
@@ -78,10 +84,13 @@ def _kept(launcher: Launcher, workers: int, kills: int, every_s: float) -> Kept:
             steps.close()
 
 
-def goodput(workers: int, lasts_s: float, every_s: float, torchrun: bool) -> Iterator[str]:
-    """Yield a line for each launcher, which trains for ``lasts_s`` seconds."""
+def goodput(
+    workers: int, lasts_s: float, every_s: float, torchrun: bool, only: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield a line for each launcher, which trains for ``lasts_s`` seconds. ``only``: those whose names begin
+    so."""
     rows: dict[str, Launcher] = {
-        "elasticd in place, with a spare": lambda s, log: launch.elasticd_in_place(workers, s, log, spares=1),
+        "elasticd with a spare": lambda s, log: launch.elasticd_in_place(workers, s, log, spares=1),
         "elasticd in place": lambda s, log: launch.elasticd_in_place(workers, s, log, spares=0),
         "elasticd, script as it is": lambda s, log: launch.elasticd_alone(workers, s, log),
     }
@@ -90,6 +99,8 @@ def goodput(workers: int, lasts_s: float, every_s: float, torchrun: bool) -> Ite
     kills = max(1, round(lasts_s / every_s))
     yield f"a worker of {workers} killed every {every_s:g} s: steps made, of an undisturbed run's"
     for name, launcher in rows.items():
+        if only and not name.startswith(tuple(only)):
+            continue
         try:
             share = str(_kept(launcher, workers, kills, every_s))
         except StillDown:
