@@ -1,5 +1,7 @@
 """The state arrives unchanged in the workers that take it."""
 
+import ctypes
+import errno
 import math
 import os
 import queue
@@ -196,8 +198,8 @@ def test_parameters_of_every_kind_and_size_arrive_in_their_place(
 
 
 @pytest.fixture(autouse=True)
-def unrefused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_memory._Refused, "so_far", False)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory._Forbidden, "so_far", False)
 
 
 def test_tensors_that_are_dense_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +298,7 @@ def test_a_read_of_a_process_that_has_ended_fails(peer: tuple[int, torch.Tensor]
     os.waitid(os.P_PID, peer[0], os.WEXITED | os.WNOWAIT)
     with pytest.raises(UnreadableMemory, match="cannot be read"):
         memory.read(1, torch.zeros(3))
-    assert reach() == 0, "it asks for messages from now on"
+    assert reach() != 0
 
 
 def test_a_long_read_ends_with_the_world(
@@ -332,6 +334,21 @@ def test_a_worker_that_may_not_be_traced_has_no_reach(
     monkeypatch.setattr(peer_memory, "_YAMA", tmp_path / "ptrace_scope")
     (tmp_path / "ptrace_scope").write_text(f"{scope}\n")
     assert (reach() != 0) == (scope in "01")
+
+
+def test_a_worker_that_was_once_forbidden_to_read_asks_for_messages(
+    peer: tuple[int, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(*_: Any) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    memory = PeerMemory(peer[1], lambda: None)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(peer_memory, "_read_memory", forbid)
+        with pytest.raises(UnreadableMemory, match="not permitted"):
+            memory.read(1, torch.zeros(3))
+    assert reach() == 0
 
 
 def test_a_worker_without_the_system_call_has_no_reach(monkeypatch: pytest.MonkeyPatch) -> None:

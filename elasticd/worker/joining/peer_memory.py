@@ -11,6 +11,7 @@ to its parent, the warden, and thereby to the warden's descendants, for as long 
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import secrets
@@ -24,6 +25,7 @@ from elasticd.worker.values.plaindata import number_of
 
 PIECE_BYTES = 64 << 20  # what is read at once
 _PR_SET_PTRACER = 0x59616D61
+_FORBIDS = {errno.EPERM, errno.EACCES, errno.ENOSYS}
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -49,8 +51,9 @@ class UnreadableMemory(Exception):
     """The memory of another process cannot be read: the process has ended, or the reading is forbidden."""
 
 
-class _Refused:
-    """Whether this process could once not read another worker's memory. It then asks for messages."""
+class _Forbidden:
+    """Whether the kernel once forbade this process to read another worker's memory. The process then asks for
+    messages."""
 
     so_far = False
 
@@ -58,7 +61,7 @@ class _Refused:
 def reach() -> int:
     """Return a number that is the same in all workers that can read each other's memory; 0 if this worker has
     no part in that."""
-    if _Refused.so_far or _yama_scope() > 1:
+    if _Forbidden.so_far or _yama_scope() > 1:
         return 0
     mine = torch.tensor([1], device="cpu")
     try:
@@ -116,10 +119,9 @@ def _read(pid: int, address: int, place: torch.Tensor) -> None:
         here, there = _Span(place.data_ptr() + done, left), _Span(address + done, left)
         got = _read_memory(pid, here, 1, there, 1, 0)
         if got <= 0:
-            _Refused.so_far = True
-            raise UnreadableMemory(
-                f"the memory of process {pid} cannot be read: {os.strerror(ctypes.get_errno())}"
-            )
+            code = ctypes.get_errno()
+            _Forbidden.so_far = _Forbidden.so_far or code in _FORBIDS
+            raise UnreadableMemory(f"the memory of process {pid} cannot be read: {os.strerror(code)}")
         done += got
 
 
