@@ -49,6 +49,7 @@ def waits_end() -> Iterator[None]:
     yield
     dist.Work.wait, dist.Work.get_future = wait, future  # type: ignore[method-assign]
     DistributedDataParallel._pre_forward = waits._pre_forward  # type: ignore[method-assign]
+    DistributedDataParallel._distributed_broadcast_coalesced = waits._share_buffers  # type: ignore[method-assign]
     waits._Ends.patched = False
     waits._Ends.before = waits._Ends.so_far
     waits._Ends.functional = None
