@@ -125,11 +125,13 @@ def test_a_forked_process_keeps_no_connection_of_the_world(
     group._present[:] = [world]
     of_the_world = world._connections | world._made_later()
     said, says = os.pipe()
-    if not os.fork():
+    if not (child := os.fork()):
         os.write(says, str(len(of_the_world & set(sockets()))).encode())
         os._exit(0)
     assert os.read(said, 9) == b"0"
-    os.wait()
+    os.waitpid(child, 0)
+    os.close(said)
+    os.close(says)
     assert len(of_the_world & set(sockets())) == 4 and both.add_up() == [2.0, 2.0]
 
 
