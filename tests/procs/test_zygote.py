@@ -342,36 +342,23 @@ def test_as_many_workers_are_forked_in_advance_as_were_last_asked_for_at_once(
     assert embryos[2] in named(bench.warden, "elasticd-embryo")
 
 
-def test_the_death_of_what_is_forked_ahead_costs_nothing(
-    bench: Bench, staying: tuple[LocalProcs, int]
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_is_forked_ahead_and_dies_or_does_not_answer_is_replaced(
+    bench: Bench, staying: tuple[LocalProcs, int], number: signal.Signals
 ) -> None:
     procs, _ = staying
     bench.start(procs, 3)
     wait_until(lambda: len(named(bench.warden, "elasticd-embryo")) == 3, "three are forked")
-    _, killed, _ = embryos = named(bench.warden, "elasticd-embryo")
+    _, lost, _ = embryos = named(bench.warden, "elasticd-embryo")
     bench.kill(procs, 3)
-    os.kill(killed, signal.SIGKILL)
-    wait_until_gone([killed])
+    os.kill(lost, number)
+    if number == signal.SIGKILL:
+        wait_until_gone([lost])
     bench.start(procs, 3)
     said = [line.split() for line in bench.console.wait_for_lines(3)]
     assert {forked for forked, *_ in said} == {b"True"}
-    assert {int(pid) for _, pid, _ in said} & {*embryos} == {*embryos} - {killed}
-
-
-def test_what_is_forked_ahead_and_does_not_answer_is_killed_and_replaced(
-    bench: Bench, staying: tuple[LocalProcs, int]
-) -> None:
-    procs, _ = staying
-    bench.start(procs, 3)
-    wait_until(lambda: len(named(bench.warden, "elasticd-embryo")) == 3, "three are forked")
-    _, stopped, _ = embryos = named(bench.warden, "elasticd-embryo")
-    bench.kill(procs, 3)
-    os.kill(stopped, signal.SIGSTOP)
-    bench.start(procs, 3)
-    said = [line.split() for line in bench.console.wait_for_lines(3)]
-    assert {forked for forked, *_ in said} == {b"True"}
-    assert {int(pid) for _, pid, _ in said} & {*embryos} == {*embryos} - {stopped}
-    wait_until_gone([stopped])
+    assert {int(pid) for _, pid, _ in said} & {*embryos} == {*embryos} - {lost}
+    wait_until_gone([lost])
 
 
 def test_what_is_forked_ahead_ends_with_the_zygote(bench: Bench, staying: tuple[LocalProcs, int]) -> None:

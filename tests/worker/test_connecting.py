@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.worker.world import connecting, destroying, group, waits
 from elasticd.worker.world.destroying import sockets
-from elasticd.worker.world.group import WorldChanged
+from elasticd.worker.world.group import World, WorldChanged
 from tests.worker.crew import Crew
 from tests.worker.jobs import NOTHING, Accident, Gate, work_in_a_large_world
 from tests.worker.test_survival import assert_exact
@@ -82,9 +82,8 @@ def test_members_of_a_group_that_is_connected_late_have_no_connection_before_the
     assert len(set(sockets()) - before) == 4
 
 
-def test_a_world_that_ends_cuts_connections_that_were_made_after_its_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def a_world_with_a_late_group(monkeypatch: pytest.MonkeyPatch) -> tuple[World, GroupsOfTwo]:
+    """Return a world, and a group of the world whose members have talked."""
     monkeypatch.setenv(connecting.LATE, "1")
     world = a_world()
 
@@ -95,6 +94,13 @@ def test_a_world_that_ends_cuts_connections_that_were_made_after_its_group(
 
     both = GroupsOfTwo(make)
     assert both.add_up() == [2.0, 2.0]
+    return world, both
+
+
+def test_a_world_that_ends_cuts_connections_that_were_made_after_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, both = a_world_with_a_late_group(monkeypatch)
     world.close()
     with pytest.raises(RuntimeError, match="gloo"):
         both.add_up()
@@ -111,19 +117,10 @@ def test_a_forked_process_keeps_no_connection_of_the_world(
     unforked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else gloo ends the parent with SIGABRT when it destroys a late group."""
-    monkeypatch.setenv(connecting.LATE, "1")
     group._spare_children()
-    world = a_world()
-
-    def make(join: Callable[[], None]) -> None:
-        with world._connecting():
-            join()
-        world._listeners.update(connecting.listening(world._connections))
-
-    both = GroupsOfTwo(make)
-    assert both.add_up() == [2.0, 2.0]
+    world, both = a_world_with_a_late_group(monkeypatch)
     group._present[:] = [world]
-    of_the_world = world._connections | world._made_later()
+    of_the_world = world.connections()
     said, says = os.pipe()
     if not (child := os.fork()):
         os.write(says, str(len(of_the_world & set(sockets()))).encode())

@@ -453,20 +453,21 @@ class World:
             now = set(sockets())
             if self._others is not None:
                 self._connections |= now - self._others
-            late = self._made_later()
+            late = self._connected_late()
             self._connections |= late
             for descriptor, _ in (now & self._connections) | late:
                 _shut(descriptor)
         if torch.cuda.is_available():  # aborting communicators may take a while
             _abort_communicators()
 
-    def _made_later(self) -> set[tuple[int, str]]:
+    def _connected_late(self) -> set[tuple[int, str]]:
         """Return the connections that gloo has made since the groups were made."""
         return {one for _, watched in destroying.loops_of(self._listeners) for one in watched}
 
-    def let_go(self) -> None:
-        """Give up the connections in a forked child, which has none of the threads that serve them."""
-        destroying.let_go(self._connections | self._made_later())
+    def connections(self) -> set[tuple[int, str]]:
+        """Return the connections of all groups of the world: descriptors and ids, as from
+        ``destroying.sockets``."""
+        return self._connections | self._connected_late()
 
 
 def or_over(world: World | None) -> contextlib.AbstractContextManager[None]:
@@ -515,9 +516,7 @@ def _spare_children() -> None:
 
     def spare() -> None:
         gc.freeze()
-        for world in _present:
-            world.let_go()
-        destroying.let_go(destroying.left_behind())
+        destroying.let_go(destroying.left_behind().union(*(world.connections() for world in _present)))
 
     os.register_at_fork(after_in_child=spare)
 
