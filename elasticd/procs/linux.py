@@ -19,6 +19,7 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FLAGS = 6  # of the fields that ``stat_of`` returns
 _PF_EXITING = 0x4
+_ENDED = (b"Z", b"X")  # states of a process: a zombie, and one that is being reaped
 
 TAKING_DOWN_S = 60.0  # the time to wait for a process that is exiting (40 GB of memory, a GPU)
 
@@ -146,7 +147,7 @@ def started_at(pid: int) -> int:
     """Return when a process started, in clock ticks since boot, to recognise a reused pid; 0 if the process
     does not exist or is a zombie."""
     fields = stat_of(pid)
-    return int(fields[19]) if len(fields) > 19 and fields[0] not in (b"Z", b"X") else 0
+    return int(fields[19]) if len(fields) > 19 and fields[0] not in _ENDED else 0
 
 
 def was_started_with(pid: int, variables: Iterable[str]) -> bool:
@@ -166,12 +167,21 @@ def came_from(pid: int, sessions: Container[int], variables: Iterable[str]) -> b
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Return whether a process is the resource tracker of multiprocessing or joblib. The tracker ends after
-    all users of its pipe have exited, and removes the shared memory and semaphores that they left."""
+    """Return whether a process is the resource tracker of multiprocessing or joblib, or may become one. The
+    tracker ends after all users of its pipe have exited, and removes the shared memory and semaphores that
+    they left.
+
+    In the middle of execve a process has no command line yet, and the process that started it goes on
+    already. On a busy machine this takes many milliseconds.
+    """
     try:
-        return b"resource_tracker import main" in _read(f"/proc/{pid}/cmdline")
+        command = _read(f"/proc/{pid}/cmdline")
     except OSError:
         return False
+    if not command:
+        stat = stat_of(pid)
+        return bool(stat) and stat[0] not in _ENDED and not is_exiting(stat)
+    return b"resource_tracker import main" in command
 
 
 def kill(pid: int, signal_number: int) -> None:

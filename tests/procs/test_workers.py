@@ -8,6 +8,7 @@ import os
 import queue
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from elasticd.core.page_layout import ASTRAY
-from elasticd.procs.linux import children
+from elasticd.procs.linux import children, is_resource_tracker
 from elasticd.procs.logdest import LogDest
 from elasticd.procs.warden_client import WardenError
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
@@ -273,6 +274,20 @@ def test_shared_memory_of_a_killed_worker_is_removed_by_pythons_own_tracker(benc
     bench.wait(2)
     wait_until_gone(family["tracker"] for family in families)
     assert not any(os.path.exists(path) for family in families for path in family["shared"])
+
+
+def test_a_tracker_is_recognised_however_soon_after_its_start() -> None:
+    """The process that starts a tracker goes on before the kernel shows the tracker's command line."""
+    start = "from multiprocessing.resource_tracker import main;main(0)"
+    for _ in range(50):
+        with subprocess.Popen([sys.executable, "-S", "-c", start], stdin=subprocess.PIPE) as tracker:
+            assert is_resource_tracker(tracker.pid)
+
+
+def test_a_zombie_is_no_tracker() -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_resource_tracker(ended.pid)
 
 
 def test_a_tracker_that_does_not_end_is_killed_in_the_end(bench: Bench) -> None:
