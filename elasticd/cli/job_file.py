@@ -61,6 +61,8 @@ def read_job_file(path: Path, kinds: Mapping[str, OptionKind]) -> JobFile:
     options = {name.replace("-", "_"): value for name, value in found.items()}
     if len(options) < len(found):
         raise CommandError(f"{path}: an option is given twice, with a dash and with an underscore.")
+    if any(isinstance(text, str) and "\0" in text for text in (script, *args, *options.values())):
+        raise CommandError(f"{path}: a text has a NUL character, which no argument of a program can have.")
     for name, value in options.items():
         if name not in kinds:
             close = difflib.get_close_matches(name, kinds, 1)

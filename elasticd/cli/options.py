@@ -468,7 +468,7 @@ def _names() -> frozenset[str]:
 def _kind(option: click.Option) -> OptionKind:
     if option.is_flag:
         return OptionKind.FLAG
-    if isinstance(option.type, Whole | Seconds):
+    if isinstance(option.type, Whole | Seconds | click.types.IntParamType | click.types.FloatParamType):
         return OptionKind.NUMBER
     return OptionKind.TEXT if isinstance(option.type, click.Path) else OptionKind.ANY
 

@@ -13,6 +13,7 @@ import functools
 import math
 import multiprocessing
 import os
+import selectors
 import signal
 import socket
 import sys
@@ -34,7 +35,6 @@ from elasticd.worker.world.destroying import sockets
 from elasticd.worker.world.group import World, WorldChanged
 
 PATIENCE = timedelta(seconds=300)
-LOOK_EVERY_S = 1.0  # for a process that has ended without a word
 TOLD = 1  # the exit code of a process that has told its error
 SHOWN_MAX = 1000  # characters of an error: what is sent through a pipe at once is not mixed with the others'
 SUMS = 5
@@ -154,12 +154,20 @@ def _processes(works: Mapping[str, Callable[[], object]], tells: Connection) -> 
 def _heard(count: int, hears: Connection, pids: Mapping[str, int]) -> list[list[float]]:
     """Return the figures that so many workers tell. Raises RuntimeError if a process fails."""
     found: list[list[float]] = []
-    while len(found) < count:
-        said = hears.recv() if hears.poll(LOOK_EVERY_S) else ""
-        if not isinstance(said, str):
-            found.append(said)
-        elif failed := _ended(pids) or said:  # the others fail because of a process that was killed
-            raise RuntimeError(failed)
+    with contextlib.ExitStack() as stack:
+        heard_or_ended = stack.enter_context(selectors.DefaultSelector())
+        heard_or_ended.register(hears, selectors.EVENT_READ)
+        for pid in pids.values():
+            end = os.pidfd_open(pid)
+            stack.callback(os.close, end)
+            heard_or_ended.register(end, selectors.EVENT_READ)
+        while len(found) < count:
+            heard_or_ended.select()
+            said = hears.recv() if hears.poll() else ""
+            if not isinstance(said, str):
+                found.append(said)
+            elif failed := _ended(pids) or said:  # the others fail because of a process that was killed
+                raise RuntimeError(failed)
     return found
 
 
