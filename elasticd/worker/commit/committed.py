@@ -419,9 +419,10 @@ class CommittedState:
             self.saves.save_first_commit()
 
     def has_newer(self, age: Age, world: World) -> bool:
-        """Whether a newer state than this age was kept anywhere. All workers of the world call it
-        together."""
-        return self.saves is not None and self.saves.has_newer(age, world)
+        """Whether a newer state than this age was kept by a world of which no worker is left: by one between
+        the age's and this one. All workers of the world call it together."""
+        between = age.agreed < world.number - 1
+        return between and self.saves is not None and self.saves.has_newer(age, world)
 
     def resume(self, world: World, beyond: Age | None = None) -> str:
         """Load the newest kept state, on all workers of the world together.

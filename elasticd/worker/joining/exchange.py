@@ -77,8 +77,7 @@ def agree(state: CommittedState, world: World) -> Source:
     tier = ""
     if choice.fresh:
         tier = state.resume(world)
-    elif age.agreed < world.number - 1 and state.has_newer(age, world):
-        # A kept state may be of a later world, of which no worker is left.
+    elif state.has_newer(age, world):
         tier = state.resume(world, beyond=age)
     if tier:
         state.agree(world.number)

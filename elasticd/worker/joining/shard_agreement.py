@@ -150,8 +150,7 @@ def _continue(
     point = choice.point
     _take(state, shards, world, choice, brought)
     age = Age(point.round, point.step)
-    if point.round < world.number - 1 and state.has_newer(age, world):
-        # A kept state may be of a later world, of which no worker is left.
+    if state.has_newer(age, world):
         if tier := state.resume(world, beyond=age):
             _keep_loaded(state, shards, world, brought)
             return Source(tier)

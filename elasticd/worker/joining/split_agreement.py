@@ -43,8 +43,7 @@ def agree_on_parts(state: CommittedState, split: SplitState, world: World) -> So
     tier = ""
     if age is None:
         tier = state.resume(world)
-    elif age.agreed < world.number - 1 and state.has_newer(age, world):
-        # A kept state may be of a later world, of which no worker is left.
+    elif state.has_newer(age, world):
         tier = state.resume(world, beyond=age)
     if tier:
         split.place, split.generations = place, []
