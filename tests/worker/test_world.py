@@ -223,14 +223,15 @@ def end_together(worlds: list[World], commit: int) -> bool:
     return all(end.get(timeout=ANSWER_S_MAX) for end in ends)
 
 
-def until_a_wait_holds(client: dist.TCPStore) -> None:
-    """Return once a wait of another thread keeps other calls of the client from their answers."""
+def until_a_wait_holds(client: dist.TCPStore) -> queue.SimpleQueue[object]:
+    """Return once a wait of another thread keeps other calls of the client from their answers. The queue gets
+    the answer of such a call once the wait is over."""
     while True:
-        call = threading.Thread(target=client.add, args=("calls", 1), daemon=True)
-        call.start()
-        call.join(0.1)
-        if call.is_alive():
-            return
+        answer = begun(lambda: client.add("calls", 1))
+        try:
+            answer.get(timeout=0.1)
+        except queue.Empty:
+            return answer
 
 
 def test_a_planned_end_makes_no_connection_while_no_worker_waits(pair: Pair) -> None:
@@ -262,12 +263,13 @@ def test_a_planned_end_that_comes_while_torch_waits_with_the_store_ends_with_the
     monkeypatch.setattr(group_module, "ANSWER_S_MAX", 0.1)
     first, second = pair.worlds
     torchs = begun(lambda: first._store.wait(["group"], timedelta(seconds=60)))
-    until_a_wait_holds(first._store)
+    held = until_a_wait_holds(first._store)
     for world in pair.worlds:
         world.ask_to_leave(going=False)
     assert end_together([second], 1)
     second._store.set("group", "")
     torchs.get(timeout=ANSWER_S_MAX)
+    held.get(timeout=ANSWER_S_MAX)
     assert end_together([first], 1)
 
 
