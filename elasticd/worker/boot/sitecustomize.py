@@ -1,10 +1,10 @@
 """Runs first in every Python worker, since its folder is the first in the worker's PYTHONPATH.
 
-This module starts the heartbeat, and the records of ``elasticd run --debug``. It removes its folder from
-PYTHONPATH and sys.path, and its modules from sys.modules, so that the script and its children see the
-original environment. Then it imports the environment's own sitecustomize, which it hides. If the heartbeat
-fails, the script still runs. In a zygote, this module first serves requests; the steps above then happen in
-each forked worker.
+This module starts the heartbeat, has torch's stores connect without a name server, and starts the records of
+``elasticd run --debug``. It removes its folder from PYTHONPATH and sys.path, and its modules from
+sys.modules, so that the script and its children see the original environment. Then it imports the
+environment's own sitecustomize, which it hides. If the heartbeat fails, the script still runs. In a zygote,
+this module first serves requests; the steps above then happen in each forked worker.
 """
 
 import os
@@ -32,6 +32,9 @@ try:
     import elasticd_heartbeat
 
     elasticd_heartbeat.start()
+    import elasticd_resolver
+
+    elasticd_resolver.connect_unasked()
     if "ELASTICD_DEBUG_FOLDER" in os.environ:
         import elasticd_debug
 
@@ -45,6 +48,7 @@ finally:
         "elasticd_afterimport",
         "elasticd_mutex",
         "elasticd_recorder",
+        "elasticd_resolver",
         "elasticd_steptimes",
         "elasticd_debug",
         "elasticd_records",
