@@ -167,9 +167,9 @@ def came_from(pid: int, sessions: Container[int], variables: Iterable[str]) -> b
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Return whether a process is the resource tracker of multiprocessing or joblib, or may become one. The
-    tracker ends after all users of its pipe have exited, and removes the shared memory and semaphores that
-    they left.
+    """Return whether a process is the resource tracker of multiprocessing or joblib, or is in the middle of
+    execve and may become one. The tracker ends after all users of its pipe have exited, and removes the
+    shared memory and semaphores that they left.
 
     In the middle of execve a process has no command line yet, and the process that started it goes on
     already. On a busy machine this takes many milliseconds.

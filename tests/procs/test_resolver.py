@@ -60,14 +60,7 @@ def with_server(names: ModuleType, server: socket.socket, act: Callable[[], None
     elasticd_resolver."""
 
     def run() -> None:
-        count = names._count_of_servers()
-        assert count is not None
-        host, port = server.getsockname()
-        address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
-        at = ctypes.addressof(count)
-        ctypes.memmove(at + ctypes.sizeof(ctypes.c_int), address, len(address))
-        for number in (at, at - 16, at - 12):  # nscount, retrans and retry of struct __res_state
-            ctypes.c_int.from_address(number).value = 1
+        names.use_server(names.resolver_of_this_thread(), server)
         act()
 
     with ThreadPoolExecutor(1) as thread:
@@ -85,8 +78,11 @@ asked = []
 
 def act():
     dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False).set("known", "")
-    dist.TCPStore(host_name="127.0.0.1", port=server.port, wait_for_workers=False).get("known")
+    client = dist.TCPStore(host_name="127.0.0.1", port=server.port, wait_for_workers=False)
+    client.get("known")
     asked.append(questions(silent))
+    assert f"remote=[::ffff:127.0.0.1]:{{server.port}}" in repr(client), client
+    questions(silent)  # torch asks for the name of the client's own address
     try:
         socket.getnameinfo(("10.1.2.3", 1), socket.NI_NAMEREQD)
     except socket.gaierror:
@@ -98,10 +94,10 @@ print(*asked)
 """
 
 
-def test_a_worker_that_connects_to_a_store_asks_no_name_server_and_torch_warns_of_nothing(
+def test_a_worker_that_connects_to_a_store_asks_no_name_server_and_torch_writes_addresses(
     bench: Bench,
 ) -> None:
-    """The thread asks the name server again later."""
+    """The thread asks the name server again later. Torch warns of nothing."""
     (exit,) = bench.run(CLIENT, env={"PYTHONPATH": ROOT})
     assert exit.code == 0, exit.traceback
     assert bench.console.lines() == [b"0 1"]
@@ -111,12 +107,14 @@ def test_a_worker_that_connects_to_a_store_asks_no_name_server_and_torch_warns_o
 def test_a_thread_asks_no_name_server_about_an_address(
     names: ModuleType, silent_server: socket.socket, host: str
 ) -> None:
+    found: list[str] = []
+
     def look_up() -> None:
-        with pytest.raises(socket.gaierror):
-            names._call_unasked(host, lambda: socket.gethostbyname("trainer.example"))
+        names.call_unasked(host, lambda: found.append(socket.getnameinfo(("192.0.2.7", 1), 0)[0]))
 
     with_server(names, silent_server, look_up)
     assert questions(silent_server) == 0
+    assert found == ["192.0.2.7"]
 
 
 @pytest.mark.parametrize("host", ["trainer.example", "", "10.1.2.3\0", None])
@@ -125,42 +123,71 @@ def test_a_thread_asks_for_the_address_of_what_is_no_address(
 ) -> None:
     def look_up() -> None:
         with pytest.raises(socket.gaierror):
-            names._call_unasked(host, lambda: socket.gethostbyname("trainer.example"))
+            names.call_unasked(host, lambda: socket.gethostbyname("trainer.example"))
 
     with_server(names, silent_server, look_up)
     assert questions(silent_server) > 0
 
 
-def test_a_thread_of_another_libc_and_another_torch_looks_up_names_as_always(
-    names: ModuleType, silent_server: socket.socket, monkeypatch: pytest.MonkeyPatch
+def test_an_error_in_the_call_leaves_the_thread_its_name_server(
+    names: ModuleType, silent_server: socket.socket
 ) -> None:
-    def load(name: str | None) -> object:
-        if name is not None:
-            raise OSError(f"{name}: cannot open shared object file")
-        return object()
+    def look_up() -> None:
+        before = bytes(names.resolver_of_this_thread())
+        with pytest.raises(ZeroDivisionError):
+            names.call_unasked("127.0.0.1", lambda: 1 / 0)
+        assert bytes(names.resolver_of_this_thread()) == before
+
+    with_server(names, silent_server, look_up)
+
+
+def test_a_thread_whose_name_server_has_an_ipv6_address_looks_up_names_as_always(
+    names: ModuleType, silent_server: socket.socket
+) -> None:
+    """Such an address has the family 0 where that of an IPv4 address is."""
 
     def look_up() -> None:
-        monkeypatch.setattr(ctypes, "CDLL", load)
-        names._quiet.begin()
-        names._quiet.end()
+        resolver = names.resolver_of_this_thread()
+        *others, _ = struct.unpack(names._STATE, resolver)
+        resolver[:] = before = struct.pack(names._STATE, *others, b"")
+        seen = []
+        names.call_unasked("127.0.0.1", lambda: seen.append(bytes(names.resolver_of_this_thread())))
+        assert seen == [before]
+
+    with_server(names, silent_server, look_up)
+
+
+def test_a_thread_of_another_libc_looks_up_names_as_always(
+    names: ModuleType, silent_server: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up() -> None:
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
         with pytest.raises(socket.gaierror):
-            names._call_unasked("127.0.0.1", lambda: socket.getnameinfo(("10.1.2.3", 1), 0))
+            names.call_unasked("127.0.0.1", lambda: socket.getnameinfo(("10.1.2.3", 1), 0))
 
     with_server(names, silent_server, look_up)
     assert questions(silent_server) == 1
 
 
-def test_torch_warns_again_once_no_thread_connects(names: ModuleType) -> None:
-    import torch  # noqa: F401  # loads the library
+def test_the_server_within_the_process_answers_questions_alone_and_ends_with_an_empty_message(
+    names: ModuleType,
+) -> None:
+    server = names._start_server()
 
-    level = ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")
-    before, seen = level.value, []
-    names._quiet.begin()
-    names._call_unasked("127.0.0.1", lambda: seen.append(level.value))
-    seen.append(level.value)
-    names._quiet.end()
-    assert seen == [2, 2]
-    assert level.value == before
+    def ask_on() -> None:
+        while True:
+            client.send(b"?")
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.settimeout(20)
+        client.connect(server.getsockname())
+        client.send(b"?" * 40)
+        question = b"\1\2\1\0\0\1" + bytes(4) + b"\0\1" + b"\1a\0\0\x0c\0\1" + b"and options"
+        client.send(question)
+        assert client.recv(512) == b"\1\2\x81\x83\0\1" + bytes(6) + b"\1a\0\0\x0c\0\1"
+        client.send(b"")
+        with pytest.raises(ConnectionRefusedError):  # its socket is closed
+            ask_on()
 
 
 def look_up_as_a_store_does() -> None:

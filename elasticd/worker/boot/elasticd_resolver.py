@@ -1,9 +1,11 @@
-"""Have the clients of torch's stores connect without asking a name server.
+"""Have the clients of torch's stores connect without waiting for a name server.
 
 When a client of a TCPStore connects, torch asks for the name of the address, for messages only. All workers
-ask at once when a world forms. Where an answer is lost then, glibc waits for 5 s and asks again.
+ask at once when a world forms. Where an answer is lost then, glibc waits for 5 s and asks again. So while a
+client connects to an address, its thread asks a name server within this process, which knows no name. Torch
+then writes the address in its messages.
 
-Standard library only, and self-contained. Modules are imported once torch is.
+Standard library only, and self-contained. Other modules are imported only when torch has been.
 """
 
 from __future__ import annotations
@@ -14,16 +16,20 @@ from elasticd_afterimport import after_import
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import ctypes
+    import socket
     from collections.abc import Callable
     from typing import Any
 
-_INITIALISED = 1  # RES_INIT
-_ERRORS = 2  # torch writes errors, and no warnings
+_STATE = "@iiLi16s"  # timeout_s, tries, options, number of name servers, address of the first one
+_INITIALISED = 1  # RES_INIT, an option
+_HEADER_BYTES = 12  # of a message of DNS
+_NO_SUCH_NAME = b"\x81\x83"  # the flags of the answer
+_QUESTION_BYTES_MAX = 512
 
 
 def connect_unasked() -> None:
-    """Have this process ask no name server while it connects to a store whose host is an address."""
+    """Have the threads of this process ask no name server while they connect to a store whose host is an
+    address."""
     after_import({"torch.distributed": _wrap_stores})
 
 
@@ -36,36 +42,37 @@ def _wrap_stores(distributed: Any) -> None:
     @functools.wraps(construct)
     def unasked(store: Any, *args: Any, **kwargs: Any) -> None:
         host = args[0] if args else kwargs.get("host_name")
-        _call_unasked(host, functools.partial(construct, store, *args, **kwargs))
+        call_unasked(host, functools.partial(construct, store, *args, **kwargs))
 
+    unasked.__qualname__ = "TCPStore.__init__"  # pybind's has its record's
     stores.__init__ = unasked
 
 
-def _call_unasked(host: object, call: Callable[[], None]) -> None:
-    """Call the function; this thread asks no name server meanwhile, unless the host is a name.
-
-    torch does not warn then that it cannot find a name. For a moment it warns of nothing in this process.
-    """
-    count = _count_of_servers() if _is_address(host) else None
-    if count is None:
+def call_unasked(host: object, call: Callable[[], None]) -> None:
+    """Call the function. Meanwhile this thread finds the names of /etc/hosts only, unless the host is a name,
+    or the thread's first name server has an IPv6 address."""
+    resolver = resolver_of_this_thread() if _is_address(host) else None
+    server = _start_server() if resolver is not None and _has_ipv4_server(resolver) else None
+    if resolver is None or server is None:
         call()
         return
-    servers, count.value = count.value, 0
-    _quiet.begin()
+    before = bytes(resolver)
     try:
+        use_server(resolver, server)
         call()
     finally:
-        _quiet.end()
-        count.value = servers
+        resolver[:] = before
+        try:
+            server.sendto(b"", server.getsockname())
+        except OSError:
+            pass  # another process has ended it
 
 
-def _count_of_servers() -> ctypes.c_int | None:
-    """Return the number of name servers that the resolver of this thread asks, or None if this is not glibc.
-
-    It is in glibc's ``struct __res_state``, of which each thread has one. The structure begins with ``int
-    retrans, retry; unsigned long options; int nscount;``: see <resolv.h>.
-    """
+def resolver_of_this_thread() -> memoryview | None:
+    """Return the memory of the beginning of glibc's ``struct __res_state``, of which each thread has one, or
+    None if this is not glibc. See <resolv.h>."""
     import ctypes
+    import struct
 
     libc = ctypes.CDLL(None)
     try:
@@ -73,10 +80,69 @@ def _count_of_servers() -> ctypes.c_int | None:
     except AttributeError:
         return None
     state.restype = ctypes.c_void_p
-    options_at = state() + 2 * ctypes.sizeof(ctypes.c_int)
-    if not ctypes.c_ulong.from_address(options_at).value & _INITIALISED and initialise():
+    resolver = memoryview((ctypes.c_ubyte * struct.calcsize(_STATE)).from_address(state())).cast("B")
+    _, _, options, _, _ = struct.unpack(_STATE, resolver)
+    if not options & _INITIALISED and initialise():
         return None
-    return ctypes.c_int.from_address(options_at + ctypes.sizeof(ctypes.c_ulong))
+    return resolver
+
+
+def _has_ipv4_server(resolver: memoryview) -> bool:
+    """Whether the state has the address of the first name server. An IPv6 address is elsewhere, and glibc
+    would write over it."""
+    import socket
+    import struct
+
+    _, _, _, servers, address = struct.unpack(_STATE, resolver)
+    (family,) = struct.unpack_from("=H", address)
+    return bool(servers > 0 and family == socket.AF_INET)
+
+
+def use_server(resolver: memoryview, server: socket.socket) -> None:
+    """Have the thread of the resolver ask this name server alone, and once, for 1 s."""
+    import socket
+    import struct
+
+    _, _, options, _, _ = struct.unpack(_STATE, resolver)
+    host, port = server.getsockname()
+    address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
+    resolver[:] = struct.pack(_STATE, 1, 1, options, 1, address)
+
+
+def _start_server() -> socket.socket | None:
+    """Return the socket of a name server that knows no name. An empty message ends it."""
+    import socket
+
+    try:
+        server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    try:
+        server.bind(("127.0.0.1", 0))
+        _thread.start_new_thread(_serve, (server,))
+    except (OSError, RuntimeError):
+        server.close()
+        return None
+    return server
+
+
+def _serve(server: socket.socket) -> None:
+    with server:
+        while True:
+            question, client = server.recvfrom(_QUESTION_BYTES_MAX)
+            if not question:
+                return
+            try:
+                server.sendto(_answer(question), client)
+            except (OSError, ValueError):
+                pass  # the client is gone, or this is no question
+
+
+def _answer(question: bytes) -> bytes:
+    """Answer that there is no such name. Raises ValueError if this is no question."""
+    end = question.index(b"\0", _HEADER_BYTES) + 5  # of the name, its type and its class
+    counts = b"\0\1" + bytes(6)  # one question, and nothing else
+    return question[:2] + _NO_SUCH_NAME + counts + question[_HEADER_BYTES:end]
 
 
 def _is_address(host: object) -> bool:
@@ -89,36 +155,3 @@ def _is_address(host: object) -> bool:
             continue
         return True
     return False
-
-
-class _Quiet:
-    """Keeps torch from warning while any thread connects. All threads share the level of its messages."""
-
-    def __init__(self) -> None:
-        self._lock = _thread.allocate_lock()
-        self._by = 0
-        self._before = 0
-        self._level: ctypes.c_int | None = None
-
-    def begin(self) -> None:
-        with self._lock:
-            self._by += 1
-            if self._by > 1:
-                return
-            import ctypes
-
-            try:
-                self._level = ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")
-            except (OSError, ValueError):  # another torch
-                return
-            self._before = self._level.value
-            self._level.value = max(self._before, _ERRORS)
-
-    def end(self) -> None:
-        with self._lock:
-            self._by -= 1
-            if not self._by and self._level is not None:
-                self._level.value, self._level = self._before, None
-
-
-_quiet = _Quiet()

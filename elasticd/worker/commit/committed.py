@@ -419,8 +419,8 @@ class CommittedState:
             self.saves.save_first_commit()
 
     def has_newer(self, age: Age, world: World) -> bool:
-        """Whether a newer state than this age was kept by a world of which no worker is left: by one between
-        the age's and this one. All workers of the world call it together."""
+        """Whether a world after the age's, and before this one, kept a newer state. No worker of such a world
+        is left. All workers of this world call it together."""
         between = age.agreed < world.number - 1
         return between and self.saves is not None and self.saves.has_newer(age, world)
 
