@@ -60,10 +60,6 @@ def _join_torchs(rank: int, size: int, port: int) -> None:
 
 
 def _join_elasticds(rank: int, size: int, port: int) -> World:
-    sys.path.insert(0, BOOT_DIR)
-    import elasticd_resolver
-
-    elasticd_resolver.connect_unasked()  # as in each worker of elasticd
     place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = World(Enter(1, place))
     world.form(0, PATIENCE)

@@ -1,6 +1,6 @@
 """Runs first in every Python worker, since its folder is the first in the worker's PYTHONPATH.
 
-This module starts the heartbeat, has torch's stores connect without a name server, and starts the records of
+This module starts the heartbeat, has torch's stores wait for no lost answer, and starts the records of
 ``elasticd run --debug``. It removes its folder from PYTHONPATH and sys.path, and its modules from
 sys.modules, so that the script and its children see the original environment. Then it imports the
 environment's own sitecustomize, which it hides. If the heartbeat fails, the script still runs. In a zygote,
@@ -32,9 +32,9 @@ try:
     import elasticd_heartbeat
 
     elasticd_heartbeat.start()
-    import elasticd_resolver
+    import elasticd_lookups
 
-    elasticd_resolver.connect_unasked()
+    elasticd_lookups.ask_again_soon()
     if "ELASTICD_DEBUG_FOLDER" in os.environ:
         import elasticd_debug
 
@@ -46,9 +46,9 @@ finally:
     for name in (
         "elasticd_heartbeat",
         "elasticd_afterimport",
+        "elasticd_lookups",
         "elasticd_mutex",
         "elasticd_recorder",
-        "elasticd_resolver",
         "elasticd_steptimes",
         "elasticd_debug",
         "elasticd_records",

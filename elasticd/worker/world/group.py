@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from elasticd.channel.worker_messages import Enter
 from elasticd.checkpoint.client import levels
-from elasticd.worker.world import connecting, destroying, waits
+from elasticd.worker.world import connecting, destroying, resolver, waits
 from elasticd.worker.world.destroying import sockets
 
 if TYPE_CHECKING:
@@ -379,8 +379,10 @@ class World:
 
     def _connect(self) -> dist.TCPStore:
         host, port = self._address
-        timeout = timedelta(seconds=STORE_S_MAX)
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        with resolver.unasked(host):
+            return dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S_MAX)
+            )
 
     def _client_that_answers(self, key: str, value: str) -> dist.TCPStore:
         """Set the value with the client of the training thread, or else with a new client, and return the
