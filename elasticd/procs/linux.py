@@ -19,7 +19,6 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FLAGS = 6  # of the fields that ``stat_of`` returns
 _PF_EXITING = 0x4
-_ENDED = (b"Z", b"X")  # states of a process: a zombie, and one that is being reaped
 
 TAKING_DOWN_S = 60.0  # the time to wait for a process that is exiting (40 GB of memory, a GPU)
 
@@ -147,7 +146,7 @@ def started_at(pid: int) -> int:
     """Return when a process started, in clock ticks since boot, to recognise a reused pid; 0 if the process
     does not exist or is a zombie."""
     fields = stat_of(pid)
-    return int(fields[19]) if len(fields) > 19 and fields[0] not in _ENDED else 0
+    return int(fields[19]) if len(fields) > 19 and fields[0] not in (b"Z", b"X") else 0
 
 
 def was_started_with(pid: int, variables: Iterable[str]) -> bool:
@@ -180,7 +179,7 @@ def is_resource_tracker(pid: int) -> bool:
         return False
     if not command:
         stat = stat_of(pid)
-        return bool(stat) and stat[0] not in _ENDED and not is_exiting(stat)
+        return bool(stat) and not is_exiting(stat)
     return b"resource_tracker import main" in command
 
 
