@@ -34,6 +34,7 @@ import time
 
 import elasticd_ending
 import elasticd_heartbeat  # imported here once for all workers
+import elasticd_lookups  # noqa: F401  # likewise
 from elasticd_afterfork import (
     PADDING,
     give_arguments,

@@ -1,7 +1,7 @@
 """Runs first in every Python worker, since its folder is the first in the worker's PYTHONPATH.
 
-This module starts the heartbeat, has torch's stores wait for no lost answer, and starts the records of
-``elasticd run --debug``. It removes its folder from PYTHONPATH and sys.path, and its modules from
+This module starts the heartbeat, has torch's stores ask again soon for a lost answer, and starts the records
+of ``elasticd run --debug``. It removes its folder from PYTHONPATH and sys.path, and its modules from
 sys.modules, so that the script and its children see the original environment. Then it imports the
 environment's own sitecustomize, which it hides. If the heartbeat fails, the script still runs. In a zygote,
 this module first serves requests; the steps above then happen in each forked worker.
