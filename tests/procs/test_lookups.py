@@ -63,11 +63,8 @@ def test_a_thread_of_another_libc_waits_as_ever(lookups: ModuleType, monkeypatch
     assert called
 
 
-CLIENTS = f"""
-import importlib, sys
+CLIENTS = """
 import torch.distributed as dist
-sys.path.insert(0, {BOOT_DIR!r})
-lookups = importlib.import_module("elasticd_lookups")
 
 class Host(str):
     def __str__(self):  # the wrapper asks whether this is an address

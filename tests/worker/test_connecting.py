@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -106,20 +106,11 @@ def test_a_world_that_ends_cuts_connections_that_were_made_after_its_group(
         both.add_up()
 
 
-@pytest.fixture
-def unforked() -> Iterator[None]:
-    """What a world notes for forked children."""
-    yield
-    group._present.clear()
-
-
-def test_a_forked_process_keeps_no_connection_of_the_world(
-    unforked: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_process_keeps_no_connection_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else gloo ends the parent with SIGABRT when it destroys a late group."""
     group._spare_children()
     world, both = a_world_with_a_late_group(monkeypatch)
-    group._present[:] = [world]
+    monkeypatch.setattr(group, "_present", [world])
     of_the_world = world.connections()
     said, says = os.pipe()
     if not (child := os.fork()):
