@@ -44,6 +44,14 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundWritten:
+    """The leader, which is on this node, has written the round. The watch brings the round later."""
+
+    round: Round
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseChanged:
     news: LeaseNews
 
@@ -117,6 +125,7 @@ Event = (
     KeySeen
     | OtherNodesCounted
     | Answered
+    | RoundWritten
     | LeaseChanged
     | WorkerExited
     | WorkerNews

@@ -27,6 +27,7 @@ from elasticd.core.agent_messages import (
     PortReserved,
     ProcessGone,
     RenewStore,
+    RoundWritten,
     StartStandbys,
     StartWorkers,
     StopWorkers,
@@ -157,13 +158,14 @@ class Driver:
                 if self._timekeeper is not None:
                     self._timekeeper.find(kept)
             case LeaderAnswered():
-                self._leading.answered(event, now)
+                self._take_round(self._leading.answered(event, now), now)
             case BothAnswered(action=action, answer=answer):
-                self._leading.both_answered(event, now)
+                round = self._leading.both_answered(event, now)
                 if isinstance(answer, Refused):  # perhaps by a guard of the leader
                     self._perform(action)
                 else:
                     self._step(Answered(action.tag, answer), now)
+                    self._take_round(round, now)
             case Looked() | EvidenceKept() | HangChanged() | StallWithdrawn():
                 if self._hangs is not None:
                     self._hangs.handle(event, self.state, now, self._say)
@@ -194,6 +196,10 @@ class Driver:
     def _watched(self, key: str, seen: Seen) -> None:
         for entry in news_of(key, seen):
             self._post(KeySeen(entry))
+
+    def _take_round(self, round: RoundWritten | None, now: float) -> None:
+        if round is not None:
+            self._step(round, now)
 
     def _step(self, event: Event, now: float) -> None:
         result = agent.step(self.state, event, now)

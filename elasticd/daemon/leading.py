@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from elasticd.core import leader, round_parts
+from elasticd.core import leader
 from elasticd.core.agent.agent_state import AgentState
-from elasticd.core.agent_messages import Transact
+from elasticd.core.agent_messages import RoundWritten, Transact
 from elasticd.core.facts import Paces, Round
 from elasticd.core.ports import (
     Answer,
@@ -34,7 +34,7 @@ from elasticd.core.ports import (
     Write,
 )
 from elasticd.core.reasons import Reason
-from elasticd.core.round_parts import PartSizes
+from elasticd.core.round_parts import PartSizes, has_parts
 from elasticd.daemon.round_watch import RoundWatch
 
 SCOPES: Final = ("nodes/", "reports/", "budget", "stalls/", "hang", "stragglers")
@@ -177,7 +177,7 @@ class Leading:
         term = self._term
         if term is None or not term.is_news(entry):
             return
-        apart = isinstance(entry.fact, Round) and round_parts.has_parts(entry.fact)
+        apart = isinstance(entry.fact, Round) and has_parts(entry.fact)
         if entry.key != "round" or not (apart or term.reads_parts):
             term.view = leader.see(term.view, Changes((entry,)), entry.key, now)
         elif not term.reads_parts:
@@ -191,19 +191,20 @@ class Leading:
         before, self._term.view = self._term.view, leader.hear_paces(self._term.view, paces)
         return self._term.view.comparison.found is not before.comparison.found
 
-    def answered(self, news: LeaderAnswered, now: float) -> None:
+    def answered(self, news: LeaderAnswered, now: float) -> RoundWritten | None:
+        """Return the round that was written, for the agent. None if it was not, or has parts."""
         term = self._term_of(news.term)
         if term is None:
-            return
+            return None
         if news.rest and isinstance(news.answer, Applied):
             self._write(term, news.guards, news.rest)
-        else:
-            _take_answer(term, news.answer, (), now)
+            return None
+        return _take_answer(term, news.answer, (), now)
 
-    def both_answered(self, news: BothAnswered, now: float) -> None:
+    def both_answered(self, news: BothAnswered, now: float) -> RoundWritten | None:
+        """Return what ``answered`` returns."""
         term = self._term_of(news.term)
-        if term is not None:
-            _take_answer(term, news.answer, news.action.writes, now)
+        return _take_answer(term, news.answer, news.action.writes, now) if term is not None else None
 
     # ------------------------------------------------------------ decisions
 
@@ -301,20 +302,27 @@ def _with_absence(view: leader.View, state: AgentState) -> leader.View:
     return view if view.absence_counts_from == counts_from else replace(view, absence_counts_from=counts_from)
 
 
-def _take_answer(term: _Term, answer: Answer, own: tuple[Write, ...], now: float) -> None:
-    """Note the answer to the leader's writes. ``own``: what its agent wrote with them."""
+def _take_answer(term: _Term, answer: Answer, own: tuple[Write, ...], now: float) -> RoundWritten | None:
+    """Note the answer to the leader's writes. Return the round, if it was written, and has no parts.
+
+    ``own``: what its agent wrote with them.
+    """
     writes, term.asked = term.asked, ()
     if not isinstance(answer, Applied):
         term.retry_at = now + RETRY_S
-        return
+        return None
+    round: RoundWritten | None = None
     term.tried = ()
     term.written |= {write.key: answer.revision for write in own}
     for write in writes:
         if write.key == "round":
             term.written["round"] = answer.revision
+            if isinstance(write, Put) and isinstance(write.fact, Round) and not has_parts(write.fact):
+                round = RoundWritten(write.fact, answer.revision)
         if isinstance(write, Put) and write.key in leader.FINDINGS:
             entry = Entry(write.key, write.fact, answer.revision, answer.revision)
             term.view = leader.see(term.view, Changes((entry,)), write.key, now)
+    return round
 
 
 def _is_small(view: leader.View) -> bool:

@@ -25,7 +25,7 @@ from elasticd.core.reasons import Reason
 from tests.core.build import NOW, life, spec
 
 A = TypeVar("A")
-PORT = 29500
+PORT, NEXT_PORT = 29500, 1234
 OTHER_LEADER = Leadership("z", life("z"))
 
 
@@ -119,11 +119,16 @@ class Agent:
         one = cls.registered(wanted, **more)
         one.sees("round", round)
         one.one(StartWorkers)
+        if one.all_of(RenewStore):
+            one.store_opened(NEXT_PORT)
         return one
 
-    def store_closed(self, port: int) -> tuple[Action, ...]:
+    def store_opened(self, next_port: int) -> tuple[Action, ...]:
+        """Reserve the port of the next store, and take the record with that port."""
         self.one(RenewStore)
-        return self.told(PortReserved(port))
+        self.told(PortReserved(next_port))
+        self.wrote(Tag.NODE)
+        return self.answered(Tag.NODE)
 
 
 def put(write: Write) -> Fact:

@@ -340,7 +340,7 @@ def test_an_agent_takes_the_place_of_an_earlier_one_on_its_machine_whose_process
 def test_an_agent_with_workers_takes_a_place_again_only_for_the_round_that_is_written() -> None:
     """Another agent got its name while its lease was away, and died at once."""
     one = Agent.working(ROUND)
-    round_at = one.revision
+    round_at = one.state.seen["round"].revision
     one.told(LeaseChanged(LeaseExpired()))
     one.sees("nodes/a", replace(node("a", life_number=2), host="machine of a"))
     one.holds_lease()

@@ -64,7 +64,7 @@ class Watched(Agent):
         super().__init__(spec(1, 4))
         self.running: dict[int, int] = {}  # slot: round
         self.under_way: set[Tag] = set()
-        self.store_open = False
+        self.reserved = True  # whether a port listens for the next store
         self.left = False
         self.number = 0
 
@@ -82,14 +82,13 @@ class Watched(Agent):
                     assert not self.running, "two crews"
                     assert self.state.registered and self.state.released.round < its_round.number
                     assert its_round.phase is Phase.LIVE and member in its_round.members
-                    assert not (member.hosts_store and self.store_open), "two stores"
+                    assert self.reserved or not member.hosts_store, "the port serves an earlier round"
                     self.running = dict.fromkeys(member.slots, its_round.number)
-                    self.store_open = member.hosts_store
+                    self.reserved = not member.hosts_store
                 case StopWorkers(signal, grace_s):
                     assert self.running and signal > 0 and grace_s >= 0
                 case RenewStore():
-                    assert self.store_open and not self.running, "workers still use it"
-                    self.store_open = False
+                    assert not self.reserved, "nothing uses the port that is reserved"
                 case LeaveJob():
                     assert not self.running, "orphans"
                     assert not self.left
@@ -175,6 +174,7 @@ def tell(one: Watched, kind: str, a: int, b: int) -> None:
             number = one.running.pop(slot)
             one.exits(number, Exit(slot, slot, [0, 1, -9][b % 3], one.now, fenced=b > 9), steps=a)
         case "port" if one.state.renewing_store:
+            one.reserved = True
             one.told(PortReserved(one.state.store_port + 1))
         case "signal":
             one.told(Signalled([15, 2][a % 2]))

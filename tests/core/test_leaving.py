@@ -12,7 +12,6 @@ from elasticd.core.agent.agent_state import SIGKILL, SIGTERM
 from elasticd.core.agent_messages import (
     LeaveJob,
     LeaveRound,
-    PortReserved,
     Signalled,
     StartWorkers,
     StopWorkers,
@@ -155,7 +154,6 @@ def test_workers_that_pass_the_state_on_wait_for_no_member_that_has_declined_or_
 def test_a_node_tells_that_it_has_declined_a_round() -> None:
     """Its store for the round has closed since the round was formed."""
     one = left(sharded=False)
-    one.told(PortReserved(29999))
     one.answered(Tag.NODE)
     one.sees("round", replace(round(2, {"a": 2, "b": 2}), handover=True))
     record = own_record(one)
@@ -268,7 +266,6 @@ def test_the_end_of_one_that_fails_is_a_failure_though_the_round_has_been_left_m
     one.told(WorkerWaiting(1, 1, age=Age(1, 5)))
     one.exits(1, exit(0, 0, -9))
     assert [type(reason) for reason in one.said][:1] == [WorkerEnded]
-    one.store_closed(1234)
     release, told = map(put, one.wrote(Tag.NODE).writes)
     assert isinstance(release, Node) and (release.released, release.told) == (1, 1)
     assert isinstance(told, Report) and told.exits == (replace(exit(0, 0, -9), raised=True),)

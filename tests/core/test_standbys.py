@@ -19,7 +19,7 @@ from elasticd.core.facts import Cause, Limits, Node, Outcome, Phase, RankRange, 
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import WorkerLinked, WorkerWaiting
 from tests.core.build import NOW, exit, members, next_round, node, report, round, spec, view, written
-from tests.core.by_hand import Agent, put
+from tests.core.by_hand import NEXT_PORT, Agent, put
 
 IN_PLACE = replace(spec(1, 4), inplace=True)
 ROUND = round(1, {"a": 2, "b": 2})
@@ -87,7 +87,6 @@ def test_a_node_says_which_of_its_waiting_workers_hold_the_newest_state() -> Non
     one.sees("round", closing(ROUND))
     one.told(WorkerWaiting(0, 1, age=Age(1, 5)))
     one.told(WorkerWaiting(1, 1, age=Age(1, 6)))
-    one.store_closed(1234)
     assert (own_record(one).age, own_record(one).holders) == (Age(1, 6), (1,))
 
 
@@ -97,7 +96,6 @@ def test_of_a_sharded_state_workers_hold_parts_that_did_not_agree_on_it_before_t
     one.sees("round", closing(ROUND))
     one.told(WorkerWaiting(0, 1, age=Age(1, 5), sharded=True))
     one.told(WorkerWaiting(1, 1, age=Age(0, 5), sharded=True))
-    one.store_closed(1234)
     assert (own_record(one).age, own_record(one).holders) == (Age(1, 5), (0, 1))
 
 
@@ -143,10 +141,9 @@ def test_a_round_formed_on_a_worker_that_is_being_sent_away_is_given_up() -> Non
     one.sees("round", closing(ROUND))
     one.told(WorkerWaiting(0, 1))
     one.told(WorkerWaiting(1, 1))
-    one.store_closed(1234)
     one.answered(Tag.NODE)
     seat = replace(members({"a": 2})[0], slots=(0, 3))
-    one.sees("round", replace(ROUND, number=2, members=(seat,), store="a.example:1234"))
+    one.sees("round", replace(ROUND, number=2, members=(seat,), store=f"a.example:{NEXT_PORT}"))
     assert not one.all_of(StartWorkers) and one.state.released.round == 2
 
 
@@ -156,7 +153,6 @@ def holding_parts() -> Agent:
     one.sees("round", closing(ROUND))
     for slot in (0, 1):
         one.told(WorkerWaiting(slot, 1, age=Age(1, 5), sharded=True))
-    one.store_closed(1234)
     one.answered(Tag.NODE)
     return one
 
@@ -165,7 +161,7 @@ def test_a_round_formed_on_a_worker_that_has_ended_with_its_part_is_given_up() -
     """The leader has not heard of the worker's end. Another node may have a copy of the part."""
     one = holding_parts()
     one.exits(0, exit(1, 1, code=-9))
-    one.sees("round", replace(ROUND, number=2, store="a.example:1234"))
+    one.sees("round", replace(ROUND, number=2, store=f"a.example:{NEXT_PORT}"))
     assert not one.all_of(StartWorkers) and one.state.released.round == 2
 
 
@@ -185,9 +181,8 @@ def test_a_worker_that_ends_just_before_its_round_begins_fails_in_this_round() -
     one.sees("round", closing(ROUND))
     one.told(WorkerWaiting(0, 1))
     one.told(WorkerWaiting(1, 1))
-    one.store_closed(1234)
     one.answered(Tag.NODE)
-    one.sees("round", replace(ROUND, number=2, store="a.example:1234"))
+    one.sees("round", replace(ROUND, number=2, store=f"a.example:{NEXT_PORT}"))
     assert one.one(StartWorkers).waiting == (0, 1)
     one.exits(1, replace(exit(1, 1, code=-9), fenced=True))
     crew = one.state.crew

@@ -87,6 +87,9 @@ def follow_the_round(do: Decisions) -> None:
         standbys={slot: life for slot, life in state.standbys.items() if slot not in waiting},
     )
     do.actions.append(StartWorkers(round, member, tuple(sorted(waiting))))
+    if member.hosts_store:  # the port of the next store is in the record before the round ends
+        do.set(renewing_store=True)
+        do.actions.append(RenewStore())
     ranks = tuple(member.rank_of(s) for s in member.slots)
     do.reasons.append(WorkersStarted(round.number, ranks, round.world_size))
 
@@ -200,9 +203,6 @@ def release(do: Decisions) -> None:
     newest = max(state.released.round, crew.round.number)
     fenced = crew.round.number if crew.fenced else state.released.fenced
     do.set(crew=None, released=Released(newest, told, fenced, state.released.declined))
-    if crew.member.hosts_store:
-        do.set(renewing_store=True)
-        do.actions.append(RenewStore())
 
 
 def note_report(do: Decisions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
@@ -30,6 +31,7 @@ from elasticd.core.agent_messages import (
     PortReserved,
     ProcessGone,
     ResourceExhausted,
+    RoundWritten,
     Signalled,
     StoreComplained,
     StoreFilled,
@@ -85,6 +87,8 @@ def absorb(do: Decisions, event: Event) -> None:
             do.registration(others=count)
         case Answered(tag, answer):
             _answered(do, tag, answer)
+        case RoundWritten(round, revision):
+            _wrote(do, (Put("round", round),), revision)
         case LeaseChanged(news):
             _lease(do, news)
         case WorkerExited():
@@ -169,9 +173,7 @@ def _answered(do: Decisions, tag: Tag, answer: Answer) -> None:
     asked = do.state.etcd.busy.get(tag)
     do.etcd(busy={t: a for t, a in do.state.etcd.busy.items() if t is not tag})
     if isinstance(answer, Applied):
-        for write in asked.writes if asked else ():
-            if write.key in do.state.seen:  # the agent knows its own write, and need not wait for the watch
-                _saw(do, _written(do.state.seen[write.key], write, answer.revision))
+        _wrote(do, asked.writes if asked else (), answer.revision)
         return
     # A guard failed or no answer came. The watch will bring newer entries; then the write is tried again.
     do.etcd(retry_at={**do.state.etcd.retry_at, tag: do.now + RETRY_S})
@@ -179,6 +181,13 @@ def _answered(do: Decisions, tag: Tag, answer: Answer) -> None:
         do.registration(reported=None)
     elif tag is Tag.SPEC:
         do.registration(others=None)  # another node may have joined meanwhile: count again
+
+
+def _wrote(do: Decisions, writes: Iterable[Write], revision: int) -> None:
+    """Take what this node wrote, of the keys that the agent watches, and do not wait for the watch."""
+    for write in writes:
+        if write.key in do.state.seen:
+            _saw(do, _written(do.state.seen[write.key], write, revision))
 
 
 def _written(old: Entry, write: Write, revision: int) -> Entry:
