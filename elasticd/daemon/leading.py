@@ -10,8 +10,8 @@ transaction. Without that, a round of one node would wait for etcd twice as ofte
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -39,6 +39,7 @@ from elasticd.daemon.round_watch import RoundWatch
 
 SCOPES: Final = ("nodes/", "reports/", "budget", "stalls/", "hang", "stragglers")
 RETRY_S: Final = 0.2
+_WRITTEN: Final = ("spec", "round", "budget", *leader.FINDINGS)  # what the view takes from answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,10 @@ LeaderNews = LeaderSaw | LeaderAnswered | BothAnswered
 class _Term:
     """One leadership.
 
-    ``asked``: the writes under way. ``written``: the revisions of the leader's own last write of the round,
-    and of what its agent wrote together with that. The view must show what is written before the next
-    decision. ``shown``: the revisions of the agent's own keys in the view; two watches bring them, so older
-    news may come after newer news. ``retry_at``: the earliest time of the next decision. ``waiting``: why the
+    ``asked``: the writes under way. ``written``: the revision of the round that the leader last wrote. The
+    view must show it before the next decision. ``shown``: the revisions in the view of the keys that the view
+    takes from several watches, or from the answers to writes: older news may come after newer news.
+    ``retry_at``: the earliest time of the next decision. ``waiting``: why the
     job waits. ``tried``: the reasons of a write that is not done yet; a retry does not log them again.
     ``reads_parts``: the members of a round in parts are being followed.
     """
@@ -90,20 +91,20 @@ class _Term:
     ends: list[Callable[[], None]]
     shown: dict[str, int]
     asked: tuple[Write, ...] = ()
-    written: dict[str, int] = field(default_factory=dict)
+    written: int = 0
     retry_at: float = 0.0
     waiting: tuple[Reason, ...] = ()
     tried: tuple[Reason, ...] = ()
     reads_parts: bool = False
 
     def is_news(self, entry: Entry) -> bool:
-        """Whether the view does not show a later state of the key. Of the agent's own keys, note what the
-        view shows from now on."""
+        """Whether the view shows neither this state of the key nor a later one. Note what the view shows from
+        now on."""
         shown = self.shown.get(entry.key)
         if shown is None:
             return True
         self.shown[entry.key] = max(shown, entry.revision)
-        return entry.revision >= shown
+        return entry.revision > shown
 
     def take_on(self, plan: leader.Plan) -> tuple[Reason, ...]:
         """Note that this plan is carried out. Return its reasons that are new."""
@@ -118,8 +119,13 @@ class _Term:
         return StillThere("leader", self.created), *plan.guards
 
     def shows_what_is_written(self) -> bool:
-        shown = {**self.shown, "round": self.view.revisions.get("round", 0)}
-        return all(shown.get(key, 0) >= revision for key, revision in self.written.items())
+        return self.view.revisions.get("round", 0) >= self.written
+
+    def take(self, scope: str, entries: Iterable[Entry], now: float) -> None:
+        """Take what is news into the view."""
+        news = tuple(entry for entry in entries if self.is_news(entry))
+        if news:
+            self.view = leader.see(self.view, Changes(news), scope, now)
 
 
 class Leading:
@@ -162,12 +168,11 @@ class Leading:
         term = self._term_of(news.term)
         if term is None or (news.scope == "round" and _is_old(news.seen, term.view)):
             return False
-        seen = news.seen
-        if isinstance(seen, Listing):
-            term.shown |= {key: seen.revision for key in term.shown if key.startswith(news.scope)}
+        if isinstance(news.seen, Listing):
+            term.shown |= {key: news.seen.revision for key in term.shown if key.startswith(news.scope)}
+            term.view = leader.see(term.view, news.seen, news.scope, now)
         else:
-            seen = Changes(tuple(entry for entry in seen.entries if term.is_news(entry)))
-        term.view = leader.see(term.view, seen, news.scope, now)
+            term.take(news.scope, news.seen.entries, now)
         return True
 
     def follow(self, entry: Entry, now: float) -> None:
@@ -175,11 +180,11 @@ class Leading:
         part only. So the leader then watches the round itself, with all parts: the agent may hear of a round
         later than the leader does."""
         term = self._term
-        if term is None or not term.is_news(entry):
+        if term is None:
             return
         apart = isinstance(entry.fact, Round) and has_parts(entry.fact)
         if entry.key != "round" or not (apart or term.reads_parts):
-            term.view = leader.see(term.view, Changes((entry,)), entry.key, now)
+            term.take(entry.key, (entry,), now)
         elif not term.reads_parts:
             term.reads_parts = True
             term.ends.append(RoundWatch(self._store, partial(self._watched, term.number, "round")).end)
@@ -275,7 +280,7 @@ class Leading:
             self._store.watch(scope, partial(self._watched, number, scope), prefix=scope.endswith("/"))
             for scope in SCOPES
         ]
-        shown = {state.me.key: 0, state.me.report_key: 0}
+        shown = dict.fromkeys((state.me.key, state.me.report_key, "spec", "round", "budget"), -1)
         self._term = _Term(number, entry.created, leader.View(part_sizes=self._part_sizes), ends, shown)
         for key in ("spec", "round"):
             if key in state.seen:
@@ -311,17 +316,21 @@ def _take_answer(term: _Term, answer: Answer, own: tuple[Write, ...], now: float
     if not isinstance(answer, Applied):
         term.retry_at = now + RETRY_S
         return None
-    round: RoundWritten | None = None
     term.tried = ()
-    term.written |= {write.key: answer.revision for write in own}
+    at = answer.revision
+    entries = [*leader.entries_of(term.view, own, at)]
+    round: RoundWritten | None = None
     for write in writes:
-        if write.key == "round":
-            term.written["round"] = answer.revision
-            if isinstance(write, Put) and isinstance(write.fact, Round) and not has_parts(write.fact):
-                round = RoundWritten(write.fact, answer.revision)
-        if isinstance(write, Put) and write.key in leader.FINDINGS:
-            entry = Entry(write.key, write.fact, answer.revision, answer.revision)
-            term.view = leader.see(term.view, Changes((entry,)), write.key, now)
+        if not isinstance(write, Put):
+            continue
+        if isinstance(write.fact, Round):
+            term.written = at
+            if has_parts(write.fact):
+                continue
+            round = RoundWritten(write.fact, at)
+        if write.key in _WRITTEN:
+            entries.append(Entry(write.key, write.fact, at, at))
+    term.take("", entries, now)
     return round
 
 

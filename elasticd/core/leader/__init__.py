@@ -14,7 +14,7 @@ driver adds the guard that this agent still leads.
 from elasticd.core.leader.deciding import decide
 from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.roll import Mark, Registered, Standing
-from elasticd.core.leader.view import FINDINGS, NOT_SEATED, View, foresee, hear_paces, see
+from elasticd.core.leader.view import FINDINGS, NOT_SEATED, View, entries_of, foresee, hear_paces, see
 
 __all__ = [
     "FINDINGS",
@@ -25,6 +25,7 @@ __all__ = [
     "Standing",
     "View",
     "decide",
+    "entries_of",
     "foresee",
     "hear_paces",
     "see",

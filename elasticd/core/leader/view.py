@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 from typing import Final
@@ -154,14 +154,18 @@ def see(view: View, seen: Seen, scope: str, now: float) -> View:
 def foresee(view: View, writes: Iterable[Write], now: float) -> View | None:
     """Return the view after a registered agent's own writes, which are about to be made. None if the writes
     are not of the agent's record or its report."""
-    entries: list[Entry] = []
+    asked = tuple(writes)
+    entries = tuple(entries_of(view, asked, 0))
+    return _apply(view, entries, now).up_to_date() if len(entries) == len(asked) else None
+
+
+def entries_of(view: View, writes: Iterable[Write], revision: int) -> Iterator[Entry]:
+    """Yield what registered agents' writes of their records and reports make, at this revision."""
     for write in writes:
         kind, _, name = write.key.partition("/")
         registered = view.nodes.get(name) if view.nodes is not None else None
-        if registered is None or kind not in ("nodes", "reports") or not isinstance(write, Put):
-            return None
-        entries.append(Entry(write.key, write.fact, 0, registered.created))
-    return _apply(view, tuple(entries), now).up_to_date()
+        if registered is not None and kind in ("nodes", "reports") and isinstance(write, Put):
+            yield Entry(write.key, write.fact, revision, registered.created)
 
 
 def hear_paces(view: View, several: Iterable[Paces]) -> View:

@@ -4,7 +4,7 @@ Gloo has no abort: its collectives wait as long as their connections live. So a 
 its group and shuts them down. Each end sees this as the death of the other.
 
 All other agreements between the workers of a round use the round's store, which the agent hosts. The store
-costs nothing while idle, and keeps an agreement when a worker dies.
+costs nothing while idle, and keeps an agreement when a worker dies. A worker alone has a store of its own.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class World:
         self.broken: BaseException | None = None
         self.sums_begun = self.sums = 0  # backward passes since the last commit: begun, and completed
         self._address = enter.env["MASTER_ADDR"], int(enter.env["MASTER_PORT"])
+        self._own_store = dist.HashStore() if self.size == 1 else None  # nobody else needs the round's store
         self._lock = threading.Lock()
         self._told = threading.Condition(self._lock)
         self._telling = False
@@ -377,14 +378,16 @@ class World:
 
     # ------------------------------------------------------------
 
-    def _connect(self) -> dist.TCPStore:
+    def _connect(self) -> dist.Store:
+        if self._own_store is not None:
+            return self._own_store
         host, port = self._address
         with resolver.unasked(host):
             return dist.TCPStore(
                 host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S_MAX)
             )
 
-    def _client_that_answers(self, key: str, value: str) -> dist.TCPStore:
+    def _client_that_answers(self, key: str, value: str) -> dist.Store:
         """Set the value with the client of the training thread, or else with a new client, and return the
         client. A new client costs a connection. It is needed if the training thread waits, here or within
         torch, as while the script makes a group."""
