@@ -13,11 +13,14 @@ from elasticd.core.agent_messages import (
     CheckProcess,
     CountOtherNodes,
     Fence,
+    KeySeen,
     LeaseChanged,
     LeaveJob,
     LeaveRound,
     OtherNodesCounted,
     ProcessGone,
+    RenewStore,
+    RoundWritten,
     Signalled,
     StartWorkers,
     StopWorkers,
@@ -45,6 +48,7 @@ from elasticd.core.page_layout import Fatal
 from elasticd.core.ports import (
     Answer,
     Delete,
+    Entry,
     LeaseExpired,
     LeaseHeld,
     NoAnswer,
@@ -62,7 +66,7 @@ from elasticd.core.reasons import (
     WorkerEnded,
 )
 from tests.core.build import NOW, exit, life, node, report, round, spec
-from tests.core.by_hand import PORT, Agent, put
+from tests.core.by_hand import NEXT_PORT, PORT, Agent, put
 
 SIGINT, SIGKILL, SIGUSR1, SIGTERM = 2, 9, 10, 15
 POLICY = Policy()
@@ -376,6 +380,32 @@ def test_a_host_whose_port_is_no_longer_the_one_in_the_round_asks_for_another_ro
     record = put(one.wrote(Tag.NODE).writes[0])
     assert not one.all_of(StartWorkers)
     assert isinstance(record, Node) and (record.released, record.store_port) == (1, PORT)
+
+
+def test_a_host_reserves_the_port_of_its_next_store_while_its_workers_train() -> None:
+    """So its release waits for nothing."""
+    one = Agent.registered()
+    one.sees("round", ROUND)
+    one.one(StartWorkers)
+    one.store_opened(NEXT_PORT)
+    one.exits(1, exit(0, 0, code=0))
+    one.exits(1, exit(1, 1, code=0))
+    one.sees("round", closing(ROUND))
+    record = put(one.wrote(Tag.NODE).writes[0])
+    assert isinstance(record, Node) and (record.released, record.store_port) == (1, NEXT_PORT)
+    assert not one.all_of(RenewStore)
+
+
+def test_an_agent_whose_node_leads_begins_the_round_before_the_watch_brings_it() -> None:
+    one = Agent.registered()
+    one.sees("round", closing(replace(ROUND, number=0)))
+    before = one.revision
+    one.told(RoundWritten(ROUND, before + 2))
+    assert one.one(StartWorkers).round == ROUND
+    one.told(KeySeen(Entry("round", closing(replace(ROUND, number=0)), before + 1, 1)))
+    assert one.state.round == ROUND and not one.did, "older news"
+    one.told(KeySeen(Entry("round", ROUND, before + 2, 1)))
+    assert one.state.round == ROUND and not one.did
 
 
 # ---------------------------------------------------------------- reporting

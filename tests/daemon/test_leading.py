@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from elasticd.core import leader
+from elasticd.core.agent_messages import KeySeen
 from elasticd.core.facts import Limits, Node, Phase, Round
 from elasticd.core.leader import View
 from elasticd.core.ports import Applied, Changes, Delete, Entry, Guard, Listing, Put, Refused, Write
@@ -65,6 +66,34 @@ def test_a_round_of_one_node_ends_and_the_next_begins_in_two_transactions() -> N
     closes, forms = Recorded((2,)).kill_a_worker("n0")
     assert closes == {"reports/n0", "round"}
     assert forms == {"nodes/n0", "round", "budget"}
+
+
+def test_a_node_alone_begins_its_next_round_though_no_watch_brings_anything() -> None:
+    """etcd's answers tell the agent and the leader what they wrote."""
+    job = Recorded((2,))
+    driver = job.cluster.agents["n0"].driver
+    job.cluster.etcd.mute_watches()
+    job.kill_a_worker("n0")
+
+    def begins() -> bool:
+        crew = driver.state.crew
+        return crew is not None and crew.round.number == job.round.number
+
+    job.wait(begins)
+    assert driver.view is not None and driver.view.round == job.round
+
+
+def test_news_that_a_watch_brings_late_does_not_undo_what_the_leader_wrote() -> None:
+    job = Recorded((2,))
+    driver = job.cluster.agents["n0"].driver
+    closed: list[Entry] = []
+    job.cluster.etcd.written.append(lambda entry: closed.append(entry) if entry.key == "round" else None)
+    job.kill_a_worker("n0")
+    job.wait(lambda: driver.view is not None and driver.view.round == job.round)
+    seen = driver.view
+    assert isinstance(closed[0].fact, Round) and closed[0].fact.phase is Phase.CLOSING
+    driver.handle(KeySeen(closed[0]), job.cluster.clock.now())
+    assert driver.state.round == job.round and driver.view is seen
 
 
 def test_the_leader_waits_for_the_other_nodes() -> None:

@@ -348,6 +348,12 @@ class SimEtcd:
             if lease.timer:
                 lease.timer.cancel()
 
+    def mute_watches(self) -> None:
+        """Have the present watches bring nothing any more."""
+        for topic in self._topics.values():
+            for watch in topic.watchers:
+                watch.seen = lambda what: None
+
     def _break_watches(self) -> None:
         for topic in self._topics.values():
             for watch in topic.watchers:

@@ -150,10 +150,29 @@ def test_a_world_that_is_over_once_all_have_come_makes_no_connections(
     world.close()
 
 
+def test_a_worker_alone_forms_its_world_and_waits_in_it_without_a_server() -> None:
+    world = a_world(port=0, size=1)  # nobody can listen at port 0
+    world.form(0, timedelta(seconds=60))
+    try:
+        world.set_value("known", "by itself")
+        assert world.wait_for_value("known") == "by itself"
+        world.ask_to_leave(going=False)
+        assert not world.ends_with_commit(0) and world.ends_with_commit(1)
+        end = threading.Thread(target=world.abort)
+        end.start()
+        with pytest.raises(WorldChanged):
+            world.wait_for_value("never set")
+        end.join()
+    finally:
+        world.close()
+        world.forget()
+        destroying.settle()
+
+
 def test_a_world_cuts_what_torch_has_connected_and_no_connection_of_the_scripts_own() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("known", "")
-    world = a_world(server.port, size=1)
+    world = a_world(server.port)
     ends: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
