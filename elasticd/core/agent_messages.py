@@ -45,7 +45,8 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class RoundWritten:
-    """The leader, which is on this node, has written the round. The watch brings the round later."""
+    """The leader, which is on this node, has written the round. The watch brings the round, too, perhaps
+    earlier."""
 
     round: Round
     revision: int

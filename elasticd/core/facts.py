@@ -22,6 +22,11 @@ from elasticd.core.page_layout import Fatal
 from elasticd.core.state_memory import StateMemory
 
 
+def without_surrogates(text: str) -> str:
+    """Replace each surrogate, which stands for a byte that is not UTF-8, by U+FFFD: records are UTF-8."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class UnitWithin(StrEnum):
     """Where the workers of a unit may be: on one node, or also on neighbouring nodes."""
 

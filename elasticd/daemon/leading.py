@@ -1,7 +1,9 @@
 """Leads the job while this agent holds the leader's key: what the leader watches, decides and writes.
 
 The leader watches what every agent watches, and more. ``elasticd.core.leader`` decides, and each decision is
-one guarded transaction. The next decision waits until the leader's view shows what the leader wrote.
+one guarded transaction. The view takes what the leader wrote from etcd's answer. Only the members of a large
+round, and the deletion of all keys below a prefix, come by the watches. The next decision waits until the
+view shows what was written.
 
 An agent's own release often lets the leader form the next round at once. If the leading agent is about to
 write its record or its report, and the leader would then change the round, both are written in one
@@ -11,7 +13,7 @@ transaction. Without that, a round of one node would wait for etcd twice as ofte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -39,7 +41,7 @@ from elasticd.daemon.round_watch import RoundWatch
 
 SCOPES: Final = ("nodes/", "reports/", "budget", "stalls/", "hang", "stragglers")
 RETRY_S: Final = 0.2
-_WRITTEN: Final = ("spec", "round", "budget", *leader.FINDINGS)  # what the view takes from answers
+_OF_ALL: Final = ("spec", "round", "budget")  # keys that the leader writes, and that reach it in several ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,12 @@ LeaderNews = LeaderSaw | LeaderAnswered | BothAnswered
 class _Term:
     """One leadership.
 
-    ``asked``: the writes under way. ``written``: the revision of the round that the leader last wrote. The
-    view must show it before the next decision. ``shown``: the revisions in the view of the keys that the view
-    takes from several watches, or from the answers to writes: older news may come after newer news.
-    ``retry_at``: the earliest time of the next decision. ``waiting``: why the
-    job waits. ``tried``: the reasons of a write that is not done yet; a retry does not log them again.
+    ``asked``: the writes under way. ``shown``: the newest revision that the view has of each key that reaches
+    it in several ways, such as by a watch and by the answer to a write; -1: none yet. Older news of such a
+    key may come after newer news. ``written``: the revision of what this node last wrote, by key. The view
+    must show it before the next decision: a late listing may have undone what came from the answer.
+    ``retry_at``: the earliest time of the next decision. ``waiting``: why the job waits. ``tried``: the
+    reasons of a write that is not done yet; a retry does not log them again.
     ``reads_parts``: the members of a round in parts are being followed.
     """
 
@@ -91,7 +94,7 @@ class _Term:
     ends: list[Callable[[], None]]
     shown: dict[str, int]
     asked: tuple[Write, ...] = ()
-    written: int = 0
+    written: dict[str, int] = field(default_factory=dict)
     retry_at: float = 0.0
     waiting: tuple[Reason, ...] = ()
     tried: tuple[Reason, ...] = ()
@@ -99,7 +102,7 @@ class _Term:
 
     def is_news(self, entry: Entry) -> bool:
         """Whether the view shows neither this state of the key nor a later one. Note what the view shows from
-        now on."""
+        now on. News of a key that comes in one way is always new."""
         shown = self.shown.get(entry.key)
         if shown is None:
             return True
@@ -119,7 +122,7 @@ class _Term:
         return StillThere("leader", self.created), *plan.guards
 
     def shows_what_is_written(self) -> bool:
-        return self.view.revisions.get("round", 0) >= self.written
+        return all(self.shown[key] >= revision for key, revision in self.written.items())
 
     def take(self, scope: str, entries: Iterable[Entry], now: float) -> None:
         """Take what is news into the view."""
@@ -280,7 +283,7 @@ class Leading:
             self._store.watch(scope, partial(self._watched, number, scope), prefix=scope.endswith("/"))
             for scope in SCOPES
         ]
-        shown = dict.fromkeys((state.me.key, state.me.report_key, "spec", "round", "budget"), -1)
+        shown = dict.fromkeys((state.me.key, state.me.report_key, *_OF_ALL), -1)
         self._term = _Term(number, entry.created, leader.View(part_sizes=self._part_sizes), ends, shown)
         for key in ("spec", "round"):
             if key in state.seen:
@@ -321,15 +324,18 @@ def _take_answer(term: _Term, answer: Answer, own: tuple[Write, ...], now: float
     entries = [*leader.entries_of(term.view, own, at)]
     round: RoundWritten | None = None
     for write in writes:
-        if not isinstance(write, Put):
-            continue
-        if isinstance(write.fact, Round):
-            term.written = at
+        if isinstance(write, Put) and isinstance(write.fact, Round):
+            term.written["round"] = at
             if has_parts(write.fact):
-                continue
+                continue  # a watch brings the round with all its members
             round = RoundWritten(write.fact, at)
-        if write.key in _WRITTEN:
-            entries.append(Entry(write.key, write.fact, at, at))
+        if write.key in (*_OF_ALL, *leader.FINDINGS):
+            entries.append(
+                Entry(write.key, write.fact, at, at)
+                if isinstance(write, Put)
+                else Entry(write.key, None, at, 0)
+            )
+    term.written |= {entry.key: at for entry in entries if entry.key in term.shown}
     term.take("", entries, now)
     return round
 

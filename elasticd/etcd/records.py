@@ -34,6 +34,7 @@ from elasticd.core.facts import (
     Stall,
     Stragglers,
     Summary,
+    without_surrogates,
 )
 from elasticd.etcd.errors import BadRecord, NewerRecord
 from elasticd.etcd.validity import problem
@@ -167,7 +168,7 @@ def _printable(value: Any) -> Any:
     """Replace the surrogates that stand for bytes that are not UTF-8."""
     match value:
         case str():
-            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return without_surrogates(value)
         case dict():
             return {key: _printable(item) for key, item in value.items()}
         case list() | tuple():

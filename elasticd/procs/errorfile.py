@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticd.core.facts import LAST_OUTPUT
+from elasticd.core.facts import LAST_OUTPUT, without_surrogates
 
 _FILE_BYTES_MAX = 1 << 20
 _MESSAGE_CHARS_MAX = 2_000
@@ -99,7 +99,8 @@ def tail_of(path: str | Path) -> bytes:
 
 
 def _printable(text: str) -> str:
-    return _CONTROLS.sub("", _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
+    plain = _ESCAPES.sub("", without_surrogates(text))
+    return _CONTROLS.sub("", plain.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def _cause(text: str, code: int) -> tuple[str, str]:

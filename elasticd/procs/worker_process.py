@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elasticd.channel.warden_messages import Ended
 from elasticd.channel.worker_messages import AgentToWorker
-from elasticd.core.facts import LAST_OUTPUT, Exit, SlotProgress
+from elasticd.core.facts import LAST_OUTPUT, Exit, SlotProgress, without_surrogates
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.page_layout import PageContents
 from elasticd.core.ports import Assignment
@@ -143,9 +143,10 @@ class Worker:
             a.rank,
             end.code,
             end.at,
-            message,
+            # The agent compares its report with what etcd has, which is UTF-8.
+            without_surrogates(message),
             traceback,
-            place,
+            without_surrogates(place),
             fenced=end.fenced,
             hung=hung,
             fatal=told.fatal,

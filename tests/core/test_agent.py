@@ -18,6 +18,7 @@ from elasticd.core.agent_messages import (
     LeaveJob,
     LeaveRound,
     OtherNodesCounted,
+    PortReserved,
     ProcessGone,
     RenewStore,
     RoundWritten,
@@ -422,6 +423,19 @@ def test_a_report_that_may_be_lost_is_sent_again_but_not_at_once(answer: Answer)
     assert one.did == () and one.wake_at == NOW + RETRY_S
     one.at(NOW + RETRY_S)
     one.wrote(Tag.REPORT)
+
+
+def test_a_report_waits_for_the_answer_to_the_record_that_it_is_guarded_by() -> None:
+    """A worker fails as soon as it has started, while the record with the next port is being written."""
+    one = Agent.registered()
+    one.sees("round", ROUND)
+    one.told(PortReserved(NEXT_PORT))
+    one.wrote(Tag.NODE)
+    one.exits(1, exit(1, 1))
+    assert not one.all_of(Transact), "etcd would refuse it"
+    one.answered(Tag.NODE)
+    assert one.state.registration.own is not None
+    assert one.wrote(Tag.REPORT).guards == (Unchanged("nodes/a", one.state.registration.own.revision),)
 
 
 def test_a_report_that_etcd_applies_late_is_replaced_by_the_newer_one() -> None:

@@ -103,6 +103,7 @@ class Watched(Agent):
         (put, *_) = action.writes
         if tag is Tag.NODE and isinstance(put, Put) and isinstance(put.fact, Node):
             assert put.leased
+            assert self.reserved, "another round would get the port of this one"
             assert all(number > put.fact.released for number in self.running.values())
 
 

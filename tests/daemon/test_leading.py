@@ -8,9 +8,10 @@ import pytest
 
 from elasticd.core import leader
 from elasticd.core.agent_messages import KeySeen
-from elasticd.core.facts import Limits, Node, Phase, Round
+from elasticd.core.facts import Budget, Limits, Node, Phase, Round
 from elasticd.core.leader import View
 from elasticd.core.ports import Applied, Changes, Delete, Entry, Guard, Listing, Put, Refused, Write
+from elasticd.daemon.leading import LeaderSaw
 from tests.core.build import node, report
 from tests.core.story import DELAY_S, StoryClock
 from tests.sim.cluster import Cluster, Setup
@@ -94,6 +95,26 @@ def test_news_that_a_watch_brings_late_does_not_undo_what_the_leader_wrote() -> 
     assert isinstance(closed[0].fact, Round) and closed[0].fact.phase is Phase.CLOSING
     driver.handle(KeySeen(closed[0]), job.cluster.clock.now())
     assert driver.state.round == job.round and driver.view is seen
+
+
+def test_the_leader_decides_nothing_while_a_late_listing_hides_what_it_wrote() -> None:
+    """A watch that starts anew may list the keys before a write, and bring the list after the answer to that
+    write."""
+    job = Recorded((2,))
+    driver, etcd = job.cluster.agents["n0"].driver, job.cluster.etcd
+    before = {scope: etcd.listing(etcd.topic(scope, scope.endswith("/"))) for scope in ("nodes/", "budget")}
+    job.kill_a_worker("n0")
+    term = driver._leading._term
+    assert term is not None
+    job.wait(lambda: "budget" in term.written)
+    etcd.mute_watches()
+    for scope, listing in before.items():
+        driver.handle(LeaderSaw(term.number, scope, listing), job.cluster.clock.now())
+    assert term.view.budget == Budget() and not term.shows_what_is_written()
+    for scope in before:
+        entries = etcd.listing(etcd.topic(scope, scope.endswith("/"))).entries
+        driver.handle(LeaderSaw(term.number, scope, Changes(entries)), job.cluster.clock.now())
+    assert term.view.budget.charges and term.shows_what_is_written(), "what came after the list"
 
 
 def test_the_leader_waits_for_the_other_nodes() -> None:

@@ -51,6 +51,12 @@ def test_an_invalid_error_file_yields_no_message(tmp_path: Path, content: bytes)
     assert read_error_file(_file(tmp_path, content)) is None
 
 
+def test_a_message_that_is_not_all_text_is_one_that_etcd_takes(tmp_path: Path) -> None:
+    """Else the agent's report would never be the same as what etcd has, and be written without end."""
+    content = json.dumps({"message": "no such file: caf\udce9"}).encode()
+    assert read_error_file(_file(tmp_path, content)) == ("no such file: caf\ufffd", "")
+
+
 def test_odd_details_do_not_spoil_the_message(tmp_path: Path) -> None:
     odd: list[Any] = [None, [], "x", {"py_callstack": 7}]
     for extra in odd:

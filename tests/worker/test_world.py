@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -163,6 +164,7 @@ def test_a_worker_alone_forms_its_world_and_waits_in_it_without_a_server() -> No
         with pytest.raises(WorldChanged):
             world.wait_for_value("never set")
         end.join()
+        assert c10d._get_default_store().timeout == timedelta(seconds=group_module.STORE_S_MAX)
     finally:
         world.close()
         world.forget()

@@ -87,7 +87,7 @@ def follow_the_round(do: Decisions) -> None:
         standbys={slot: life for slot, life in state.standbys.items() if slot not in waiting},
     )
     do.actions.append(StartWorkers(round, member, tuple(sorted(waiting))))
-    if member.hosts_store:  # the port of the next store is in the record before the round ends
+    if member.hosts_store:  # now, so that the release need not wait for a port
         do.set(renewing_store=True)
         do.actions.append(RenewStore())
     ranks = tuple(member.rank_of(s) for s in member.slots)
@@ -225,6 +225,8 @@ def report(do: Decisions) -> None:
         return
     if state.renewing_store:
         return  # the node's record is written next, and the report with it
+    if Tag.NODE in state.etcd.busy:
+        return  # the guard needs the revision of the record that is being written
     if not (put := unreported(state)):
         return
     before = len(do.actions)

@@ -160,7 +160,8 @@ def foresee(view: View, writes: Iterable[Write], now: float) -> View | None:
 
 
 def entries_of(view: View, writes: Iterable[Write], revision: int) -> Iterator[Entry]:
-    """Yield what registered agents' writes of their records and reports make, at this revision."""
+    """Yield the entries that these writes leave in etcd, at this revision. Writes of other keys than a
+    registered node's record and its report are skipped."""
     for write in writes:
         kind, _, name = write.key.partition("/")
         registered = view.nodes.get(name) if view.nodes is not None else None

@@ -126,7 +126,7 @@ class World:
         self.broken: BaseException | None = None
         self.sums_begun = self.sums = 0  # backward passes since the last commit: begun, and completed
         self._address = enter.env["MASTER_ADDR"], int(enter.env["MASTER_PORT"])
-        self._own_store = dist.HashStore() if self.size == 1 else None  # nobody else needs the round's store
+        self._own_store = _store_of_one() if self.size == 1 else None
         self._lock = threading.Lock()
         self._told = threading.Condition(self._lock)
         self._telling = False
@@ -471,6 +471,14 @@ class World:
         """Return the connections of all groups of the world: descriptors and ids, as from
         ``destroying.sockets``."""
         return self._connections | self._connected_late()
+
+
+def _store_of_one() -> dist.Store:
+    """Return a store for a worker without others to agree with. The script's own waits in the store do not
+    end with the world, but time out as soon as with a server."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=STORE_S_MAX))
+    return store
 
 
 def or_over(world: World | None) -> contextlib.AbstractContextManager[None]:
