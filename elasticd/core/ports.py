@@ -76,6 +76,14 @@ class Delete:
 Write = Put | Delete
 
 
+def entry_of(write: Write, revision: int, created: int) -> Entry:
+    """Return the entry that a write of one key leaves at this revision. ``created``: of the key, if the write
+    is a put."""
+    if isinstance(write, Delete):
+        return Entry(write.key, None, revision, 0)
+    return Entry(write.key, write.fact, revision, created)
+
+
 @dataclass(frozen=True, slots=True)
 class Applied:
     """The writes happened, all at this revision."""

@@ -34,6 +34,7 @@ from elasticd.core.ports import (
     StillThere,
     Store,
     Write,
+    entry_of,
 )
 from elasticd.core.reasons import Reason
 from elasticd.core.round_parts import PartSizes, has_parts
@@ -41,7 +42,11 @@ from elasticd.daemon.round_watch import RoundWatch
 
 SCOPES: Final = ("nodes/", "reports/", "budget", "stalls/", "hang", "stragglers")
 RETRY_S: Final = 0.2
-_OF_ALL: Final = ("spec", "round", "budget")  # keys that the leader writes, and that reach it in several ways
+_OF_THE_JOB: Final = (
+    "spec",
+    "round",
+    "budget",
+)  # keys that the leader writes, and that reach it in several ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +129,11 @@ class _Term:
     def shows_what_is_written(self) -> bool:
         return all(self.shown[key] >= revision for key, revision in self.written.items())
 
-    def take(self, scope: str, entries: Iterable[Entry], now: float) -> None:
+    def take(self, entries: Iterable[Entry], now: float) -> None:
         """Take what is news into the view."""
         news = tuple(entry for entry in entries if self.is_news(entry))
         if news:
-            self.view = leader.see(self.view, Changes(news), scope, now)
+            self.view = leader.see(self.view, Changes(news), "", now)  # only a listing has a scope
 
 
 class Leading:
@@ -175,7 +180,7 @@ class Leading:
             term.shown |= {key: news.seen.revision for key in term.shown if key.startswith(news.scope)}
             term.view = leader.see(term.view, news.seen, news.scope, now)
         else:
-            term.take(news.scope, news.seen.entries, now)
+            term.take(news.seen.entries, now)
         return True
 
     def follow(self, entry: Entry, now: float) -> None:
@@ -187,7 +192,7 @@ class Leading:
             return
         apart = isinstance(entry.fact, Round) and has_parts(entry.fact)
         if entry.key != "round" or not (apart or term.reads_parts):
-            term.take(entry.key, (entry,), now)
+            term.take((entry,), now)
         elif not term.reads_parts:
             term.reads_parts = True
             term.ends.append(RoundWatch(self._store, partial(self._watched, term.number, "round")).end)
@@ -283,7 +288,7 @@ class Leading:
             self._store.watch(scope, partial(self._watched, number, scope), prefix=scope.endswith("/"))
             for scope in SCOPES
         ]
-        shown = dict.fromkeys((state.me.key, state.me.report_key, *_OF_ALL), -1)
+        shown = dict.fromkeys((state.me.key, state.me.report_key, *_OF_THE_JOB), -1)
         self._term = _Term(number, entry.created, leader.View(part_sizes=self._part_sizes), ends, shown)
         for key in ("spec", "round"):
             if key in state.seen:
@@ -329,14 +334,10 @@ def _take_answer(term: _Term, answer: Answer, own: tuple[Write, ...], now: float
             if has_parts(write.fact):
                 continue  # a watch brings the round with all its members
             round = RoundWritten(write.fact, at)
-        if write.key in (*_OF_ALL, *leader.FINDINGS):
-            entries.append(
-                Entry(write.key, write.fact, at, at)
-                if isinstance(write, Put)
-                else Entry(write.key, None, at, 0)
-            )
+        if write.key in (*_OF_THE_JOB, *leader.FINDINGS):
+            entries.append(entry_of(write, at, at))
     term.written |= {entry.key: at for entry in entries if entry.key in term.shown}
-    term.take("", entries, now)
+    term.take(entries, now)
     return round
 
 

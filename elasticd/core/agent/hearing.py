@@ -45,7 +45,6 @@ from elasticd.core.lifecycle import Life, become
 from elasticd.core.ports import (
     Answer,
     Applied,
-    Delete,
     Entry,
     LeaseExpired,
     LeaseHeld,
@@ -60,6 +59,7 @@ from elasticd.core.ports import (
     WorkerReturned,
     WorkerWaiting,
     Write,
+    entry_of,
 )
 from elasticd.core.reasons import (
     Draining,
@@ -186,15 +186,8 @@ def _answered(do: Decisions, tag: Tag, answer: Answer) -> None:
 def _wrote(do: Decisions, writes: Iterable[Write], revision: int) -> None:
     """Take what this node wrote, of the keys that the agent watches, and do not wait for the watch."""
     for write in writes:
-        if write.key in do.state.seen:
-            _saw(do, _written(do.state.seen[write.key], write, revision))
-
-
-def _written(old: Entry, write: Write, revision: int) -> Entry:
-    if isinstance(write, Delete):
-        return Entry(old.key, None, revision, 0)
-    created = old.created if old.fact is not None else revision
-    return Entry(old.key, write.fact, revision, created)
+        if (old := do.state.seen.get(write.key)) is not None:
+            _saw(do, entry_of(write, revision, old.created if old.fact is not None else revision))
 
 
 def _lease(do: Decisions, news: LeaseNews) -> None:

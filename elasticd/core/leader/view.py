@@ -26,7 +26,7 @@ from elasticd.core.leader import comparing
 from elasticd.core.leader.comparing import PaceComparison
 from elasticd.core.leader.roll import Mark, ReceivedStall, Registered, Roll
 from elasticd.core.persistent_map import PersistentMap
-from elasticd.core.ports import Changes, Entry, Listing, Put, Seen, Unchanged, Write
+from elasticd.core.ports import Changes, Entry, Listing, Put, Seen, Unchanged, Write, entry_of
 from elasticd.core.round_parts import PART_SIZES, PartSizes
 
 NOT_LISTED: Final[PersistentMap[Registered]] = PersistentMap()
@@ -166,7 +166,7 @@ def entries_of(view: View, writes: Iterable[Write], revision: int) -> Iterator[E
         kind, _, name = write.key.partition("/")
         registered = view.nodes.get(name) if view.nodes is not None else None
         if registered is not None and kind in ("nodes", "reports") and isinstance(write, Put):
-            yield Entry(write.key, write.fact, revision, registered.created)
+            yield entry_of(write, revision, registered.created)
 
 
 def hear_paces(view: View, several: Iterable[Paces]) -> View:
