@@ -12,14 +12,13 @@ Standard library only, because the warden uses this module.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import signal
 import threading
-from collections import deque
+from collections.abc import Callable
 
 from elasticd.procs.linux import is_exiting, stat_of, status_of
 
@@ -70,15 +69,20 @@ class _Mutex:
 
 
 class DeathNotices:
-    """The deaths of watched processes. ``fd`` becomes readable when ``take`` or ``take_trouble`` has news."""
+    """The deaths of watched processes. They are reported from the threads that wait for them: another thread
+    would first have to be woken, on a machine that is busy at this moment."""
 
-    def __init__(self, offset: int) -> None:
-        """``offset``: of the mutex in each page, in bytes."""
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    def __init__(
+        self, offset: int, died: Callable[[int, int], object], failed: Callable[[str], object]
+    ) -> None:
+        """``offset``: of the mutex in each page, in bytes. ``died(id, code)``: process ``id`` has begun to
+        exit, with this status, or minus the signal that kills it. ``failed(why)`` is called once at most:
+        deaths are noticed only when processes are gone. Both are called from threads; ``failed`` also from
+        ``watch``."""
         self._offset = offset
+        self._died, self._failed = died, failed
+        self._has_failed = False
         self._waits: list[_Wait] = []
-        self._deaths: deque[tuple[int, int]] = deque()
-        self._trouble: str | None = None
 
     def watch(self, id: int, pid: int, page: str) -> None:
         """Watch the worker that has this page. ``id`` names it; unlike its pid, no later worker has the same.
@@ -88,7 +92,7 @@ class DeathNotices:
             return
         wait = next((wait for wait in self._waits if wait.has_room), None)
         if wait is None:
-            wait = _Wait(self)
+            wait = _Wait(self._died, self.complain)
             self._waits.append(wait)
         try:
             wait.add(id, _Mutex(pid, page, self._offset))
@@ -100,34 +104,10 @@ class DeathNotices:
         for wait in self._waits:
             wait.remove(id)
 
-    def take(self) -> list[tuple[int, int]]:
-        """Return the ids of processes that have begun to exit, each with its exit status, or minus the signal
-        that kills it."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-        taken: list[tuple[int, int]] = []
-        while self._deaths:
-            taken.append(self._deaths.popleft())
-        return taken
-
-    def take_trouble(self) -> str:
-        """Return why deaths are noticed only once processes are gone; empty if they are not, or if this was
-        returned before."""
-        why = self._trouble or ""
-        if why:
-            self._trouble = ""
-        return why
-
-    # ------------------------------------------------------------ also from the threads
-
     def complain(self, why: str) -> None:
-        if self._trouble is None:
-            self._trouble = why
-            os.eventfd_write(self.fd, 1)
-
-    def report(self, id: int, code: int) -> None:
-        self._deaths.append((id, code))
-        os.eventfd_write(self.fd, 1)
+        if not self._has_failed:
+            self._has_failed = True
+            self._failed(why)
 
 
 def _unsupported() -> str:
@@ -142,8 +122,8 @@ def _unsupported() -> str:
 class _Wait:
     """A thread that waits for as many mutexes as one system call takes."""
 
-    def __init__(self, notices: DeathNotices) -> None:
-        self._notices = notices
+    def __init__(self, died: Callable[[int, int], object], failed: Callable[[str], object]) -> None:
+        self._died, self._failed = died, failed
         self._lock = threading.Lock()
         self._mutexes: dict[int, _Mutex] = {}  # by id
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -185,21 +165,23 @@ class _Wait:
             woken = self._libc.syscall(_FUTEX_WAITV, array, len(waiters), 0, None, 0)
             if woken < 0 and (code := ctypes.get_errno()) not in _AGAIN:
                 older = " (Linux has it from 5.16 on)" if code == errno.ENOSYS else ""
-                self._notices.complain(f"futex_waitv: {os.strerror(code)}{older}")
+                self._failed(f"futex_waitv: {os.strerror(code)}{older}")
                 return
 
     def _look(self) -> list[_Waiter]:
         """Report the deaths that the mutexes show. Return a waiter for each other mutex."""
-        waiters = []
+        waiters, released = [], []
         with self._lock:
             for id, mutex in list(self._mutexes.items()):
                 word = mutex.word()
                 if word is not None and not word & _OWNER_DIED:
                     waiters.append(_Waiter(word, mutex.address, _SIZE_U32))
-                    continue
-                self._mutexes.pop(id).close()
-                if code := exit_under_way(mutex.pid):
-                    self._notices.report(id, code)
+                else:
+                    released.append((id, self._mutexes.pop(id)))
+        for id, mutex in released:  # without the lock, which the caller of ``remove`` waits for
+            if code := exit_under_way(mutex.pid):
+                self._died(id, code)
+            mutex.close()
         return waiters
 
 

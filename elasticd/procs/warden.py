@@ -4,8 +4,8 @@ When the agent dies, the warden lives long enough to kill all workers and servic
 files. It also enforces the fence, so that workers stop in time even if the agent is stopped.
 
 Standard library only, started as ``python -I -S``. Faults of torch, grpc or the agent's threads do not affect
-the warden, and a fork takes a fraction of a millisecond. One thread does all work; others only wait for
-deaths of workers (``death_notices``). The agent uses ``warden_client``.
+the warden, and a fork takes a fraction of a millisecond. One thread does all work, except that the threads
+which wait for deaths of workers (``death_notices``) report them. The agent uses ``warden_client``.
 
 The warden forks workers itself, or from a zygote (``zygote``) if one is ready. In both cases the workers are
 its children.
@@ -22,6 +22,7 @@ import selectors
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -111,7 +112,9 @@ class WardenProcess:
         self._agent = QueuedChannel(sock, WARDEN_TO_AGENT, AGENT_TO_WARDEN)
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
-        self._deaths = DeathNotices(8 * MUTEX)
+        self._deaths = DeathNotices(8 * MUTEX, self._hear_of_exit, self._hear_of_late_notices)
+        self._working = threading.RLock()  # held by the thread that works
+        self._woken, self._wake = os.pipe()
         self._zygote: ZygoteProcess | None = None
         self._fresh_at: float | None = None  # when a worker was last started without the zygote
         self._fresh_s: float | None = None  # the seconds from that start to the start of the first zygote
@@ -130,36 +133,45 @@ class WardenProcess:
 
     def run(self, agent_pid: int) -> None:
         """Serve until the agent closes or dies. Then end all processes, and return."""
-        woken, wake = os.pipe()
-        for fd in (woken, wake):
+        for fd in (self._woken, self._wake):
             os.set_blocking(fd, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._selector.register(woken, selectors.EVENT_READ, "child")
+        self._selector.register(self._woken, selectors.EVENT_READ, "child")
         assert self._agent is not None
         self._selector.register(self._agent, selectors.EVENT_READ, "agent")
-        self._selector.register(self._deaths.fd, selectors.EVENT_READ, "exit")
-        self._watch(agent_pid)
-        while not (self._closing and self._is_over()):
-            for key, events in self._selector.select(self._until_next_deadline()):
-                if key.data == "child":
-                    _drain(woken)
-                    self._reap()
-                elif key.data == "exit":
-                    self._hear_of_exits()
-                elif key.data == "death":
-                    self._selector.unregister(key.fileobj)
-                    self._lose_agent()
-                elif key.data == "zygote":
-                    self._hear_zygote(events)
-                elif isinstance(key.data, _Child):
-                    self._hear_beginning(key.data)
-                else:
-                    self._serve(events)
-            self._keep_deadlines()
-            self._want_writes()
+        with self._working:
+            self._watch(agent_pid)
+            while not (self._closing and self._is_over()):
+                self._work(self._wait())
         for path in self._paths:
             _remove(path)
+
+    def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for an event or a deadline. Meanwhile other threads may work."""
+        within_s = self._until_next_deadline()
+        self._working.release()
+        try:
+            return self._selector.select(within_s)
+        finally:
+            self._working.acquire()
+
+    def _work(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
+        for key, events in ready:
+            if key.data == "child":
+                _drain(self._woken)
+                self._reap()
+            elif key.data == "death":
+                self._selector.unregister(key.fileobj)
+                self._lose_agent()
+            elif key.data == "zygote":
+                self._hear_zygote(events)
+            elif isinstance(key.data, _Child):
+                self._hear_beginning(key.data)
+            else:
+                self._serve(events)
+        self._keep_deadlines()
+        self._want_writes()
 
     def _watch(self, agent_pid: int) -> None:
         """Notice the agent's death even if another process still has the agent's end of the socket."""
@@ -303,15 +315,23 @@ class WardenProcess:
         self._keep_deadlines()
         self._sweep()
 
-    def _hear_of_exits(self) -> None:
-        """Report workers that are exiting, before the kernel has taken them down."""
-        for id, code in self._deaths.take():
+    def _hear_of_exit(self, id: int, code: int) -> None:
+        """Report a worker that is exiting, before the kernel has taken it down. Any thread may call this."""
+        with self._working:
             for child in self._workers([id]):  # none if it was reaped meanwhile
                 child.told = True
-                end = Ended(id, child.pid, code, time.time(), fenced=child.fenced, lingers=True)
-                self._tell(end)
-        if why := self._deaths.take_trouble():
-            self._tell(LateNotices(why))
+                self._tell_at_once(Ended(id, child.pid, code, time.time(), fenced=child.fenced, lingers=True))
+
+    def _hear_of_late_notices(self, why: str) -> None:
+        with self._working:
+            self._tell_at_once(LateNotices(why))
+
+    def _tell_at_once(self, message: WardenToAgent) -> None:
+        """Tell the agent, while the loop may be waiting. Wake the loop if the message does not arrive."""
+        self._tell(message)
+        if self._agent is None or self._agent.pending:
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._wake, b"\0")
 
     def _reap(self) -> None:
         while True:

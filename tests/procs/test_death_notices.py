@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import queue
-import select
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from elasticd.core.page_layout import MUTEX
 from elasticd.core.ports import WorkerGone, WorkerLingers, WorkerNews
 from elasticd.procs import warden_client
 from elasticd.procs.death_notices import DeathNotices, exit_under_way
-from elasticd.procs.linux import is_ready, stat_of
+from elasticd.procs.linux import stat_of
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
@@ -40,7 +39,9 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.notices = DeathNotices(8 * MUTEX)
+        self.deaths: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self.trouble: list[str] = []
+        self.notices = DeathNotices(8 * MUTEX, lambda *death: self.deaths.put(death), self.trouble.append)
 
     def run(self, program: str) -> subprocess.Popen[bytes]:
         """Run this Python program, and wait until it has printed a line."""
@@ -56,11 +57,8 @@ class Watched:
         assert self.said
         return process
 
-    def noticed(self) -> list[tuple[int, int]]:
-        while is_ready(self.notices.fd, select.POLLIN, PATIENCE_S):
-            if deaths := self.notices.take():
-                return deaths
-        return []
+    def noticed(self) -> tuple[int, int]:
+        return self.deaths.get(timeout=PATIENCE_S)
 
     def close(self) -> None:
         for process in self._processes:
@@ -93,7 +91,7 @@ def test_an_exit_is_noticed_with_its_status_before_it_is_reaped(
     others = "for _ in range(%d): threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
     program = f"import os, signal, sys, threading, time\n{others % threads}\nprint(flush=True)\n{end}"
     process = watched.run(program)
-    assert watched.noticed() == [(process.pid, code)]
+    assert watched.noticed() == (process.pid, code)
     assert process.wait(PATIENCE_S) == code
 
 
@@ -102,11 +100,11 @@ def test_each_of_many_is_noticed_also_one_that_was_stopped(watched: Watched) -> 
     os.kill(processes[2].pid, signal.SIGSTOP)
     for process in (processes[2], processes[0]):
         process.kill()
-        assert watched.noticed() == [(process.pid, -signal.SIGKILL)]
+        assert watched.noticed() == (process.pid, -signal.SIGKILL)
     watched.notices.forget(processes[0].pid)
     late = watched.run(STAY)
     late.terminate()
-    assert watched.noticed() == [(late.pid, -signal.SIGTERM)]
+    assert watched.noticed() == (late.pid, -signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,7 @@ def test_a_process_that_goes_on_is_not_reported(watched: Watched, goes_on: str) 
         assert process.poll() is None
     assert exit_under_way(process.pid) is None
     witness.kill()
-    assert watched.noticed() == [(witness.pid, -signal.SIGKILL)]
+    assert watched.noticed() == (witness.pid, -signal.SIGKILL)
 
 
 def test_a_living_thread_of_any_name_is_seen_and_a_gone_process_raises_no_error(
@@ -170,10 +168,10 @@ def test_without_a_free_thread_notices_are_late_and_no_error_is_raised(
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", fail)
         process = watched.run(STAY)
-    assert watched.notices.take_trouble() == "can't start new thread"
+    assert watched.trouble == ["can't start new thread"]
     watched.run(STAY)
     process.kill()
-    assert watched.noticed() == [(process.pid, -signal.SIGKILL)]
+    assert watched.noticed() == (process.pid, -signal.SIGKILL)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="the module has another name")
@@ -184,7 +182,7 @@ def test_a_subinterpreter_leaves_the_mutex_to_the_main_thread(watched: Watched) 
     )
     process = watched.run(f"{subinterpreter}print(flush=True)\nsignal.pause()")
     process.terminate()
-    assert watched.noticed() == [(process.pid, -signal.SIGTERM)]
+    assert watched.noticed() == (process.pid, -signal.SIGTERM)
 
 
 def test_a_page_that_its_worker_truncates_or_removes_breaks_no_notice(watched: Watched) -> None:
@@ -193,7 +191,7 @@ def test_a_page_that_its_worker_truncates_or_removes_breaks_no_notice(watched: W
     watched.run(spoil + STAY)  # the next change finds no mutex there
     removed = watched.run(keep + STAY)
     removed.kill()
-    assert watched.noticed() == [(removed.pid, -signal.SIGKILL)]
+    assert watched.noticed() == (removed.pid, -signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- in the warden
@@ -298,7 +296,10 @@ def test_a_killed_warden_leaves_processes_that_the_kernel_takes_down_to_the_end_
 
 
 def test_more_workers_than_one_system_call_takes_are_watched(tmp_path: Path) -> None:
-    notices, pages = DeathNotices(8 * MUTEX), [Page(tmp_path / f"page{n}") for n in range(130)]
+    deaths: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    trouble: list[str] = []
+    notices = DeathNotices(8 * MUTEX, lambda *death: deaths.put(death), trouble.append)
+    pages = [Page(tmp_path / f"page{n}") for n in range(130)]
     argv = [sys.executable, "-S", "-c", MANY, BOOT_DIR, str(8 * MUTEX), *(str(page.path) for page in pages)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -307,10 +308,9 @@ def test_more_workers_than_one_system_call_takes_are_watched(tmp_path: Path) -> 
             notices.watch(n, pid, str(page.path))
         for n in (129, 0):
             os.kill(pids[n], signal.SIGKILL)
-            assert is_ready(notices.fd, select.POLLIN, PATIENCE_S)
-            assert notices.take() == [(n, -signal.SIGKILL)]
+            assert deaths.get(timeout=PATIENCE_S) == (n, -signal.SIGKILL)
         process.communicate()
-    assert notices.take_trouble() == ""
+    assert not trouble
 
 
 def test_a_kernel_without_the_system_call_is_reported_once_and_deaths_are_noticed_later(
@@ -332,9 +332,9 @@ def test_an_unknown_c_library_is_reported(watched: Watched, monkeypatch: pytest.
     """Python with musl is not available here, so the test has a stand-in."""
     names = {name: n for name, n in os.confstr_names.items() if name != "CS_GNU_LIBC_VERSION"}
     monkeypatch.setattr(os, "confstr_names", names)
-    watched.run(STAY)
-    assert is_ready(watched.notices.fd, select.POLLIN, 0)
-    assert [watched.notices.take_trouble() for _ in range(2)] == ["the C library is not glibc", ""]
+    for _ in range(2):
+        watched.run(STAY)
+    assert watched.trouble == ["the C library is not glibc"]
 
 
 def test_a_notice_does_not_count_for_a_later_process_with_the_same_pid(tmp_path: Path) -> None:
@@ -344,6 +344,11 @@ def test_a_notice_does_not_count_for_a_later_process_with_the_same_pid(tmp_path:
     subprocess.run(
         [sys.executable, "-c", SAME_PID, str(tmp_path), BOOT_DIR], cwd=ROOT, check=True, timeout=PATIENCE_S
     )
+
+
+def test_a_notice_that_the_agent_has_no_room_for_arrives_later(tmp_path: Path) -> None:
+    """Run this in a process of its own, since the warden reaps all its children."""
+    subprocess.run([sys.executable, "-c", NO_ROOM], cwd=ROOT, check=True, timeout=PATIENCE_S)
 
 
 MANY = """
@@ -390,12 +395,44 @@ bench.close()
 print("exit codes", *codes)
 """
 
+NO_ROOM = """
+import os, signal, threading
+from elasticd.channel.framing import Channel, pair
+from elasticd.channel.warden_messages import AGENT_TO_WARDEN, WARDEN_TO_AGENT, CloseWarden, Ended, Spawned
+from elasticd.procs.linux import die_with_parent
+from elasticd.procs.warden import WardenProcess, _Child
+
+ours, theirs = pair()
+warden = WardenProcess(theirs, None)
+agent = Channel(ours, AGENT_TO_WARDEN, WARDEN_TO_AGENT)
+told = 0
+while not warden._agent.pending:
+    warden._tell(Spawned(told, 1))
+    told += 1
+warden._agent._unsent.clear()
+pid = os.fork()
+if not pid:
+    die_with_parent()
+    signal.pause()
+warden._children[pid] = _Child(7, pid, False, "", False, -1)
+
+def report_and_read():
+    warden._hear_of_exit(7, -signal.SIGKILL)
+    for _ in range(told - 1):
+        assert isinstance(agent.receive()[0], Spawned)
+    end, _ = agent.receive()
+    assert isinstance(end, Ended) and (end.id, end.code, end.lingers) == (7, -signal.SIGKILL, True), end
+    agent.send(CloseWarden(0.0))
+
+threading.Thread(target=report_and_read).start()
+warden.run(os.getppid())
+"""
+
 SAME_PID = """
-import os, select, signal, sys
+import os, signal, sys
 from pathlib import Path
 from elasticd.channel.framing import pair
 from elasticd.channel.warden_messages import Program, Spawn
-from elasticd.procs.linux import is_ready
 from elasticd.procs.page import VARIABLE, Page
 from elasticd.procs.warden import WardenProcess
 
@@ -412,9 +449,9 @@ def start(id):
     os.read(said, 1)
     return next(iter(warden._children.values()))
 
+warden._working.acquire()  # the thread that has seen the death waits for this, before it reports
 first = start(1)
 os.kill(first.pid, signal.SIGKILL)
-assert is_ready(warden._deaths.fd, select.POLLIN)
 while warden._children:
     warden._reap()
 id, second = 2, first
@@ -427,7 +464,7 @@ while True:  # until no other process gets the pid first
     while warden._children:
         warden._reap()
     id += 1
-warden._hear_of_exits()
+warden._hear_of_exit(1, -signal.SIGKILL)
 lives = not second.told
 os.kill(second.pid, signal.SIGKILL)
 assert lives, "a process that runs was reported as ended"
