@@ -34,7 +34,7 @@ from elasticd.worker.joining.split_agreement import agree_on_parts
 from elasticd.worker.splitting.split_state import SplitState
 from elasticd.worker.state import State
 from elasticd.worker.steps import StepLoop
-from elasticd.worker.world.group import World, WorldChanged, is_of_the_group, what_led_to
+from elasticd.worker.world.group import World, WorldChanged, is_of_the_group, rehearse, what_led_to
 
 _log = logging.getLogger(__name__)
 NEWS_S = 5.0  # how long to wait for Leave after a failed collective
@@ -116,6 +116,7 @@ def _run_alone(loop: StepLoop, call: Callable[[], T], timeout: timedelta) -> T:
 
 def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: timedelta) -> T:
     state, round = loop.committed, 0
+    rehearse(timeout)
     link.send(Waiting(round, state.step, Holds.NONE, memory=state.memory))
     while True:
         enter = link.next_round(round)

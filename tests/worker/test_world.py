@@ -26,10 +26,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticd.channel.worker_messages import Enter
+from elasticd.channel.worker_messages import Enter, Holds, Waiting
 from elasticd.worker.world import destroying, waits
 from elasticd.worker.world import group as group_module
-from elasticd.worker.world.group import World, WorldChanged
+from elasticd.worker.world.group import World, WorldChanged, rehearse
 
 
 def a_world(port: int = 0, size: int = 2) -> World:
@@ -169,6 +169,44 @@ def test_a_worker_alone_forms_its_world_and_waits_in_it_without_a_server() -> No
         world.close()
         world.forget()
         destroying.settle()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rehearsal_leaves_nothing_behind_and_tells_of_no_error(
+    monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    before, init, groups = set(destroying.sockets()), dist.init_process_group, []
+
+    def form(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+        groups.append(dist.get_world_size())
+        if fails:
+            raise RuntimeError("no such interface")
+
+    monkeypatch.setattr(dist, "init_process_group", form)
+    rehearse(timedelta(seconds=60))
+    destroying.settle()
+    assert groups == [1] and not dist.is_initialized() and not group_module._present
+    assert c10d._world.group_count == 0 and c10d._new_process_group_helper is group_module._make_group
+    assert set(destroying.sockets()) <= before
+
+
+def test_a_worker_rehearses_before_it_says_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    class LinkOfNobody:
+        def send(self, message: object) -> None:
+            done.append(message)
+            raise EOFError
+
+    loop: Any = SimpleNamespace(committed=SimpleNamespace(step=0, memory=None))
+    link: Any = LinkOfNobody()
+    runs = sys.modules["elasticd.worker.run"]
+    monkeypatch.setattr(runs, "rehearse", done.append)
+    timeout = timedelta(seconds=60)
+    with pytest.raises(EOFError):
+        runs._run_in_rounds(loop, lambda: None, link, timeout)
+    assert done == [timeout, Waiting(0, 0, Holds.NONE)]
 
 
 def test_a_world_cuts_what_torch_has_connected_and_no_connection_of_the_scripts_own() -> None:

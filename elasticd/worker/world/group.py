@@ -473,6 +473,23 @@ class World:
         return self._connections | self._connected_late()
 
 
+def rehearse(timeout: timedelta) -> None:
+    """Form a world of this worker alone, and leave it.
+
+    A process forms its first world far more slowly than a later one, and the other workers of that world
+    would wait for it. With GPUs most of the time is NCCL's, which needs the other workers.
+    """
+    if torch.cuda.is_available():
+        return
+    world = World(Enter(0, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}))
+    try:
+        with contextlib.suppress(Exception):  # the first real world meets the same error
+            world.form(0, timeout)
+    finally:
+        world.close()
+        world.forget()
+
+
 def _store_of_one() -> dist.Store:
     """Return a store for a worker without others to agree with. The script's own waits in the store do not
     end with the world, but time out as soon as with a server."""
