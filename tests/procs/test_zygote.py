@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,7 @@ from elasticd.channel.framing import close_all, pair
 from elasticd.channel.warden_messages import ImportModules, Personal, Program, Spawn
 from elasticd.procs.launch import start_error
 from elasticd.procs.linux import children, steady_now
+from elasticd.procs.page import BOOT_DIR
 from elasticd.procs.workers import LocalProcs
 from elasticd.procs.zygote import ZygoteProcess
 from tests.channel.starved import descriptors
@@ -338,8 +341,54 @@ def test_as_many_workers_are_forked_in_advance_as_were_last_asked_for_at_once(
     bench.kill(procs, 3)
     bench.start(procs, 2)
     assert {int(line.split()[1]) for line in bench.console.wait_for_lines(2)} == {*embryos[:2]}
-    wait_until(lambda: len(named(bench.warden, "elasticd-embryo")) == 2, "one is forked")
+    wait_until(lambda: len(named(bench.warden, "elasticd-embryo")) == 4, "three are forked")
     assert embryos[2] in named(bench.warden, "elasticd-embryo")
+
+
+@pytest.mark.parametrize(
+    ("asked", "forked"),
+    [
+        ([(0, 2), (100, 1), (200, 1), (300, 1)], [2, 0, 1, 1]),
+        ([(0, 2), (5, 1), (10, 1), (15, 1), (20, 1), (25, 1), (30, 1)], [2, 0, 4, 0, 0, 0, 4]),
+        ([(0, 8), (5, 8), (10, 1)], [8, 8, 0]),
+        ([(0, 40)], [32]),
+    ],
+    ids=["seldom", "often", "all together", "more than are forked in advance"],
+)
+def test_workers_that_are_often_replaced_are_forked_together(
+    monkeypatch: pytest.MonkeyPatch, asked: list[tuple[float, int]], forked: list[int]
+) -> None:
+    """``asked``: the times, and the workers that are asked for. ``forked``: the embryos that follow."""
+    monkeypatch.syspath_prepend(BOOT_DIR)
+    module = importlib.import_module("elasticd_embryos")
+    ends: list[socket.socket] = []
+
+    def ends_of_a_channel() -> tuple[socket.socket, socket.socket]:
+        ends.extend(pair())
+        return ends[-2], ends[-1]
+
+    framing = SimpleNamespace(pair=ends_of_a_channel, Channel=lambda sock, says, hears: sock)
+    words = SimpleNamespace(EMBRYO_TO_ZYGOTE=None, WARDEN_TO_ZYGOTE=None)
+    made: list[int] = []
+
+    def fork_apart(count: int) -> list[int]:
+        made.append(count)
+        return [1] * count
+
+    monkeypatch.setattr(module, "fork_apart", fork_apart)
+    embryos = module.Embryos(framing, words)
+    found = []
+    for at, workers in asked:
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda at=at: at))
+        embryos.asked_for(workers)
+        embryos._waiting = embryos._waiting[workers:]
+        made.clear()
+        embryos.fork()
+        found.append(sum(made))
+    embryos.drop()
+    for end in ends:
+        end.close()
+    assert found == forked
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
