@@ -64,50 +64,46 @@ class _Mutex:
         return int.from_bytes(raw, "little") if len(raw) == 4 else None
 
     def close(self) -> None:
+        """Close the file. The memory is unmapped with this object, which takes longer."""
         os.close(self._fd)
-        self._memory = None  # type: ignore[assignment]  # it unmaps itself
 
 
 class DeathNotices:
-    """The deaths of watched processes. They are reported from the threads that wait for them: another thread
-    would first have to be woken, on a machine that is busy at this moment."""
+    """The deaths of watched processes. The thread that waits for a death reports it. If the thread woke
+    another one to do so, the report would come later, since the machine is busy when a worker dies."""
 
     def __init__(
         self, offset: int, died: Callable[[int, int], object], failed: Callable[[str], object]
     ) -> None:
-        """``offset``: of the mutex in each page, in bytes. ``died(id, code)``: process ``id`` has begun to
-        exit, with this status, or minus the signal that kills it. ``failed(why)`` is called once at most:
-        deaths are noticed only when processes are gone. Both are called from threads; ``failed`` also from
-        ``watch``."""
+        """``offset``: of the mutex in each page, in bytes.
+
+        ``died(id, code)`` is called when process ``id`` has begun to exit, with its exit status, or minus the
+        signal that kills it. ``failed(why)`` is called when deaths, from now on or of one more process, will
+        be noticed only once the processes are gone. Threads call both; ``watch`` calls ``failed`` too.
+        """
         self._offset = offset
         self._died, self._failed = died, failed
-        self._has_failed = False
         self._waits: list[_Wait] = []
 
     def watch(self, id: int, pid: int, page: str) -> None:
         """Watch the worker that has this page. ``id`` names it; unlike its pid, no later worker has the same.
         Without descriptors, memory or threads the worker is not watched."""
         if why := _unsupported():
-            self.complain(why)
+            self._failed(why)
             return
         wait = next((wait for wait in self._waits if wait.has_room), None)
         if wait is None:
-            wait = _Wait(self._died, self.complain)
+            wait = _Wait(self._died, self._failed)
             self._waits.append(wait)
         try:
             wait.add(id, _Mutex(pid, page, self._offset))
         except (OSError, ValueError, RuntimeError) as error:
-            self.complain(str(error))
+            self._failed(str(error))
 
     def forget(self, id: int) -> None:
         """Watch a process no longer, since it was reaped."""
         for wait in self._waits:
             wait.remove(id)
-
-    def complain(self, why: str) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            self._failed(why)
 
 
 def _unsupported() -> str:
@@ -178,10 +174,11 @@ class _Wait:
                     waiters.append(_Waiter(word, mutex.address, _SIZE_U32))
                 else:
                     released.append((id, self._mutexes.pop(id)))
-        for id, mutex in released:  # without the lock, which the caller of ``remove`` waits for
+                    mutex.close()
+        # Without the lock: ``died`` may wait for a lock that the caller of ``remove`` holds.
+        for id, mutex in released:
             if code := exit_under_way(mutex.pid):
                 self._died(id, code)
-            mutex.close()
         return waiters
 
 

@@ -69,7 +69,7 @@ def is_ready(fd: int, how: int, timeout_s: float | None = None) -> bool:
 
 
 def _read(path: str) -> bytes:
-    fd = os.open(path, os.O_RDONLY)  # ``open`` takes longer; a report of a death waits for this
+    fd = os.open(path, os.O_RDONLY)  # ``open`` takes longer, and reports of deaths wait for this function
     try:
         return b"".join(iter(lambda: os.read(fd, _READ_BYTES), b""))
     finally:

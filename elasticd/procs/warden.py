@@ -4,8 +4,8 @@ When the agent dies, the warden lives long enough to kill all workers and servic
 files. It also enforces the fence, so that workers stop in time even if the agent is stopped.
 
 Standard library only, started as ``python -I -S``. Faults of torch, grpc or the agent's threads do not affect
-the warden, and a fork takes a fraction of a millisecond. One thread does all work, except that the threads
-which wait for deaths of workers (``death_notices``) report them. The agent uses ``warden_client``.
+the warden, and a fork takes a fraction of a millisecond. One thread does all work. Other threads only wait
+for deaths of workers, and report these deaths (``death_notices``). The agent uses ``warden_client``.
 
 The warden forks workers itself, or from a zygote (``zygote``) if one is ready. In both cases the workers are
 its children.
@@ -113,7 +113,8 @@ class WardenProcess:
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
         self._deaths = DeathNotices(8 * MUTEX, self._hear_of_exit, self._hear_of_late_notices)
-        self._working = threading.RLock()  # held by the thread that works
+        self._working = threading.RLock()  # guards all of this object; the loop is without it while it waits
+        self._late_notices = False  # whether the agent knows why
         self._woken, self._wake = os.pipe()
         self._zygote: ZygoteProcess | None = None
         self._fresh_at: float | None = None  # when a worker was last started without the zygote
@@ -323,15 +324,21 @@ class WardenProcess:
                 self._tell_at_once(Ended(id, child.pid, code, time.time(), fenced=child.fenced, lingers=True))
 
     def _hear_of_late_notices(self, why: str) -> None:
+        """Report once that deaths are noticed late. Any thread may call this."""
         with self._working:
-            self._tell_at_once(LateNotices(why))
+            if not self._late_notices:
+                self._late_notices = True
+                self._tell_at_once(LateNotices(why))
 
     def _tell_at_once(self, message: WardenToAgent) -> None:
-        """Tell the agent, while the loop may be waiting. Wake the loop if the message does not arrive."""
-        self._tell(message)
-        if self._agent is None or self._agent.pending:
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._wake, b"\0")
+        """Tell the agent, from any thread. If the message cannot be sent yet, wake the loop, which sends it
+        later. The loop notices by itself that the agent is lost."""
+        if self._agent is not None:
+            with contextlib.suppress(ChannelClosed):
+                self._agent.post(message)
+            if self._agent.pending:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wake, b"\0")
 
     def _reap(self) -> None:
         while True:

@@ -116,7 +116,8 @@ def _run_alone(loop: StepLoop, call: Callable[[], T], timeout: timedelta) -> T:
 
 def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: timedelta) -> T:
     state, round = loop.committed, 0
-    rehearse(timeout)
+    if os.environ.get("ELASTICD_ROUND") == "0":  # the worker has no round yet: others may be training
+        rehearse(timeout)
     link.send(Waiting(round, state.step, Holds.NONE, memory=state.memory))
     while True:
         enter = link.next_round(round)

@@ -332,8 +332,7 @@ def test_an_unknown_c_library_is_reported(watched: Watched, monkeypatch: pytest.
     """Python with musl is not available here, so the test has a stand-in."""
     names = {name: n for name, n in os.confstr_names.items() if name != "CS_GNU_LIBC_VERSION"}
     monkeypatch.setattr(os, "confstr_names", names)
-    for _ in range(2):
-        watched.run(STAY)
+    watched.run(STAY)
     assert watched.trouble == ["the C library is not glibc"]
 
 
@@ -346,9 +345,10 @@ def test_a_notice_does_not_count_for_a_later_process_with_the_same_pid(tmp_path:
     )
 
 
-def test_a_notice_that_the_agent_has_no_room_for_arrives_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize("agent", ["has no room", "is gone"])
+def test_a_notice_that_the_agent_does_not_get_is_sent_later_or_ends_the_warden(agent: str) -> None:
     """Run this in a process of its own, since the warden reaps all its children."""
-    subprocess.run([sys.executable, "-c", NO_ROOM], cwd=ROOT, check=True, timeout=PATIENCE_S)
+    subprocess.run([sys.executable, "-c", NOT_SENT, agent], cwd=ROOT, check=True, timeout=PATIENCE_S)
 
 
 MANY = """
@@ -395,8 +395,8 @@ bench.close()
 print("exit codes", *codes)
 """
 
-NO_ROOM = """
-import os, signal, threading
+NOT_SENT = """
+import os, signal, sys, threading
 from elasticd.channel.framing import Channel, pair
 from elasticd.channel.warden_messages import AGENT_TO_WARDEN, WARDEN_TO_AGENT, CloseWarden, Ended, Spawned
 from elasticd.procs.linux import die_with_parent
@@ -412,12 +412,17 @@ while not warden._agent.pending:
 warden._agent._unsent.clear()
 pid = os.fork()
 if not pid:
+    ours.close()
     die_with_parent()
     signal.pause()
 warden._children[pid] = _Child(7, pid, False, "", False, -1)
 
 def report_and_read():
+    if sys.argv[1] == "is gone":
+        ours.close()
     warden._hear_of_exit(7, -signal.SIGKILL)
+    if sys.argv[1] == "is gone":
+        return
     for _ in range(told - 1):
         assert isinstance(agent.receive()[0], Spawned)
     end, _ = agent.receive()
@@ -426,6 +431,7 @@ def report_and_read():
 
 threading.Thread(target=report_and_read).start()
 warden.run(os.getppid())
+assert not warden._children
 """
 
 SAME_PID = """

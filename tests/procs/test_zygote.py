@@ -326,7 +326,7 @@ def test_a_zygote_may_import_as_long_as_a_fresh_worker_would_take_to_start(
 # ---------------------------------------------------------------- the workers that are forked in advance
 
 
-def test_as_many_workers_are_forked_in_advance_as_were_last_asked_for_at_once(
+def test_at_least_as_many_workers_are_forked_in_advance_as_were_last_asked_for_at_once(
     bench: Bench, staying: tuple[LocalProcs, int]
 ) -> None:
     procs, _ = staying

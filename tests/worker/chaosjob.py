@@ -589,7 +589,7 @@ def work(
     os.environ.pop(ADDRESS, None)
     os.environ.pop("ELASTICD_SAVER", None)
     if address:
-        os.environ[ADDRESS] = address
+        os.environ |= {ADDRESS: address, "ELASTICD_ROUND": "0"}
     trips = Faults([Fault(**f) for f in faults], wishes)
     trip_outside(trips)
     plan = Script(**script)

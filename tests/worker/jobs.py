@@ -44,7 +44,7 @@ def begin(address: str, folder: str, name: str, saver: str = "") -> Journal:
     sys.stderr = (Path(folder) / f"{name}.err").open("w", buffering=1)
     os.environ.pop("ELASTICD_SAVER", None)
     if address:
-        os.environ[ADDRESS] = address
+        os.environ |= {ADDRESS: address, "ELASTICD_ROUND": "0"}
     if saver:
         os.environ["ELASTICD_SAVER"] = saver
     return Journal(folder, name)
@@ -210,7 +210,7 @@ def trip_on_the_way(accident: Accident) -> None:
 
 def trip_while_forming(accident: Accident) -> None:
     """Fail before connecting, though all workers have come. This happens in the first ``accident.step``
-    rounds. A worker's rehearsal is none."""
+    rounds. A rehearsal is not counted."""
     init = dist.init_process_group
     formed = 0
 

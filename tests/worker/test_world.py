@@ -151,7 +151,7 @@ def test_a_world_that_is_over_once_all_have_come_makes_no_connections(
     world.close()
 
 
-def test_a_worker_alone_forms_its_world_and_waits_in_it_without_a_server() -> None:
+def test_a_worker_alone_forms_its_world_and_waits_in_it_without_a_server(waits_end: None) -> None:
     world = a_world(port=0, size=1)  # nobody can listen at port 0
     world.form(0, timedelta(seconds=60))
     try:
@@ -171,27 +171,40 @@ def test_a_worker_alone_forms_its_world_and_waits_in_it_without_a_server() -> No
         destroying.settle()
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "error", [None, RuntimeError("no such interface"), RuntimeError("[enforce fail at gloo/transport/tcp]")]
+)
 def test_a_rehearsal_leaves_nothing_behind_and_tells_of_no_error(
-    monkeypatch: pytest.MonkeyPatch, *, fails: bool
+    monkeypatch: pytest.MonkeyPatch, waits_end: None, error: RuntimeError | None
 ) -> None:
-    before, init, groups = set(destroying.sockets()), dist.init_process_group, []
+    before, hook, make = set(destroying.sockets()), sys.excepthook, c10d._new_process_group_helper
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    sizes = []
 
-    def form(*args: Any, **kwargs: Any) -> None:
-        init(*args, **kwargs)
-        groups.append(dist.get_world_size())
-        if fails:
-            raise RuntimeError("no such interface")
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        # Made meanwhile as if by another thread of the script.
+        stores.append(dist.TCPStore("127.0.0.1", stores[0].port, wait_for_workers=False))
+        sizes.append(args[0])
+        if error is not None:
+            raise error
+        return make(*args, **kwargs)
 
-    monkeypatch.setattr(dist, "init_process_group", form)
+    monkeypatch.setattr(group_module, "_make_group", make_group)
     rehearse(timedelta(seconds=60))
     destroying.settle()
-    assert groups == [1] and not dist.is_initialized() and not group_module._present
-    assert c10d._world.group_count == 0 and c10d._new_process_group_helper is group_module._make_group
+    assert sizes == [1] and not dist.is_initialized() and not group_module._present
+    assert c10d._world.group_count == 0 and c10d._new_process_group_helper is make_group
+    assert sys.excepthook is hook
+    stores[1].set("still", "there")
+    stores.clear()
     assert set(destroying.sockets()) <= before
+    c10d._new_process_group_helper = make
 
 
-def test_a_worker_rehearses_before_it_says_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("round", "rehearsed"), [("0", True), ("3", False)])
+def test_a_worker_that_has_no_round_rehearses_before_it_says_that_it_waits(
+    monkeypatch: pytest.MonkeyPatch, round: str, *, rehearsed: bool
+) -> None:
     done: list[Any] = []
 
     class LinkOfNobody:
@@ -203,10 +216,11 @@ def test_a_worker_rehearses_before_it_says_that_it_waits(monkeypatch: pytest.Mon
     link: Any = LinkOfNobody()
     runs = sys.modules["elasticd.worker.run"]
     monkeypatch.setattr(runs, "rehearse", done.append)
+    monkeypatch.setenv("ELASTICD_ROUND", round)
     timeout = timedelta(seconds=60)
     with pytest.raises(EOFError):
         runs._run_in_rounds(loop, lambda: None, link, timeout)
-    assert done == [timeout, Waiting(0, 0, Holds.NONE)]
+    assert done == [*([timeout] if rehearsed else []), Waiting(0, 0, Holds.NONE)]
 
 
 def test_a_world_cuts_what_torch_has_connected_and_no_connection_of_the_scripts_own() -> None:

@@ -2,9 +2,9 @@
 
 The fork of a process with as much memory as the zygote takes long, and a worker that is replaced should not
 wait for it. An embryo waits for a request, and then becomes the worker. There are at least as many embryos as
-workers that were last asked for at once. Where workers are often replaced, several are forked together, since
-half of the time is that of the intermediate process (``fork_apart``). An embryo costs only the few pages of
-memory that it writes.
+workers that were last asked for at once. Where workers are often replaced, several embryos are forked
+together: to fork one embryo alone, an intermediate process is forked too (``fork_apart``). An embryo costs
+only the few pages of memory that it writes.
 
 Standard library only, and self-contained: the worker's Python need not have other packages.
 """
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 _AGAIN_S = 1.0  # the pause before the next embryos, since the job needs its cores while it recovers
 _MAX = 32
-_OFTEN = (
-    4  # so many replaced workers in the time of _LATELY_S, or more, are often: as many are forked together
-)
+_TOGETHER = 4  # fork up to so many together, if as many workers were asked for within the last _LATELY_S
 _LATELY_S = 60.0
 _AT_ONCE_S = 0.1  # requests that come no later after one another are of the same start
 _ANSWER_S_MAX = 1.0  # the time for an embryo's answer; it may be stopped
@@ -45,23 +43,25 @@ class Embryos:
         self._waiting: list[tuple[int, Any]] = []  # pids, and the zygote's ends of their channels
         self._wanted = 1
         self._asked_at = -math.inf  # when workers were last asked for
-        self._lately: list[float] = []  # when each worker of the last time was asked for
+        self._lately: list[float] = []  # when each worker of the last _LATELY_S was asked for
         self.due = math.inf
 
     def asked_for(self, workers: int) -> None:
         """Note that so many workers are asked for."""
         now = time.monotonic()
         self._wanted = workers + (self._wanted if now - self._asked_at < _AT_ONCE_S else 0)
-        self._lately = [at for at in self._lately if now - at < _LATELY_S] + [now] * workers
+        self._lately += [now] * workers
         self._asked_at, self.due = now, now + _AGAIN_S
 
     def fork(self) -> Any:
         """Fork the embryos that are missing. Return None; in an embryo return its channel to the zygote."""
         self.due = math.inf
+        now = time.monotonic()
+        self._lately = [at for at in self._lately if now - at < _LATELY_S]
         wanted = min(self._wanted, _MAX)
         if len(self._waiting) >= wanted:
             return None
-        missing = max(wanted, min(len(self._lately), _OFTEN)) - len(self._waiting)
+        missing = max(wanted, min(len(self._lately), _TOGETHER)) - len(self._waiting)
         pairs: list[tuple[socket.socket, socket.socket]] = []
         forked: int | list[int] = []
         try:

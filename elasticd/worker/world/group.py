@@ -474,20 +474,24 @@ class World:
 
 
 def rehearse(timeout: timedelta) -> None:
-    """Form a world of this worker alone, and leave it.
+    """Form a world of this worker alone, and leave it. Errors are ignored: the next world meets them again.
 
-    A process forms its first world far more slowly than a later one, and the other workers of that world
-    would wait for it. With GPUs most of the time is NCCL's, which needs the other workers.
+    A process forms its first world far more slowly than a later one, and the workers that it joins would wait
+    for it. With GPUs this function does nothing: there most of the time is NCCL's, which needs the other
+    workers.
     """
     if torch.cuda.is_available():
         return
+    hook = sys.excepthook
     world = World(Enter(0, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}))
     try:
-        with contextlib.suppress(Exception):  # the first real world meets the same error
+        with contextlib.suppress(Exception, WorldChanged):
             world.form(0, timeout)
     finally:
-        world.close()
+        world.over = True
+        world._connections.clear()  # a world of one has none; these are the script's
         world.forget()
+        sys.excepthook = hook
 
 
 def _store_of_one() -> dist.Store:
