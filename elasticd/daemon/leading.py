@@ -42,11 +42,8 @@ from elasticd.daemon.round_watch import RoundWatch
 
 SCOPES: Final = ("nodes/", "reports/", "budget", "stalls/", "hang", "stragglers")
 RETRY_S: Final = 0.2
-_OF_THE_JOB: Final = (
-    "spec",
-    "round",
-    "budget",
-)  # keys that the leader writes, and that reach it in several ways
+# Keys that the leader writes, and that reach it in several ways.
+_OF_THE_JOB: Final = ("spec", "round", "budget")
 
 
 @dataclass(frozen=True, slots=True)
