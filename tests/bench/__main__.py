@@ -1,6 +1,6 @@
 """``python -m tests.bench start | recovery | resize | goodput | node-loss | forming | connecting | scale |
 etcd-size | overhead | scrape | hang | checkpoint | consistent | techniques | slow-links | frameworks |
-redundancy``: each prints its ratios."""
+redundancy | gpu``: each prints its ratios."""
 
 from __future__ import annotations
 
@@ -283,6 +283,20 @@ def frameworks(only: tuple[str, ...]) -> None:
 
     for line in measure(only):
         click.echo(line)
+
+
+@main.command()
+@click.option("--kills", default=4, help="Of each launcher; 0: none.")
+@click.option("--megabytes", default=2000, help="Of the model and the optimizer that are saved.")
+@click.option("--saves", default=5, help="In each way; 0: none.")
+@click.option("--device", default="cuda", help='Or "cpu", to try the commands without a GPU.')
+@click.option("--folder", type=click.Path(path_type=Path), help="On the disk to measure; default: TMPDIR.")
+def gpu(kills: int, megabytes: int, saves: int, device: str, folder: Path | None) -> None:
+    """On one GPU: from the kill of a worker to the next step, and what a save costs."""
+    from tests.bench.gpu import gpu as measure
+
+    for table in measure(kills, megabytes, saves, device, folder):
+        click.echo(table)
 
 
 main()

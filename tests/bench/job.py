@@ -1,4 +1,5 @@
-"""The job that is measured: a DDP model of about two million parameters on gloo.
+"""The job that is measured: a DDP model of about two million parameters on gloo. With BENCH_DEVICE=cuda all
+ranks share the machine's first GPU, and use NCCL.
 
 Each rank appends a line per step to the file named by BENCH_STEPS: the time (CLOCK_MONOTONIC, which all
 processes of a machine share), its rank, the world size, its pid and the step. Before its first step it writes
@@ -33,23 +34,38 @@ BALLAST = torch.ones(max(0, int(os.environ.get("BENCH_MEGABYTES", "350")) - 350)
 WIDTH = int(os.environ.get("BENCH_WIDTH", "700"))
 BATCH = int(os.environ.get("BENCH_BATCH", "64"))
 STEPS = int(os.environ.get("BENCH_STEPS_MAX", "1000000"))
+ON_GPU = os.environ.get("BENCH_DEVICE", "cpu") == "cuda"
+
+
+def device() -> torch.device:
+    """Return where the model belongs. Call it before NCCL is used."""
+    if not ON_GPU:
+        return torch.device("cpu")
+    from tests.gpu.sharing import share_the_gpu
+
+    share_the_gpu()
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    on = device()
+    dist.init_process_group("nccl" if ON_GPU else "gloo")
     mark("joined")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    model = DistributedDataParallel(nn.Sequential(*layers))
+    model = DistributedDataParallel(nn.Sequential(*layers).to(on))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batch = torch.randn(BATCH, WIDTH)
+    batch = torch.randn(BATCH, WIDTH, device=on)
     mark("built")
     place = f"{rank} {world} {os.getpid()}"
     for step in range(STEPS):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
+        if ON_GPU:
+            torch.cuda.synchronize()
         note(place, step)
     dist.destroy_process_group()
 

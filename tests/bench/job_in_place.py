@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from elasticd import worker
-from tests.bench.job import BATCH, STEPS, WIDTH, note
+from tests.bench.job import BATCH, ON_GPU, STEPS, WIDTH, device, note
 
 
 @worker.run
@@ -20,6 +20,8 @@ def train(state: worker.State, batch: torch.Tensor) -> None:
         state.optimizer.step()
         returned = False
         try:
+            if ON_GPU:
+                torch.cuda.synchronize()
             state.commit()
             returned = True
         finally:
@@ -29,11 +31,12 @@ def train(state: worker.State, batch: torch.Tensor) -> None:
 
 
 def main() -> None:
+    on = device()
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(*layers).to(on)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(worker.State(model=model, optimizer=optimizer), torch.randn(BATCH, WIDTH))
+    train(worker.State(model=model, optimizer=optimizer), torch.randn(BATCH, WIDTH, device=on))
 
 
 if __name__ == "__main__":

@@ -63,14 +63,22 @@ def worker_kills(
 def kills_in_place(
     workers: int, kills: int, spares: int, job: Path = launch.JOB_IN_PLACE
 ) -> tuple[list[Kill], list[Kill]]:
+    """Measure each kill of a job on one node, as ``kills_with_survivors`` does."""
+
+    def launcher(workers: int, steps: Path, log: Path) -> Launched:
+        return launch.elasticd_in_place(workers, steps, log, spares=spares, job=job)
+
+    return kills_with_survivors(launcher, workers, kills, spares)
+
+
+def kills_with_survivors(
+    launcher: Callable[[int, Path, Path], Launched], workers: int, kills: int, spares: int
+) -> tuple[list[Kill], list[Kill]]:
     """Measure each kill until the first step of the survivors, and until that of a world of the old size.
     With a spare these are the same step."""
     survivors: list[Kill] = []
     full: list[Kill] = []
-    with _job(lambda steps, log: launch.elasticd_in_place(workers, steps, log, spares=spares, job=job)) as (
-        steps,
-        log,
-    ):
+    with _job(lambda steps, log: launcher(workers, steps, log)) as (steps, log):
         for old, killed_at, before in _kill_each(steps, workers, kills, SETTLE_S):
             again = steps.first(
                 lambda s, old=old: s.world == workers and s.pid not in old,  # type: ignore[misc]
