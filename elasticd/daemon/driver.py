@@ -158,9 +158,12 @@ class Driver:
                 if self._timekeeper is not None:
                     self._timekeeper.find(kept)
             case LeaderAnswered():
-                self._take_round(self._leading.answered(event, now), now)
+                round = self._leading.answered(event, now)
+                self._write_what_waited(now)
+                self._take_round(round, now)
             case BothAnswered(action=action, answer=answer):
                 round = self._leading.both_answered(event, now)
+                self._write_what_waited(now)
                 if isinstance(answer, Refused):  # perhaps by a guard of the leader
                     self._perform(action)
                 else:
@@ -173,6 +176,7 @@ class Driver:
                 self._step(event, now)
         if self.left is None:
             self._wake_by(self._leading.lead(self.state, now))
+            self._write_what_waited(now)
         if self._hangs is not None and self.left is None:
             self._hangs.attend(self.state, now, self._say)
             self._wake_by(self._hangs.wake_at)
@@ -209,14 +213,25 @@ class Driver:
         self.wake_at = result.wake_at
         reasons = [*result.reasons]
         for action in result.actions:
-            if isinstance(action, Transact):
-                led = self._leading.write_both(action, self.state, now)
-                if led is not None:
-                    reasons += led
-                    continue
-            self._perform(action)
+            if not isinstance(action, Transact):
+                self._perform(action)
+            elif not self._leading.hold(action):
+                reasons += self._write(action, now)
         for reason in reasons:  # last, since a line of the log takes half a millisecond
             self._say(reason)
+
+    def _write(self, action: Transact, now: float) -> tuple[Reason, ...]:
+        """Make the agent's writes, with those of the leader that follow from them. Return the reasons for
+        these."""
+        led = self._leading.write_both(action, self.state, now)
+        if led is None:
+            self._perform(action)
+        return led or ()
+
+    def _write_what_waited(self, now: float) -> None:
+        for action in self._leading.let_go():
+            for reason in self._write(action, now):
+                self._say(reason)
 
     # ------------------------------------------------------------ actions
 
@@ -250,6 +265,8 @@ class Driver:
                     self._post(ProcessGone(incarnation))
             case LeaveJob():
                 self._leading.stop()
+                for waited in self._leading.let_go():
+                    self._perform(waited)
                 self.left = action
             case _:
                 assert_never(action)

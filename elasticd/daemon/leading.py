@@ -7,12 +7,14 @@ view shows what was written.
 
 An agent's own release often lets the leader form the next round at once. If the leading agent is about to
 write its record or its report, and the leader would then change the round, both are written in one
-transaction. Without that, a round of one node would wait for etcd twice as often.
+transaction. Without that, a round of one node would wait for etcd twice as often. So the agent's writes wait
+while those of the leader are under way: etcd would apply the agent's afterwards in any case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -154,6 +156,7 @@ class Leading:
         self._part_sizes = part_sizes
         self._term: _Term | None = None
         self._terms = 0
+        self._held: deque[Transact] = deque()  # the agent's writes that wait for the answer to the leader's
         self.has_half_a_decision = False
 
     @property
@@ -244,6 +247,24 @@ class Leading:
         for reason in news:
             self._say(reason)
         return plan.wake_at
+
+    def hold(self, action: Transact) -> bool:
+        """Return whether these writes of the agent wait, because the leader of a small job has asked for
+        writes itself."""
+        if not self._held and not (self._has_asked and self._term and _is_small(self._term.view)):
+            return False
+        self._held.append(action)
+        return True
+
+    def let_go(self) -> Iterator[Transact]:
+        """Yield the writes that need not wait any longer, in order. Write each before the next is asked
+        for."""
+        while self._held and not self._has_asked:
+            yield self._held.popleft()
+
+    @property
+    def _has_asked(self) -> bool:
+        return self._term is not None and bool(self._term.asked)
 
     def write_both(self, action: Transact, state: AgentState, now: float) -> tuple[Reason, ...] | None:
         """If the leader will change the round because of these writes of its agent, make both in one
