@@ -144,6 +144,9 @@ class Driver:
         if self.left is not None:
             return
         match event:
+            case KeySeen(entry) if self.state.knows(entry):  # such as what this node wrote itself
+                if not self._leading.follow(entry, now):
+                    return
             case LeaderSaw(scope=scope):
                 if not self._leading.saw(event, now):
                     return

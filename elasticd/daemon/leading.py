@@ -128,11 +128,12 @@ class _Term:
     def shows_what_is_written(self) -> bool:
         return all(self.shown[key] >= revision for key, revision in self.written.items())
 
-    def take(self, entries: Iterable[Entry], now: float) -> None:
-        """Take what is news into the view."""
+    def take(self, entries: Iterable[Entry], now: float) -> bool:
+        """Take what is news into the view. Return whether there was any."""
         news = tuple(entry for entry in entries if self.is_news(entry))
         if news:
             self.view = leader.see(self.view, Changes(news), "", now)  # only a listing has a scope
+        return bool(news)
 
 
 class Leading:
@@ -179,23 +180,25 @@ class Leading:
         if isinstance(news.seen, Listing):
             term.shown |= {key: news.seen.revision for key in term.shown if key.startswith(news.scope)}
             term.view = leader.see(term.view, news.seen, news.scope, now)
-        else:
-            term.take(news.seen.entries, now)
-        return True
+            return True
+        return term.take(news.seen.entries, now)
 
-    def follow(self, entry: Entry, now: float) -> None:
-        """Take a key that every agent watches into the leader's view. Of a round in parts the agent reads one
-        part only. So the leader then watches the round itself, with all parts: the agent may hear of a round
-        later than the leader does."""
+    def follow(self, entry: Entry, now: float) -> bool:
+        """Take a key that every agent watches into the leader's view. Return whether it was new to the view.
+
+        Of a round in parts the agent reads one part only. So the leader then watches the round itself, with
+        all parts: the agent may hear of a round later than the leader does.
+        """
         term = self._term
         if term is None:
-            return
+            return False
         apart = isinstance(entry.fact, Round) and has_parts(entry.fact)
         if entry.key != "round" or not (apart or term.reads_parts):
-            term.take((entry,), now)
-        elif not term.reads_parts:
+            return term.take((entry,), now)
+        if not term.reads_parts:
             term.reads_parts = True
             term.ends.append(RoundWatch(self._store, partial(self._watched, term.number, "round")).end)
+        return False
 
     def hear_paces(self, paces: tuple[Paces, ...]) -> bool:
         """Take the paces into the view. Return whether they change what the leader finds."""

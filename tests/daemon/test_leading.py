@@ -6,11 +6,22 @@ from collections.abc import Callable
 
 import pytest
 
-from elasticd.core import leader
-from elasticd.core.agent_messages import KeySeen
+from elasticd.core import agent, leader
+from elasticd.core.agent_messages import KeySeen, LeaseChanged, Tag, Tick, Transact
 from elasticd.core.facts import Budget, Limits, Node, Phase, Round
 from elasticd.core.leader import View
-from elasticd.core.ports import Applied, Changes, Delete, Entry, Guard, Listing, Put, Refused, Write
+from elasticd.core.ports import (
+    Applied,
+    Changes,
+    Delete,
+    Entry,
+    Guard,
+    LeaseExpired,
+    Listing,
+    Put,
+    Refused,
+    Write,
+)
 from elasticd.daemon.leading import LeaderSaw
 from tests.core.build import node, report
 from tests.core.story import DELAY_S, StoryClock
@@ -18,7 +29,7 @@ from tests.sim.cluster import Cluster, Setup
 from tests.sim.invariants import Invariants
 from tests.sim.procs import Job
 
-Transact = Callable[[tuple[Guard, ...], tuple[Write, ...], int], Applied | Refused]
+Apply = Callable[[tuple[Guard, ...], tuple[Write, ...], int], Applied | Refused]
 
 
 class Recorded:
@@ -32,7 +43,7 @@ class Recorded:
         self.invariants = Invariants(self.cluster)
         self.written: list[set[str]] = []
         self.refuses: Callable[[set[str]], bool] = lambda keys: False
-        self._transact: Transact = self.cluster.etcd.transact
+        self._transact: Apply = self.cluster.etcd.transact
         self.cluster.etcd.transact = self._record  # type: ignore[method-assign]
         for number, many in enumerate(slots):
             self.cluster.join(f"n{number}", many)
@@ -95,6 +106,45 @@ def test_news_that_a_watch_brings_late_does_not_undo_what_the_leader_wrote() -> 
     assert isinstance(closed[0].fact, Round) and closed[0].fact.phase is Phase.CLOSING
     driver.handle(KeySeen(closed[0]), job.cluster.clock.now())
     assert driver.state.round == job.round and driver.view is seen
+
+
+def test_news_of_what_the_agent_knows_changes_nothing_and_is_passed_over() -> None:
+    job = Recorded((2,))
+    driver = job.cluster.agents["n0"].driver
+    job.kill_a_worker("n0")
+    now = job.cluster.clock.now()
+    before, view = driver.state, driver.view
+    for entry in before.seen.values():
+        assert before.knows(entry), entry.key
+        assert agent.step(before, KeySeen(entry), now) == agent.step(before, Tick(), now)
+        driver.handle(KeySeen(entry), now)
+        assert driver.state is before and driver.view is view
+
+
+def test_a_record_whose_lease_was_thought_to_have_ended_is_known_again_once_it_is_seen() -> None:
+    job = Recorded((2,))
+    state = job.cluster.agents["n0"].driver.state
+    entry = state.seen["nodes/n0"]
+    assert state.knows(entry)
+    lost = agent.step(state, LeaseChanged(LeaseExpired(0.0)), job.cluster.clock.now()).state
+    assert not lost.registered and not lost.knows(entry)
+    assert agent.step(lost, KeySeen(entry), job.cluster.clock.now()).state.registered
+
+
+def test_writes_of_an_agent_wait_for_those_of_its_leader_in_order() -> None:
+    job = Recorded((2,))
+    driver = job.cluster.agents["n0"].driver
+    term, asked = driver._leading._term, [Transact(tag, (), ()) for tag in (Tag.NODE, Tag.REPORT)]
+    assert term is not None and not driver._leading.hold(asked[0])
+    term.asked = (Delete("hang"),)
+    assert all(driver._leading.hold(one) for one in asked) and not [*driver._leading.let_go()]
+    waiting = driver._leading.let_go()
+    term.asked = ()
+    assert next(waiting) is asked[0]
+    term.asked = (Delete("hang"),)
+    assert not [*waiting], "the first was written together with what the leader asks for now"
+    driver._leading.stop()
+    assert [*driver._leading.let_go()] == asked[1:], "of a leader of the past nothing is awaited"
 
 
 def test_the_leader_decides_nothing_while_a_late_listing_hides_what_it_wrote() -> None:

@@ -258,6 +258,15 @@ class AgentState:
     def inplace(self) -> bool:
         return self.features.inplace
 
+    def knows(self, entry: Entry) -> bool:
+        """Whether this state of a key was taken in, and the same news again changes nothing."""
+        old = self.seen.get(entry.key)
+        if old is None or not 0 < entry.revision == old.revision:
+            return False
+        if entry.key == self.me.key:  # the registration is given up with the lease, and may still be there
+            return self.registration.own is old
+        return entry.key != self.me.report_key or self.registration.reported == old.fact
+
     @property
     def registered(self) -> bool:
         return self.registration.own is not None and self.registration.own.fact is not None
