@@ -141,7 +141,6 @@ class World:
         self._listeners: set[tuple[int, str]] = set()  # of groups whose workers are connected late
         # While the group connects: sockets that do not belong to the group.
         self._others: set[tuple[int, str]] | None = None
-        self._is_cut = False  # all connections are shut, and no further ones are being made
 
     # ------------------------------------------------------------ joining
 
@@ -342,9 +341,7 @@ class World:
         with self._lock:
             self.over = True
             self._told.notify_all()
-            is_cut = self._is_cut
-        if not is_cut:
-            self._cut()
+        self._cut()
 
     def forget(self) -> None:
         """Destroy the groups. Nothing of them stays in memory unless the script holds references."""
@@ -463,7 +460,6 @@ class World:
             self._connections |= late
             for descriptor, _ in (now & self._connections) | late:
                 _shut(descriptor)
-            self._is_cut = self._others is None and not self._listeners
         if torch.cuda.is_available():  # aborting communicators may take a while
             _abort_communicators()
 
