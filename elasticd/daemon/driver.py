@@ -161,12 +161,9 @@ class Driver:
                 if self._timekeeper is not None:
                     self._timekeeper.find(kept)
             case LeaderAnswered():
-                round = self._leading.answered(event, now)
-                self._write_what_waited(now)
-                self._take_round(round, now)
+                self._take_round(self._leading.answered(event, now), now)
             case BothAnswered(action=action, answer=answer):
                 round = self._leading.both_answered(event, now)
-                self._write_what_waited(now)
                 if isinstance(answer, Refused):  # perhaps by a guard of the leader
                     self._perform(action)
                 else:
@@ -178,8 +175,9 @@ class Driver:
             case _:
                 self._step(event, now)
         if self.left is None:
-            self._wake_by(self._leading.lead(self.state, now))
             self._write_what_waited(now)
+            self._wake_by(self._leading.lead(self.state, now))
+            self._write_what_waited(now)  # if this agent leads no longer
         if self._hangs is not None and self.left is None:
             self._hangs.attend(self.state, now, self._say)
             self._wake_by(self._hangs.wake_at)

@@ -252,16 +252,16 @@ class Leading:
         return plan.wake_at
 
     def hold(self, action: Transact) -> bool:
-        """Return whether these writes of the agent wait, because the leader of a small job has asked for
-        writes itself."""
+        """Return whether these writes of the agent wait: because the leader of a small job has asked for
+        writes itself, or because earlier writes wait."""
         if not self._held and not (self._has_asked and self._term and _is_small(self._term.view)):
             return False
         self._held.append(action)
         return True
 
     def let_go(self) -> Iterator[Transact]:
-        """Yield the writes that need not wait any longer, in order. Write each before the next is asked
-        for."""
+        """Yield the writes that need not wait any longer, in order. Make each before you ask for the next,
+        which waits again if the leader then asks for writes."""
         while self._held and not self._has_asked:
             yield self._held.popleft()
 

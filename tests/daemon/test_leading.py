@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from elasticd.core import agent, leader
-from elasticd.core.agent_messages import KeySeen, LeaseChanged, Tag, Tick, Transact
+from elasticd.core.agent import AgentState
+from elasticd.core.agent_messages import KeySeen, LeaseChanged, LeaveJob, Tag, Tick, Transact
 from elasticd.core.facts import Budget, Limits, Node, Phase, Round
 from elasticd.core.leader import View
 from elasticd.core.ports import (
@@ -22,7 +24,7 @@ from elasticd.core.ports import (
     Refused,
     Write,
 )
-from elasticd.daemon.leading import LeaderSaw
+from elasticd.daemon.leading import LeaderAnswered, LeaderSaw
 from tests.core.build import node, report
 from tests.core.story import DELAY_S, StoryClock
 from tests.sim.cluster import Cluster, Setup
@@ -108,43 +110,117 @@ def test_news_that_a_watch_brings_late_does_not_undo_what_the_leader_wrote() -> 
     assert driver.state.round == job.round and driver.view is seen
 
 
-def test_news_of_what_the_agent_knows_changes_nothing_and_is_passed_over() -> None:
+def test_news_of_what_agent_and_leader_know_change_nothing_and_are_passed_over() -> None:
     job = Recorded((2,))
     driver = job.cluster.agents["n0"].driver
     job.kill_a_worker("n0")
     now = job.cluster.clock.now()
-    before, view = driver.state, driver.view
+    before, view, leading = driver.state, driver.view, driver._leading
+    assert leading._term is not None
     for entry in before.seen.values():
         assert before.knows(entry), entry.key
         assert agent.step(before, KeySeen(entry), now) == agent.step(before, Tick(), now)
         driver.handle(KeySeen(entry), now)
         assert driver.state is before and driver.view is view
+        if entry.key in leading._term.shown:
+            assert not leading.saw(LeaderSaw(leading._term.number, entry.key, Changes((entry,))), now)
 
 
-def test_a_record_whose_lease_was_thought_to_have_ended_is_known_again_once_it_is_seen() -> None:
-    job = Recorded((2,))
-    state = job.cluster.agents["n0"].driver.state
-    entry = state.seen["nodes/n0"]
-    assert state.knows(entry)
-    lost = agent.step(state, LeaseChanged(LeaseExpired(0.0)), job.cluster.clock.now()).state
-    assert not lost.registered and not lost.knows(entry)
-    assert agent.step(lost, KeySeen(entry), job.cluster.clock.now()).state.registered
+def test_news_of_what_the_agent_knows_and_the_leader_does_not_lead_to_a_decision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Recorded((2,)).cluster.agents["n0"].driver
+    term, entry = driver._leading._term, driver.state.seen["nodes/n0"]
+    assert term is not None and driver.state.knows(entry)
+    term.shown[entry.key] = entry.revision - 1
+    decided: list[AgentState] = []
+    monkeypatch.setattr(driver._leading, "lead", lambda state, now: decided.append(state))
+    driver.handle(KeySeen(entry), 1e9)
+    assert decided == [driver.state] and term.shown[entry.key] == entry.revision
 
 
-def test_writes_of_an_agent_wait_for_those_of_its_leader_in_order() -> None:
+def test_an_agent_does_not_know_what_it_has_given_up_or_knows_otherwise() -> None:
     job = Recorded((2,))
     driver = job.cluster.agents["n0"].driver
-    term, asked = driver._leading._term, [Transact(tag, (), ()) for tag in (Tag.NODE, Tag.REPORT)]
-    assert term is not None and not driver._leading.hold(asked[0])
-    term.asked = (Delete("hang"),)
-    assert all(driver._leading.hold(one) for one in asked) and not [*driver._leading.let_go()]
-    waiting = driver._leading.let_go()
-    term.asked = ()
-    assert next(waiting) is asked[0]
-    term.asked = (Delete("hang"),)
+    job.kill_a_worker("n0")
+    state = driver.state
+    record, told = state.seen["nodes/n0"], state.seen["reports/n0"]
+    assert state.knows(record) and state.knows(told)
+    for other in (
+        replace(record, revision=record.revision - 1),
+        replace(record, revision=record.revision + 1),
+        replace(record, created=record.created - 1),  # the key was deleted and made again meanwhile
+        replace(record, key="nodes/n7"),
+        replace(record, revision=0),
+    ):
+        assert not state.knows(other)
+    refused = replace(state, registration=replace(state.registration, reported=None))
+    assert not refused.knows(told), "it may still be in etcd"
+    lost = agent.step(state, LeaseChanged(LeaseExpired(0.0)), job.cluster.clock.now()).state
+    assert not lost.registered and not lost.knows(record)
+    assert agent.step(lost, KeySeen(record), job.cluster.clock.now()).state.registered
+
+
+# ---------------------------------------------------------------- writes of the agent that wait
+
+
+class Holding:
+    """A leader that has asked for writes, and the two writes of its agent that wait. ``asked``: the tags of
+    the agent's writes that were passed on to etcd."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.driver = Recorded((2,)).cluster.agents["n0"].driver
+        self.leading, term = self.driver._leading, self.driver._leading._term
+        assert term is not None
+        self.term = term
+        self.first, self.second = (Transact(tag, (), (Delete(tag),)) for tag in (Tag.NODE, Tag.REPORT))
+        assert not self.leading.hold(self.first), "nothing is under way"
+        self.begin()
+        assert self.leading.hold(self.first) and self.leading.hold(self.second)
+        self.asked: list[str] = []
+        monkeypatch.setattr(
+            self.driver._store, "transact", lambda _, writes, __: self.asked.append(writes[0].key)
+        )
+
+    def begin(self) -> None:
+        self.term.asked = (Delete("hang"),)
+
+
+def test_writes_of_an_agent_wait_for_those_of_its_leader_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    holding = Holding(monkeypatch)
+    leading = holding.leading
+    assert not [*leading.let_go()]
+    waiting = leading.let_go()
+    holding.term.asked = ()
+    later = Transact(Tag.SPEC, (), ())
+    assert leading.hold(later), "it comes after those that wait"
+    assert next(waiting) is holding.first
+    holding.begin()
     assert not [*waiting], "the first was written together with what the leader asks for now"
-    driver._leading.stop()
-    assert [*driver._leading.let_go()] == asked[1:], "of a leader of the past nothing is awaited"
+    holding.term.asked = ()
+    assert [*leading.let_go()] == [holding.second, later]
+
+
+def test_writes_that_wait_are_made_once_the_leader_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    holding = Holding(monkeypatch)
+    holding.driver.handle(LeaderAnswered(holding.term.number, Refused()), 1e9)
+    assert holding.asked[:2] == [Tag.NODE, Tag.REPORT]
+
+
+def test_writes_that_wait_are_made_once_the_agent_leads_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    holding = Holding(monkeypatch)
+    led = holding.driver.state.seen["leader"]
+    holding.driver.handle(KeySeen(replace(led, fact=None, revision=led.revision + 99)), 1e9)
+    assert holding.asked[:2] == [Tag.NODE, Tag.REPORT]
+
+
+def test_writes_that_wait_are_made_before_the_agent_leaves_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    holding = Holding(monkeypatch)
+    holding.driver._perform(LeaveJob(3, "no memory"))
+    assert holding.asked == [Tag.NODE, Tag.REPORT]
+
+
+# ---------------------------------------------------------------- what the leader sees, and when
 
 
 def test_the_leader_decides_nothing_while_a_late_listing_hides_what_it_wrote() -> None:

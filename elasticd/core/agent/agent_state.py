@@ -259,9 +259,9 @@ class AgentState:
         return self.features.inplace
 
     def knows(self, entry: Entry) -> bool:
-        """Whether this state of a key was taken in, and the same news again changes nothing."""
+        """Whether this state of a key was taken in, so that the same news again changes nothing."""
         old = self.seen.get(entry.key)
-        if old is None or not 0 < entry.revision == old.revision:
+        if old is None or not 0 < entry.revision == old.revision or entry.created != old.created:
             return False
         if entry.key == self.me.key:  # the registration is given up with the lease, and may still be there
             return self.registration.own is old
