@@ -11,9 +11,10 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -28,10 +29,12 @@ from tests.bench.launch import Launched
 from tests.bench.recovery import SETTLE_S, SURVIVORS, Kill, kills_with_survivors, worker_kills
 from tests.etcd.cluster import EtcdOnPorts
 
-WIDTH, BATCH = 2048, 2048  # of the model of the kills: a step takes some milliseconds
+WIDTH, BATCH = 1024, 4096  # of the model of the kills
 SAVED_WIDTH, SAVED_BATCH = 2048, 4096  # of the model that is saved
 STEPS = 10  # that are timed for the usual time of a step
-STEPS_MAX = 400  # after which a save is given up
+STEPS_MAX = 400  # after which a save has failed
+OURS = "elasticd"
+AS_IT_IS, FULL = "elasticd, script as it is", "elasticd in place, full size again"
 
 
 def gpu(kills: int, megabytes: int, saves: int, device: str, folder: Path | None) -> Iterator[str]:
@@ -69,15 +72,21 @@ def _killed(workers: int, kills: int, device: str) -> str:
     def tuned(workers: int, steps: Path, log: Path) -> Launched:
         return launch.torchrun_alone(workers, steps, log, monitor_s=0.01, env=env)
 
-    as_it_is = "elasticd, script as it is"
+    half = (kills + 1) // 2
     rows: dict[str, list[Kill]] = {}
+
+    def add(name: str, launcher: Callable[[int, Path, Path], Launched], settle_s: float = 0.0) -> None:
+        rows.setdefault(name, []).extend(worker_kills(launcher, workers, half, settle_s))
+
     try:
-        rows["torchrun"] = worker_kills(torchrun, workers, kills)
-        rows["torchrun, looking every 10 ms"] = worker_kills(tuned, workers, kills)
-        rows[as_it_is] = worker_kills(nodes(workers, launch.JOB), workers, kills, SETTLE_S)
-        if workers > 1:
-            survivors, full = kills_with_survivors(nodes(1, launch.JOB_IN_PLACE), workers, kills, 0)
-            rows |= {SURVIVORS: survivors, "elasticd in place, full size again": full}
+        for _ in range(2):  # in the order A B A B, since a machine's speed changes
+            add("torchrun", torchrun)
+            add("torchrun, looking every 10 ms", tuned)
+            add(AS_IT_IS, nodes(workers, launch.JOB), SETTLE_S)
+            if workers > 1:
+                found = kills_with_survivors(nodes(1, launch.JOB_IN_PLACE), workers, half, 0)
+                for name, measured in zip((SURVIVORS, FULL), found, strict=True):
+                    rows.setdefault(name, []).extend(measured)
     finally:
         server.stop()
     times = {name: [kill.took for kill in row] for name, row in rows.items()}
@@ -85,7 +94,7 @@ def _killed(workers: int, kills: int, device: str) -> str:
     title = f"kill -9 of one of {workers} workers on one GPU, to the next step (NCCL, DDP)"
     return "\n".join(
         [
-            report.table(title, times, SURVIVORS if workers > 1 else as_it_is),
+            report.table(title, times, SURVIVORS if workers > 1 else AS_IT_IS),
             "what it was spent on (medians, ms)",
             *(parts.line(name, row) for name, row in known.items() if row),
         ]
@@ -97,12 +106,15 @@ def _killed(workers: int, kills: int, device: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of saving. ``save``: called between two steps. ``is_durable``: whether the newest save is.
-    ``load``: puts the newest save back into the model and the optimizer."""
+    """A way of saving. ``save``: called between two steps. ``before_change``: called before the optimizer
+    next changes what is saved. ``is_durable``: whether the newest save is; raises an exception if the save
+    failed. ``load``: puts the newest save back into the model and the optimizer. ``close``: called last."""
 
     save: Callable[[], object]
     load: Callable[[], object]
     is_durable: Callable[[], bool] = lambda: True
+    before_change: Callable[[], object] = lambda: None
+    close: Callable[[], object] = lambda: None
 
 
 class Training:
@@ -117,8 +129,13 @@ class Training:
         self.model = nn.Sequential(*blocks).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
         self.number = 0
+        self.before_change: Callable[[], object] = lambda: None
+        self.optimizer.register_step_pre_hook(self._before_step)
         self._batch = torch.randn(SAVED_BATCH if device.type == "cuda" else 8, width, device=device)
-        self._synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def _before_step(self, *_: object) -> None:
+        self.before_change()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -132,16 +149,18 @@ class Training:
         held = [v for of in self.optimizer.state.values() for v in of.values() if torch.is_tensor(v)]
         return sum(t.nbytes for t in [*self.model.parameters(), *held])
 
-    def steps(self, count: int) -> float:
-        """Make steps. Return the seconds until the device has finished them."""
+    def step(self) -> float:
+        """Make a step. Return the seconds until the device has finished the step."""
         began = time.perf_counter()
-        for _ in range(count):
-            self.number += 1
-            self.model(self._batch).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self._synchronize()
+        self.number += 1
+        self.model(self._batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.synchronize()
         return time.perf_counter() - began
+
+    def usual_s(self) -> float:
+        return mean(self.step() for _ in range(STEPS))
 
 
 def _saved(megabytes: int, saves: int, device: torch.device, folder: Path | None) -> str:
@@ -150,84 +169,132 @@ def _saved(megabytes: int, saves: int, device: torch.device, folder: Path | None
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     training = Training(megabytes, device)
-    training.steps(STEPS)
-    usual_s = training.steps(STEPS) / STEPS
+    training.usual_s()
+    usual_s = training.usual_s()
     size = f"{training.bytes() / 1e9:.1f} GB on {device.type}"
     title = f"saves of {size}, of one worker, beside steps of {usual_s * 1e3:.0f} ms; medians of {saves}"
     lines = [title, f"  {'':<44}{'blocks':>10}{'costs':>10}{'durable':>10}{'load':>10}"]
     with tempfile.TemporaryDirectory(dir=folder) as place:
         for name, way in _ways(training, Path(place), pinned=device.type == "cuda"):
-            cells = _measured(training, way, saves)
-            lines.append(f"  {name:<44}" + "".join(f"{seconds:>8.3f} s" for seconds in cells))
+            try:
+                cells = "".join(f"{seconds:>8.3f} s" for seconds in _measured(training, way, saves))
+            except Exception as error:
+                if name == OURS:
+                    raise
+                cells = f"  failed: {error!r:.100}"
+            finally:
+                training.before_change = lambda: None
+                way.close()
+            lines.append(f"  {name:<44}{cells}")
     dist.destroy_process_group()
     lines += [
         "blocks: until the call returns; costs: how much longer the steps take until the save is durable,",
-        "with what the call blocks; load: from the disk, whose pages are in memory",
+        "with what the call blocks; load: from the disk, whose pages are in memory, the faster of two",
     ]
     return "\n".join(lines)
 
 
 def _measured(training: Training, way: Way, saves: int) -> tuple[float, float, float, float]:
-    """Return the medians of what a save blocks and costs, when it is durable, and of a load."""
-    blocks, costs, durable, load = [], [], [], []
+    """Return the medians of what a save blocks and costs, and of when it is durable, and the time of a load.
+    Raises RuntimeError if a save is not durable after many steps."""
+    blocks, costs, durable = [], [], []
+    training.before_change = way.before_change
     for n in range(saves + 2):
-        usual_s = training.steps(STEPS) / STEPS
+        usual_s = training.usual_s()
         began = time.perf_counter()
         way.save()
         blocked = time.perf_counter() - began
-        steps, at = 0, blocked if way.is_durable() else 0.0
-        while not at and steps < STEPS_MAX:
-            training.steps(1)
+        steps = 0
+        while not way.is_durable():
+            if steps == STEPS_MAX:
+                raise RuntimeError(f"the save was not durable after {steps} steps")
+            training.step()
             steps += 1
-            at = time.perf_counter() - began if way.is_durable() else 0.0
-        training.steps(2)
+        at = time.perf_counter() - began if steps else blocked
+        for _ in range(2):
+            training.step()
         if n >= 2:  # the first saves allocate what later ones reuse
             blocks.append(blocked)
             costs.append(time.perf_counter() - began - (steps + 2) * usual_s)
             durable.append(at)
-    for _ in range(2):
-        began = time.perf_counter()
-        way.load()
-        training.steps(0)
-        load.append(time.perf_counter() - began)
-    return median(blocks), median(costs), median(durable), min(load)
+    return median(blocks), median(costs), median(durable), min(_load_s(training, way) for _ in range(2))
+
+
+def _load_s(training: Training, way: Way) -> float:
+    began = time.perf_counter()
+    way.load()
+    training.synchronize()
+    return time.perf_counter() - began
 
 
 def _ways(training: Training, place: Path, *, pinned: bool) -> Iterator[tuple[str, Way]]:
-    checkpoints = Checkpoints(place / "ours", last=2)
-    yield (
-        "elasticd",
-        Way(
-            lambda: _ask(checkpoints, training),
-            lambda: checkpoints.load(training.state),
-            lambda: checkpoints.wait(0.0),
-        ),
-    )
-    checkpoints.close()
-    file = place / "whole.pt"
+    yield OURS, _ours(training, place / "ours")
+    file, folder = place / "whole.pt", place / "dcp"
     yield (
         "torch.save, with fsync",
         Way(lambda: _torch_save(training, file), lambda: _torch_load(training, file)),
     )
-    folder = place / "dcp"
 
     def load() -> None:
         dcp.load(training.nested(), checkpoint_id=folder)
 
     yield "dcp.save", Way(lambda: dcp.save(training.nested(), checkpoint_id=folder), load)
     for name, options in _async_options(pinned=pinned).items():
-        pending: list[Any] = []
+        yield f"dcp.async_save, {name}", _dcp_async(training, folder, options, load)
 
-        def save(options: Mapping[str, Any] = options, pending: list[Any] = pending) -> None:
-            answer: Any = dcp.async_save(training.nested(), checkpoint_id=folder, **options)
-            if hasattr(answer, "upload_completion"):
-                answer.staging_completion.result()
-                answer = answer.upload_completion
-            pending[:] = [answer]
 
-        yield f"dcp.async_save, {name}", Way(save, load, lambda pending=pending: pending[0].done())  # type: ignore[misc]
-        for answer in pending:
-            answer.result()
+def _ours(training: Training, folder: Path) -> Way:
+    checkpoints = Checkpoints(folder, last=2)
+    asked: list[int] = []
+
+    def save() -> None:
+        asked.append(training.number)
+        assert checkpoints.save(training.state, training.number), checkpoints.last_error
+
+    def is_durable() -> bool:
+        if not checkpoints.wait(0.0):
+            return False
+        newest = checkpoints.newest
+        if checkpoints.failed or newest is None or newest.step != asked[-1]:
+            raise RuntimeError(f"the save failed: {checkpoints.last_error}")
+        return True
+
+    return Way(save, lambda: checkpoints.load(training.state), is_durable, close=checkpoints.close)
+
+
+def _dcp_async(
+    training: Training, folder: Path, options: Mapping[str, Any], load: Callable[[], object]
+) -> Way:
+    """Return the way of ``dcp.async_save``. As far as the stager allows, the copy overlaps the next forward
+    and backward pass, as elasticd's does."""
+    staged: list[Any] = []
+    durable: list[Any] = []
+
+    def save() -> None:
+        answer: Any = dcp.async_save(training.nested(), checkpoint_id=folder, **options)
+        if hasattr(answer, "upload_completion"):
+            staged[:] = [answer.staging_completion]
+            answer = answer.upload_completion
+        durable[:] = [answer]
+
+    def wait_for_copy() -> None:
+        while staged:
+            staged.pop().result()
+
+    def is_durable() -> bool:
+        if not durable[0].done():
+            return False
+        durable[0].result()  # raises the exception if there was one
+        return True
+
+    def close() -> None:
+        with suppress(Exception):  # it was told already
+            durable[0].result()
+        stager = options.get("async_stager")
+        if stager is not None:
+            stager.close()
+
+    return Way(save, load, is_durable, wait_for_copy, close)
 
 
 def _async_options(*, pinned: bool) -> dict[str, dict[str, Any]]:
@@ -252,10 +319,6 @@ def _async_options(*, pinned: bool) -> dict[str, dict[str, Any]]:
             "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
         },
     }
-
-
-def _ask(checkpoints: Checkpoints, training: Training) -> None:
-    assert checkpoints.save(training.state, training.number), checkpoints.last_error
 
 
 def _torch_save(training: Training, file: Path) -> None:

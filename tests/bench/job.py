@@ -51,6 +51,8 @@ def device() -> torch.device:
 def main() -> None:
     on = device()
     dist.init_process_group("nccl" if ON_GPU else "gloo")
+    if ON_GPU:
+        dist.all_reduce(torch.zeros(1, device=on))  # NCCL connects the ranks only now
     mark("joined")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
