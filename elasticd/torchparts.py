@@ -128,7 +128,7 @@ USED: Final = (
     Private("torch._C.DispatchKey.CompositeExplicitAutograd", "worker/world/waits.py: the key of that wait."),
     Private(
         f"{_C10D}._abort_process_group",
-        "worker/world/group.py: aborts a broken group.",
+        "worker/world/group.py: aborts a broken group, and every group with NCCL.",
         ("group",),
     ),
     Private(f"{_C10D}._world.pg_names", "worker/world/group.py: lists the groups."),
@@ -171,8 +171,6 @@ USED: Final = (
         f"{_BUILT}.ProcessGroupGloo._set_default_timeout",
         "worker/world/group.py: collectives' timeout.",
     ),
-    Private(f"{_BUILT}.ProcessGroupNCCL._group_start", "worker/world/group.py: aborts communicators as one."),
-    Private(f"{_BUILT}.ProcessGroupNCCL._group_end", "worker/world/group.py: the same."),
     Private(f"{_BUILT}._dump_nccl_trace_json", "worker/boot/elasticd_recorder.py: NCCL's flight recorder."),
     Private(
         f"{_BUILT}._dump_fr_trace_json",

@@ -46,9 +46,12 @@ _TORCH = re.compile(r"[/\\]torch[/\\](.*)")
 _OWN_WORK = re.compile(r"distributed[/\\](checkpoint|elastic|pipelining|optim)[/\\]")
 _TALKING = re.compile(r"(distributed|nn[/\\]parallel)[/\\]")
 _ENGINE = re.compile(r"autograd[/\\](graph|__init__)\.py")
-# These calls wait in C++ code. A fetched value waits for the GPU, which waits for other ranks. A library's
-# frame counts, too. wait() waits for other ranks only where the script itself calls it.
-_FETCHED = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
+# These calls wait in C++ code. A copy from the GPU waits for the GPU, which waits for other ranks. So does a
+# copy to the GPU from memory that is not pinned. A library's frame counts, too. wait() waits for other ranks
+# only where the script itself calls it.
+_COPIED = re.compile(
+    r"\.(item|tolist|cpu|cuda|synchronize|to(?=\([^)]*(?:device|cuda|gpu|rank)))\(|\b(tensor)\(.*\bdevice="
+)
 _AWAITED = re.compile(r"\.(wait)\(")
 # elasticd's wrappers around torch's functions.
 _OURS = ("elasticd_waits.py", "elasticd_heartbeat.py")
@@ -88,8 +91,8 @@ def activity_of(stack: Stack) -> ThreadActivity | None:
         return ThreadActivity(ActivityKind.COLLECTIVE, place, "synchronize")
     if waits or any(f.function in _WAITS_FOR_RANKS and _BY_STORE.search(f.file) for f in stack[:3]):
         return ThreadActivity(ActivityKind.COLLECTIVE, place, "wait")
-    if call := _FETCHED.search(inner.text) or (inner is own and _AWAITED.search(inner.text)):
-        return ThreadActivity(ActivityKind.COLLECTIVE, place, call[1])
+    if call := _COPIED.search(inner.text) or (inner is own and _AWAITED.search(inner.text)):
+        return ThreadActivity(ActivityKind.COLLECTIVE, place, call[call.lastindex or 0])
     if any((_name(f.file), f.function) == _AWAITS_AGENT for f in stack[:4]):
         return ThreadActivity(ActivityKind.PROGRAM, place, "waiting for its agent")
     if any(_waits_for_a_program(f) for f in stack[:4]):

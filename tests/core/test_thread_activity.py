@@ -51,6 +51,14 @@ def test_a_thread_without_python_is_nowhere() -> None:
         ),
         ([("/home/me/job.py", 12, "step", "handle.wait()")], ("collective", "job.py:12", "wait")),
         ([("/home/me/job.py", 12, "step", "total += loss.item()")], ("collective", "job.py:12", "item")),
+        ([("/home/me/job.py", 12, "step", "x = x.cuda(0)")], ("collective", "job.py:12", "cuda")),
+        ([("/home/me/job.py", 12, "step", "x, y = x.to(device), y")], ("collective", "job.py:12", "to")),
+        ([("/home/me/job.py", 12, "step", "x.to(self.local_rank)")], ("collective", "job.py:12", "to")),
+        ([("/home/me/job.py", 12, "step", "x = x.to(torch.bfloat16)")], ("own", "job.py:12", "")),
+        (
+            [("/home/me/job.py", 12, "step", "ends = torch.tensor([0.0], device='cuda')")],
+            ("collective", "job.py:12", "tensor"),
+        ),
         (
             [(f"{SITE}/lightning/fabric/utilities/apply_func.py", 130, "_item", "return value.item()"),
              (f"{SITE}/lightning/pytorch/loops/fit_loop.py", 9, "advance")],

@@ -412,7 +412,7 @@ def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_w
 ) -> None:
     for name in ("send", "recv", "recv_anysource"):  # a world replaces these for good
         monkeypatch.setattr(dist.ProcessGroup, name, getattr(dist.ProcessGroup, name))
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):  # likewise
+    for name in group_module.NCCL_ENVIRONMENT:  # likewise
         monkeypatch.setenv(name, "0")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = a_world(server.port, size=1)
@@ -520,7 +520,7 @@ def test_a_backward_pass_ends_with_the_next_gradients_once_the_world_is_over(
 ) -> None:
     """After the end of the world, a worker does not compute gradients that no worker adds up. The script or
     its library has made the DistributedDataParallel, and has evaluated the model before."""
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
+    for name in group_module.NCCL_ENVIRONMENT:
         monkeypatch.setenv(name, "0")  # a world replaces these for good
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = a_world(server.port, size=1)
@@ -555,32 +555,27 @@ def test_a_thread_that_waited_at_the_end_of_a_world_is_not_used_again(waits_end:
 @dataclass(frozen=True)
 class _Group:
     abort: Callable[[], None]
+    number: int
 
 
-@pytest.mark.parametrize("gloo", [False, True])
-def test_a_world_is_left_at_once_also_where_a_communicator_cannot_be_aborted_well(
-    monkeypatch: pytest.MonkeyPatch, gloo: bool
+def test_communicators_are_aborted_at_the_same_time_even_if_one_cannot_be_aborted_well(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``gloo``: gloo carries what is on the GPU, and knows no communicators."""
+    """On a GPU each may wait for the others to be aborted."""
     done: list[str] = []
+    all_abort = threading.Barrier(3, timeout=60)
 
-    def fails(what: str) -> Callable[[], None]:
-        def fail() -> None:
-            done.append(what)
-            raise RuntimeError("NCCL error: remote process exited or there was a network error")
+    def fails() -> None:
+        all_abort.wait()
+        done.append("aborted")
+        raise RuntimeError("NCCL error: remote process exited or there was a network error")
 
-        return fail
-
-    nccl = SimpleNamespace(_group_start=lambda: done.append("begun"), _group_end=fails("ended"))
-    group = SimpleNamespace(_get_backend=lambda _: SimpleNamespace() if gloo else nccl)
-    names = SimpleNamespace(pg_names={_Group(fails("aborted")): "0"}, pg_map={})
+    names = SimpleNamespace(pg_names={_Group(fails, number): str(number) for number in range(3)})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(group_module, "c10d", SimpleNamespace(_world=names))
-    monkeypatch.setattr(group_module, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
     monkeypatch.setattr(group_module, "sockets", lambda: done.append("looked for connections") or [])
     a_world().close()
-    together = ["aborted"] if gloo else ["begun", "aborted", "ended"]
-    assert done == ["looked for connections", *together], "the quickest first"
+    assert done == ["looked for connections", *["aborted"] * 3], "the quickest first"
 
 
 def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_only_changes_of_its_connections_are_told(

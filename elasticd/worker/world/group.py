@@ -18,7 +18,7 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,16 @@ _LEFT = "left"
 # DistError makes torch raise a RuntimeError with its text.
 _OF_THE_GROUP = ("gloo/", "NCCL", "monitoredBarrier", waits.ENDED)
 _FOREVER = timedelta(days=30)  # the agent ends the wait, not a clock
+# What keeps torch's threads for NCCL from ending or holding up a process that outlives a lost peer.
+NCCL_ENVIRONMENT: Mapping[str, str] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # After an error, the watchdog would sleep for a minute, so that all ranks can write the flight recorder.
+    # The agent has the recorder written if workers hang.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
 _make_group = c10d._new_process_group_helper  # torch makes all process groups with this function
 
 
@@ -350,8 +360,11 @@ class World:
         groups = [*c10d._world.pg_map]
         if dist.is_initialized():
             try:
-                destroy = inspect.unwrap(dist.destroy_process_group)  # does not wait for gloo's threads
-                destroy()
+                if torch.cuda.is_available():  # does not wait for NCCL's watchdog
+                    c10d._abort_process_group()
+                else:
+                    destroy = inspect.unwrap(dist.destroy_process_group)  # does not wait for gloo's threads
+                    destroy()
             except RuntimeError:  # the group was broken already
                 with contextlib.suppress(RuntimeError):
                     c10d._abort_process_group()
@@ -608,33 +621,30 @@ def _one_prefix_of_errors() -> Iterator[None]:
 
 
 def _survive_the_communicator() -> None:
-    """Keep torch's watchdog from ending the process when a NCCL communicator fails. torchrun wants that end;
+    """Keep torch's watchdog from ending the process when an NCCL communicator fails. torchrun wants that end;
     here the process outlives the world."""
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
+    os.environ |= NCCL_ENVIRONMENT
 
 
 def _abort_communicators() -> None:
-    """Abort all communicators together, the newest first, as torch does: aborted one by one, they may wait
-    for each other.
+    """Abort all communicators at the same time, since each may wait for the others: to free its memory, NCCL
+    waits for all kernels on the GPU (https://github.com/pytorch/pytorch/issues/119797).
 
     Kernels that wait for another GPU end. The CUDA context stays.
     """
-    groups = sorted(c10d._world.pg_names, key=lambda group: c10d._world.pg_names[group], reverse=True)
-    world: Any = dist.group.WORLD
-    nccl: Any = None
-    with contextlib.suppress(RuntimeError, AttributeError):  # there is no NCCL backend, or no world
-        nccl = world._get_backend(torch.device("cuda"))
-    if not hasattr(nccl, "_group_start"):  # gloo, which aborts nothing
-        nccl = None
-    if nccl is not None:
-        nccl._group_start()
-    for group in groups:
-        with contextlib.suppress(RuntimeError):
-            group.abort()
-    if nccl is not None:
+
+    def abort(group: dist.ProcessGroup) -> None:
         with contextlib.suppress(RuntimeError):  # the communicator was broken already
-            nccl._group_end()
+            group.abort()
+
+    aborting = [
+        threading.Thread(target=abort, args=(group,), name="elasticd-abort", daemon=True)
+        for group in [*c10d._world.pg_names]
+    ]
+    for thread in aborting:
+        thread.start()
+    for thread in aborting:
+        thread.join()
 
 
 @contextlib.contextmanager

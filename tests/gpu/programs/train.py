@@ -49,14 +49,15 @@ forked = int(gc.get_freeze_count() > 1000)
 (folder / f"pid-{rank}.new").write_text(f"{os.getpid()} {forked}")
 (folder / f"pid-{rank}.new").rename(folder / f"pid-{rank}")
 for step in range(1_000_000):
-    ends = torch.tensor([float((folder / "end").exists())], device="cuda")
+    ends = torch.full((1,), float((folder / "end").exists()), device="cuda")  # does not wait for the GPU
     dist.all_reduce(ends, dist.ReduceOp.MAX)
     if step % 8 == 0 and ends.item():  # only now and then, so that the program gets ahead of its GPU
         break
     if rank == hangs and step == 20:
         time.sleep(3600)  # hangs
     pace = 1.2 if rank == slow and (folder / "slow").exists() else 1.0
-    loss = wrapped(Work.apply(torch.randn(8, 16, device="cuda", requires_grad=True))).square().mean()
+    # The work of the backward pass comes before all gradients, so a rank that is late with it is waited for.
+    loss = Work.apply(wrapped(torch.randn(8, 16, device="cuda"))).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
