@@ -578,6 +578,26 @@ def test_communicators_are_aborted_at_the_same_time_even_if_one_cannot_be_aborte
     assert done == ["looked for connections", *["aborted"] * 3], "the quickest first"
 
 
+@pytest.mark.parametrize(("gpu", "first"), [(True, "_abort_process_group"), (False, "destroy_process_group")])
+def test_a_group_that_cannot_be_destroyed_in_the_usual_way_is_destroyed_in_the_other(
+    waits_end: None, monkeypatch: pytest.MonkeyPatch, gpu: bool, first: str
+) -> None:
+    for name in group_module.NCCL_ENVIRONMENT:
+        monkeypatch.setenv(name, "0")  # a world replaces these for good
+    tried = []
+
+    def fails() -> None:
+        tried.append(first)
+        raise RuntimeError("the communicator was aborted already")
+
+    world = a_world(size=1)
+    world.form(0, timedelta(seconds=60))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(c10d if gpu else dist, first, fails)
+    world.forget()
+    assert tried == [first] and not dist.is_initialized()
+
+
 def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_only_changes_of_its_connections_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -358,16 +358,12 @@ class World:
         c10d._new_process_group_helper = _make_group
         _present.clear()
         groups = [*c10d._world.pg_map]
-        if dist.is_initialized():
-            try:
-                if torch.cuda.is_available():  # does not wait for NCCL's watchdog
-                    c10d._abort_process_group()
-                else:
-                    destroy = inspect.unwrap(dist.destroy_process_group)  # does not wait for gloo's threads
+        # The first does not wait for gloo's threads, the second not for NCCL's watchdog.
+        ways = [inspect.unwrap(dist.destroy_process_group), c10d._abort_process_group]
+        for destroy in reversed(ways) if torch.cuda.is_available() else ways:
+            if dist.is_initialized():
+                with contextlib.suppress(RuntimeError):  # the group was broken already
                     destroy()
-            except RuntimeError:  # the group was broken already
-                with contextlib.suppress(RuntimeError):
-                    c10d._abort_process_group()
         # torch names groups by this counter. A failed attempt leaves the counter raised, while newcomers
         # count from 0.
         c10d._world.group_count = 0
