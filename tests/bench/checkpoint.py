@@ -263,10 +263,9 @@ class _Bench:
         return flatten({"model": self.model, "optimizer": self.optimizer}).tensors
 
     def nested(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from tests.bench import whole_state
 
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return whole_state.nested(self.model, self.optimizer)
 
     def most(self, seconds: float) -> float:
         import torch
@@ -453,31 +452,18 @@ class _Bench:
         returned.close()
 
     def torch_save(self) -> Iterator[dict[str, Callable[[], Any]]]:
-        import torch
         import torch.distributed as dist
+
+        from tests.bench import whole_state
 
         file = self.place / "whole.pt"
 
         def save() -> None:
             if self.rank == 0:
-                with file.open("wb") as out:
-                    torch.save(self.nested(), out)
-                    out.flush()
-                    os.fsync(out.fileno())
+                whole_state.save(self.model, self.optimizer, file)
             dist.barrier()
 
-        def load() -> None:
-            from torch.distributed.checkpoint.state_dict import set_state_dict
-
-            loaded = torch.load(file, weights_only=True)
-            set_state_dict(
-                self.model,
-                self.optimizer,
-                model_state_dict=loaded["model"],
-                optim_state_dict=loaded["optimizer"],
-            )
-
-        yield {"save": save, "load": load}
+        yield {"save": save, "load": lambda: whole_state.load(self.model, self.optimizer, file)}
 
     def folder(self) -> Path:
         path = self.place / f"dcp-{self.count}"

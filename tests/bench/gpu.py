@@ -7,12 +7,12 @@ which favours torchrun: one agent sees both.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from elasticd.worker import Checkpoints
-from tests.bench import launch, parts, report
+from tests.bench import launch, whole_state
 from tests.bench.launch import Launched
-from tests.bench.recovery import SETTLE_S, SURVIVORS, Kill, kills_with_survivors, worker_kills
+from tests.bench.recovery import SETTLE_S, SURVIVORS, Kill, kills_with_survivors, tables, worker_kills
 from tests.etcd.cluster import EtcdOnPorts
 
 WIDTH, BATCH = 1024, 4096  # of the model of the kills
@@ -66,12 +65,6 @@ def _killed(workers: int, kills: int, device: str) -> str:
 
         return launcher
 
-    def torchrun(workers: int, steps: Path, log: Path) -> Launched:
-        return launch.torchrun_alone(workers, steps, log, env=env)
-
-    def tuned(workers: int, steps: Path, log: Path) -> Launched:
-        return launch.torchrun_alone(workers, steps, log, monitor_s=0.01, env=env)
-
     half = (kills + 1) // 2
     rows: dict[str, list[Kill]] = {}
 
@@ -80,8 +73,8 @@ def _killed(workers: int, kills: int, device: str) -> str:
 
     try:
         for _ in range(2):  # in the order A B A B, since a machine's speed changes
-            add("torchrun", torchrun)
-            add("torchrun, looking every 10 ms", tuned)
+            add("torchrun", partial(launch.torchrun_alone, env=env))
+            add("torchrun, looking every 10 ms", partial(launch.torchrun_alone, monitor_s=0.01, env=env))
             add(AS_IT_IS, nodes(workers, launch.JOB), SETTLE_S)
             if workers > 1:
                 found = kills_with_survivors(nodes(1, launch.JOB_IN_PLACE), workers, half, 0)
@@ -89,16 +82,8 @@ def _killed(workers: int, kills: int, device: str) -> str:
                     rows.setdefault(name, []).extend(measured)
     finally:
         server.stop()
-    times = {name: [kill.took for kill in row] for name, row in rows.items()}
-    known = {name: [kill.parts for kill in row if kill.parts] for name, row in rows.items()}
     title = f"kill -9 of one of {workers} workers on one GPU, to the next step (NCCL, DDP)"
-    return "\n".join(
-        [
-            report.table(title, times, SURVIVORS if workers > 1 else AS_IT_IS),
-            "what it was spent on (medians, ms)",
-            *(parts.line(name, row) for name, row in known.items() if row),
-        ]
-    )
+    return tables(title, rows, SURVIVORS if workers > 1 else AS_IT_IS)
 
 
 # ------------------------------------------------------------ a save
@@ -142,8 +127,7 @@ class Training:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def nested(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return whole_state.nested(self.model, self.optimizer)
 
     def bytes(self) -> int:
         held = [v for of in self.optimizer.state.values() for v in of.values() if torch.is_tensor(v)]
@@ -232,7 +216,10 @@ def _ways(training: Training, place: Path, *, pinned: bool) -> Iterator[tuple[st
     file, folder = place / "whole.pt", place / "dcp"
     yield (
         "torch.save, with fsync",
-        Way(lambda: _torch_save(training, file), lambda: _torch_load(training, file)),
+        Way(
+            lambda: whole_state.save(training.model, training.optimizer, file),
+            lambda: whole_state.load(training.model, training.optimizer, file),
+        ),
     )
 
     def load() -> None:
@@ -319,20 +306,3 @@ def _async_options(*, pinned: bool) -> dict[str, dict[str, Any]]:
             "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
         },
     }
-
-
-def _torch_save(training: Training, file: Path) -> None:
-    with file.open("wb") as out:
-        torch.save(training.nested(), out)
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _torch_load(training: Training, file: Path) -> None:
-    loaded = torch.load(file, weights_only=True)
-    set_state_dict(
-        training.model,
-        training.optimizer,
-        model_state_dict=loaded["model"],
-        optim_state_dict=loaded["optimizer"],
-    )

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.bench.job import BATCH, STEPS, WIDTH, mark, note
+from tests.bench.whole_state import nested, put_back
 
 SAVES_EVERY = 10
 KEPT = 2
@@ -45,15 +45,14 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> in
     found = whole(folder)
     if not found:
         return 0
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=found[-1])
-    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    state = nested(model, optimizer)
+    dcp.load(state, checkpoint_id=found[-1])
+    put_back(model, optimizer, state)
     return int(found[-1].name)
 
 
 def save(folder: Path, steps: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder / str(steps))
+    dcp.save(nested(model, optimizer), checkpoint_id=folder / str(steps))
     if dist.get_rank() == 0:
         for old in whole(folder)[:-KEPT]:
             shutil.rmtree(old)

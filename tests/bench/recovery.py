@@ -182,7 +182,10 @@ def recovery(worlds: Sequence[int], kills: int, megabytes: Sequence[int]) -> Ite
             spare = _fit(workers + 1, size)
             rows = measured[f"{workers} x {size} MB"] = _recovery(workers, kills, spare=spare)
             left_out = "" if spare else f"\n  ({SPARE} is left out: the memory is too small for one more)"
-            yield _tables(rows, f"{workers} workers of {size} MB") + left_out
+            title = (
+                f"kill -9 of one of {workers} workers of {size} MB, to the next step (one node, gloo, DDP)"
+            )
+            yield tables(title, rows, SURVIVORS) + left_out
     if len(measured) > 1:
         names = dict.fromkeys(name for rows in measured.values() for name in rows)
         medians = {
@@ -227,13 +230,13 @@ def _recovery(workers: int, kills: int, *, spare: bool) -> Mapping[str, list[Kil
     return rows
 
 
-def _tables(rows: Mapping[str, Sequence[Kill]], each: str) -> str:
-    title = f"kill -9 of one of {each}, to the next step (one node, gloo, DDP)"
+def tables(title: str, rows: Mapping[str, Sequence[Kill]], reference: str) -> str:
+    """Return the times of the kills, with their ratios to the reference's, and what they were spent on."""
     times = {name: [kill.took for kill in row] for name, row in rows.items()}
     known = {name: [kill.parts for kill in row if kill.parts] for name, row in rows.items()}
     return "\n".join(
         [
-            report.table(title, times, SURVIVORS),
+            report.table(title, times, reference),
             "what it was spent on (medians, ms)",
             *(parts.line(name, row) for name, row in known.items() if row),
         ]

@@ -32,7 +32,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from elasticd import worker
 from elasticd.channel.worker_messages import ADDRESS
 from elasticd.worker.joining import exchange, transfer
-from elasticd.worker.world import connecting, group
+from elasticd.worker.world import connecting
+from tests.worker.jobs import is_rehearsing
 
 WISHES = "CHAOS_WISHES"  # the abstract address of the socket at which a worker reports planned faults
 SAMPLES = 38
@@ -203,7 +204,7 @@ def trip_outside(faults: Faults) -> None:
     carried = 0
 
     def form(*args: Any, **kwargs: Any) -> None:
-        if not any(world.number == 0 for world in group._present):  # not while a worker rehearses
+        if not is_rehearsing():
             faults.count("forming")
         init(*args, **kwargs)
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.worker.world import waits
+from elasticd.worker.world.group import NCCL_ENVIRONMENT
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew, outcome_alone
 from tests.worker.jobs import work
@@ -42,8 +43,10 @@ def saver(new_saver: Callable[[], str]) -> str:
 
 
 @pytest.fixture
-def waits_end() -> Iterator[None]:
-    """In this process, let waits end with the world."""
+def waits_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In this process, let waits end with the world. Restore afterwards what a world replaces for good."""
+    for name, value in NCCL_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     wait, future, before = dist.Work.wait, dist.Work.get_future, {*threading.enumerate()}
     waits.use_group_timeouts()
     yield

@@ -37,6 +37,11 @@ STEPS = 12
 torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports many modules: once, before workers are forked
 
 
+def is_rehearsing() -> bool:
+    """Whether this worker forms a world alone, before it has a round."""
+    return any(world.number == 0 for world in group._present)
+
+
 def begin(address: str, folder: str, name: str, saver: str = "") -> Journal:
     """Begin a worker's script. Without an address the script runs in a world of its own. The worker's errors
     go to NAME.err."""
@@ -216,7 +221,7 @@ def trip_while_forming(accident: Accident) -> None:
 
     def stumble(*args: Any, **kwargs: Any) -> None:
         nonlocal formed
-        if not any(world.number == 0 for world in group._present):
+        if not is_rehearsing():
             accident("forming", formed)
             formed += 1
         init(*args, **kwargs)

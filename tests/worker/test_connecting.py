@@ -152,8 +152,6 @@ def test_a_worker_that_waits_for_a_late_connection_learns_of_the_end_of_the_worl
     waits_end: None, talk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other worker has said that it is here, and then died."""
-    for name in group.NCCL_ENVIRONMENT:
-        monkeypatch.setenv(name, "0")  # a world replaces these for good
     monkeypatch.setattr(connecting, "MOST_AT_ONCE", 1)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.add("here", 1)

@@ -408,12 +408,8 @@ def test_workers_agree_whether_all_have_returned_however_a_world_ends_meanwhile(
 
 
 def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+    waits_end: None,
 ) -> None:
-    for name in ("send", "recv", "recv_anysource"):  # a world replaces these for good
-        monkeypatch.setattr(dist.ProcessGroup, name, getattr(dist.ProcessGroup, name))
-    for name in group_module.NCCL_ENVIRONMENT:  # likewise
-        monkeypatch.setenv(name, "0")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = a_world(server.port, size=1)
     world.form(0, timedelta(seconds=5))
@@ -520,8 +516,6 @@ def test_a_backward_pass_ends_with_the_next_gradients_once_the_world_is_over(
 ) -> None:
     """After the end of the world, a worker does not compute gradients that no worker adds up. The script or
     its library has made the DistributedDataParallel, and has evaluated the model before."""
-    for name in group_module.NCCL_ENVIRONMENT:
-        monkeypatch.setenv(name, "0")  # a world replaces these for good
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = a_world(server.port, size=1)
     world.form(0, timedelta(seconds=60))
@@ -582,8 +576,6 @@ def test_communicators_are_aborted_at_the_same_time_even_if_one_cannot_be_aborte
 def test_a_group_that_cannot_be_destroyed_in_the_usual_way_is_destroyed_in_the_other(
     waits_end: None, monkeypatch: pytest.MonkeyPatch, gpu: bool, first: str
 ) -> None:
-    for name in group_module.NCCL_ENVIRONMENT:
-        monkeypatch.setenv(name, "0")  # a world replaces these for good
     tried = []
 
     def fails() -> None:
