@@ -15,7 +15,6 @@ import mmap
 import os
 import select
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ import click
 
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.server.standalone import lower_priority
+from tests.ports import free_port
 
 Numbers = dict[str, dict[str, list[float]]]
 STEP_S = 0.3
@@ -53,12 +53,9 @@ def checkpoint(
     ):  # each worker has the state, what DDP sends of it, and a copy; the saver has two shards of each worker
         raise click.ClickException(f"this needs about {wanted} MB of memory, and {there} MB are available")
     listener, saver_name = protocol.listen()
-    with tempfile.TemporaryDirectory(dir=folder) as place, socket.socket() as free, listener:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        env |= {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
+    with tempfile.TemporaryDirectory(dir=folder) as place, listener:
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env |= {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers), "OMP_NUM_THREADS": "1"}
         # As under an agent, the saver stays when the workers have left.
         stays = (
             "from elasticd.checkpoint.server.standalone import main; "

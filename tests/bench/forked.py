@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tests.bench.launch import free_port
 from tests.bench.steps import Steps
+from tests.ports import free_port
 
 TRAINS_S = 1.0  # from the first step of a world to its end
 TIMEOUT_S = 180.0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.ports import free_port
 
 JOB = Path(__file__).with_name("job.py")
 JOB_IN_PLACE = Path(__file__).with_name("job_in_place.py")
@@ -46,13 +47,6 @@ class Launched:
             except subprocess.TimeoutExpired:
                 agent.kill()
                 agent.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 def spawn(

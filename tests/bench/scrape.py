@@ -21,6 +21,7 @@ from elasticd.etcd.blocking_client import Client
 from elasticd.telemetry.exposition import expose
 from tests.bench import launch
 from tests.etcd.cluster import EtcdOnPorts
+from tests.ports import free_port
 from tests.telemetry.test_exposition import PROMETHEUS_3_ASKS as ASKED
 from tests.telemetry.test_exposition import everything
 
@@ -93,7 +94,7 @@ def _until(holds: Callable[[], bool], what: str, log: Path) -> None:
 
 def _cost(others: int, scrapes: int) -> Cost:
     """Measure a real agent that leads, with eight workers of its own, beside so many fake nodes."""
-    total, job, port = SLOTS + others, f"scrape-{uuid.uuid4().hex[:8]}", launch.free_port()
+    total, job, port = SLOTS + others, f"scrape-{uuid.uuid4().hex[:8]}", free_port()
     url = f"http://127.0.0.1:{port}/"
     server = EtcdOnPorts()
     endpoint = server.start().endpoints[0]

@@ -27,6 +27,7 @@ import psutil
 
 from tests.bench import launch
 from tests.bench.steps import Steps
+from tests.ports import free_port
 
 SETTLING_STEPS = 3  # steps after a switch, which count for neither side
 WARM_UP_STEPS = 20
@@ -84,7 +85,7 @@ class Watched:
 
     def __init__(self, folder: Path, workers: int, what: Watching, width: int, batch: int) -> None:
         self._what = what
-        port = launch.free_port()
+        port = free_port()
         env = {"PYTHONPATH": launch.ROOT, "BENCH_LIBRARY": str(int(what.library))}
         env |= {"BENCH_WIDTH": str(width), "BENCH_BATCH": str(batch)}
         argv = [launch.BIN / "elasticd", "run", "--min", workers, "--max", workers, "--slots", workers]

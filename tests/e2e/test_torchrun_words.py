@@ -6,14 +6,9 @@ import socket
 from pathlib import Path
 
 from tests.e2e.harness import Cluster
+from tests.ports import free_port
 
 BY_ADDRESS = str(Path(__file__).parent / "programs" / "by_address.py")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_ranks_meet_at_the_master_port_in_every_round(cluster: Cluster) -> None:

@@ -7,7 +7,6 @@ import datetime as dt
 import ipaddress
 import os
 import signal
-import socket
 import ssl
 import subprocess
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from elasticd.etcd.connection import _credentials
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import NoSpace, StoreError
 from elasticd.etcd.roles import Roles
+from tests.ports import free_port
 
 
 class Authority:
@@ -91,13 +91,6 @@ class Authority:
         return cert_path, key_path
 
 
-def free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
-
-
 def freeze(pid: int) -> None:
     """Stop a child of this process, and wait until all of its threads stand still: a thread on another
     core may still answer a request."""
@@ -110,7 +103,7 @@ class EtcdOnPorts(Embedded):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ports = free_ports()
+        self._ports = free_port(), free_port()
 
     @property
     def endpoint(self) -> str:
@@ -175,7 +168,7 @@ class Cluster:
     ) -> None:
         scheme, peer_scheme = ("https" if is_tls else "http" for is_tls in (tls, peer_tls))
         hosts = hosts or [("127.0.0.1", ())] * size
-        ports = [free_ports() for _ in range(size)]
+        ports = [(free_port(), free_port()) for _ in range(size)]
         peers = [f"{peer_scheme}://{host}:{peer}" for (host, _), (_, peer) in zip(hosts, ports, strict=True)]
         initial = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
         self.members = []
