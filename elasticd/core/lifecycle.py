@@ -16,6 +16,7 @@ class Life(StrEnum):
     WAITING = "waiting"  # in no round, and ready for the next
     TRAINING = "training"  # in a round
     FAILING = "failing"  # in a round, and about to end by an exception of its own
+    DYING = "dying"  # in a round, and its exit has begun; how it ended is told at once
     LEAVING = "leaving"  # told to leave its round, and to keep its process if it can
     STOPPING = "stopping"  # told to end
     FINISHED = "finished"  # ended with status 0
@@ -30,7 +31,7 @@ class Life(StrEnum):
     @property
     def in_round(self) -> bool:
         """Whether the worker takes part in a round, also while it fails or leaves."""
-        return self in (Life.TRAINING, Life.FAILING, Life.LEAVING)
+        return self in (Life.TRAINING, Life.FAILING, Life.DYING, Life.LEAVING)
 
 
 _BY_ITSELF: Final = {Life.FINISHED: "finishes", Life.FAILED: "fails", Life.FENCED: "is fenced"}
@@ -54,11 +55,16 @@ TRANSITIONS: Final[Mapping[Life | None, Mapping[Life, str]]] = {
     Life.TRAINING: {
         Life.WAITING: "leaves by itself",
         Life.FAILING: "raises an exception",
+        Life.DYING: "begins to exit",
         Life.LEAVING: "is told to leave",
         Life.STOPPING: "is told to end",
         **_BY_ITSELF,
     },
     Life.FAILING: {
+        Life.STOPPING: "is told to end",
+        **_BY_ITSELF,
+    },
+    Life.DYING: {
         Life.STOPPING: "is told to end",
         **_BY_ITSELF,
     },

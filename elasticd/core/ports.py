@@ -245,10 +245,12 @@ class WorkerCheckpointed:
 @dataclass(frozen=True, slots=True)
 class WorkerLingers:
     """A worker has ended, but the kernel is still taking its process down: the memory, the device and the
-    ports are not free yet. The event of the exit follows, and once the process is gone, ``WorkerGone``."""
+    ports are not free yet. The event of the exit follows, and once the process is gone, ``WorkerGone``.
+    ``failed``: the worker was at work in a round, and has not ended well."""
 
     slot: int
     pid: int
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

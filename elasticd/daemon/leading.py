@@ -7,7 +7,8 @@ view shows what was written.
 
 An agent's own release often lets the leader form the next round at once. If the leading agent is about to
 write its record or its report, and the leader would then change the round, both are written in one
-transaction. Without that, a round of one node would wait for etcd twice as often. So the agent's writes wait
+transaction. Without that, a round of one node would wait for etcd twice as often. If the round is closed by
+that, and no member is in it any more, the transaction holds the next round, too. So the agent's writes wait
 while those of the leader are under way: etcd would apply the agent's afterwards in any case.
 """
 
@@ -270,7 +271,7 @@ class Leading:
         return self._term is not None and bool(self._term.asked)
 
     def write_both(self, action: Transact, state: AgentState, now: float) -> tuple[Reason, ...] | None:
-        """If the leader will change the round because of these writes of its agent, make both in one
+        """If the leader will change the round because of these writes of its agent, make all in one
         transaction. Return the reasons, which are not said yet; None if nothing is written."""
         term, leads = self._term, state.leads
         if term is None or leads is None or leads.created != term.created or now < term.retry_at:
@@ -278,7 +279,7 @@ class Leading:
         if not _may_decide(term, state) or not _is_small(term.view):
             return None
         foreseen = leader.foresee(_with_absence(term.view, state), action.writes, now)
-        plan = leader.decide(foreseen, now) if foreseen is not None else leader.Plan()
+        plan = leader.decide_and_go_on(foreseen, now) if foreseen is not None else leader.Plan()
         if plan.ahead or not any(write.key == "round" for write in plan.writes):
             return None
         if any(isinstance(write, Delete) and write.prefix for write in plan.writes):

@@ -37,6 +37,7 @@ _SHOWN = {  # the states in the words of the status documents and metrics
     Life.WAITING: SlotState.READY,
     Life.TRAINING: SlotState.RUNNING,
     Life.FAILING: SlotState.RUNNING,
+    Life.DYING: SlotState.RUNNING,
     Life.LEAVING: SlotState.STOPPING,
     Life.STOPPING: SlotState.STOPPING,
     Life.FINISHED: SlotState.FINISHED,

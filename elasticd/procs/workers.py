@@ -159,6 +159,8 @@ class LocalProcs:
             for slot, worker in self._workers.items():
                 leave = wire.Leave(worker.round, planned, slot in going)
                 done = worker.protocol.last is wire.Done and planned
+                if worker.life is Life.DYING:
+                    continue  # the worker needs no order any more
                 if worker.life is Life.FAILING or (worker.life.in_round and done):
                     ending.append(worker)  # the worker has failed or finished, and exits by itself
                 elif worker.life.in_round and worker.protocol.linked and worker.tell(leave):
@@ -422,10 +424,17 @@ class LocalProcs:
                 self._stop([worker], signals.SIGKILL, 0.0)  # without a link, the worker would wait for ever
 
     def _ended(self, worker: Worker, end: Ended) -> None:
-        self._standard_files.drain(worker, _LAST_OUTPUT_S)
         if worker.link is not None:
             worker.link.drain()  # the last message may be that an exception ends the worker
             worker.link.close()
+        if end.lingers:
+            with self._lock:
+                failed = end.code != 0 and not worker.finished(end) and not end.fenced
+                dies = failed and worker.life is Life.TRAINING
+                if dies:
+                    worker.become(Life.DYING)
+            self._news(WorkerLingers(worker.assignment.slot, end.pid, dies))
+        self._standard_files.drain(worker, _LAST_OUTPUT_S)
         with self._lock:
             if end.code != 0:
                 self._error_files[worker.assignment.slot] = worker.error_file
@@ -436,8 +445,6 @@ class LocalProcs:
             self._warn(
                 "worker.crashed_at_exit", slot=exit.slot, rank=exit.rank, why=why, counts_as="finished"
             )
-        if end.lingers:
-            self._news(WorkerLingers(exit.slot, end.pid))
         exited(number, exit)
 
 

@@ -38,11 +38,12 @@ from elasticd.core.facts import (
 from elasticd.core.leader import Plan, View, decide, forming
 from elasticd.core.leader.roll import Registered
 from elasticd.core.persistent_map import PersistentMap
-from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged
+from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged, Write
 from elasticd.core.reasons import (
     AwaitingRelease,
     FailureCharged,
     RoundClosing,
+    RoundFormed,
 )
 from tests.core.build import (
     NOW,
@@ -293,6 +294,62 @@ def test_a_round_that_closes_as_planned_names_the_workers_that_the_next_round_le
     plan = decide(view(wanted, round(5, {"a": 2, "b": 2}, since=NOW - 100), nodes), NOW)
     closes = next_round(plan)
     assert (closes.phase, closes.planned, closes.left_out) == (Phase.CLOSING, True, out)
+
+
+# ---------------------------------------------------------------- live -> closing -> what next, at once
+
+
+def out_of_round(failed_at: float, nodes: Sequence[str] = "ab", **more: Any) -> View:
+    """Return a live round of nodes a and b, in which a worker of a failed, and which these nodes have
+    released."""
+    there = [node(name, released=5 if name in nodes else 0, told=name == "a") for name in "ab"]
+    return live({"a": 2, "b": 2}, there, [report("a", 5, exit(0, 0, at=failed_at))], **more)
+
+
+def test_a_round_that_no_member_is_in_is_closed_and_followed_in_one_transaction() -> None:
+    seen = out_of_round(NOW - 1)
+    both = leader.decide_and_go_on(seen, NOW)
+    formed = next_round(both)
+    assert (formed.number, formed.phase, formed.cause) == (6, Phase.LIVE, Cause.WORKER_FAILED)
+    assert formed.took_s == 1.0, "since the worker failed"
+    assert [type(reason) for reason in both.reasons] == [RoundClosing, FailureCharged, RoundFormed]
+    assert ROUND_AS_SEEN in both.guards and len(set(both.guards)) == len(both.guards)
+
+
+@given(at=st.sampled_from([NOW - 1, NOW, NOW + 1]), spent=st.integers(0, 9), workers=st.integers(1, 5))
+def test_one_transaction_leads_to_what_two_would_lead_to(at: float, spent: int, workers: int) -> None:
+    seen = out_of_round(at, budget=charges(*[("b", 0)] * spent, progressed=True), min=workers)
+    closes = decide(seen, min(at, NOW))
+    closed = leader.see(seen, Changes(tuple(Entry(w.key, put_by(w), 99, 1) for w in closes.writes)), "", NOW)
+    follows = decide(closed, NOW)
+    both = leader.decide_and_go_on(seen, NOW)
+    assert {w.key: put_by(w) for w in both.writes} == {
+        w.key: put_by(w) for w in (*closes.writes, *follows.writes)
+    }
+    assert both.reasons == (*closes.reasons, *follows.reasons)
+
+
+def put_by(write: Write) -> Fact:
+    assert isinstance(write, Put)
+    return write.fact
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        out_of_round(NOW - 1, "a"),  # b is in the round
+        out_of_round(NOW - 1, policy=replace(POLICY, restarts_max=0)),  # the end deletes what an agent writes
+        live({"a": 2, "b": 2}, [node("a"), node("b")]),  # nothing is to be closed
+        view(spec(policy=POLICY), waiting(), [node("a", 8)]),  # what follows a round that begins comes later
+    ],
+    ids=["not all are out", "the job ends", "all train", "a round begins"],
+)
+def test_any_other_step_is_made_alone(seen: View) -> None:
+    alone, both = decide(seen, NOW), leader.decide_and_go_on(seen, NOW)
+    assert [type(w) for w in both.writes] == [type(w) for w in alone.writes]
+    assert both.reasons == alone.reasons
+    if both.writes:
+        assert next_round(both).phase is next_round(alone).phase
 
 
 # ---------------------------------------------------------------- closing -> what next

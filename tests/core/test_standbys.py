@@ -7,6 +7,7 @@ from signal import SIGKILL
 
 from elasticd.core import leader, seating
 from elasticd.core.age import Age
+from elasticd.core.agent.crew import RELEASE_S
 from elasticd.core.agent.standbys import KEEP_S
 from elasticd.core.agent_messages import (
     LeaveRound,
@@ -14,11 +15,13 @@ from elasticd.core.agent_messages import (
     StartWorkers,
     StopWorkers,
     Tag,
+    Transact,
 )
-from elasticd.core.facts import Cause, Limits, Node, Outcome, Phase, RankRange, Report, Round
+from elasticd.core.facts import Cause, Leadership, Limits, Node, Outcome, Phase, RankRange, Report, Round
 from elasticd.core.lifecycle import Life
-from elasticd.core.ports import WorkerLinked, WorkerWaiting
-from tests.core.build import NOW, exit, members, next_round, node, report, round, spec, view, written
+from elasticd.core.ports import WorkerLingers, WorkerLinked, WorkerWaiting
+from elasticd.core.reasons import StartHeldBack, WorkerEnded, WorkersLeaving
+from tests.core.build import NOW, exit, life, members, next_round, node, report, round, spec, view, written
 from tests.core.by_hand import NEXT_PORT, Agent, put
 
 IN_PLACE = replace(spec(1, 4), inplace=True)
@@ -58,6 +61,64 @@ def test_workers_leave_a_closing_round_and_keep_their_process() -> None:
     assert one.one(LeaveRound).planned and not one.all_of(StopWorkers)
     one.sees("round", closing(ROUND, Cause.GREW))
     assert not one.one(LeaveRound).planned, "it turned out to be broken"
+
+
+DIES = WorkerLingers(1, 77, failed=True)
+
+
+def test_workers_leave_as_soon_as_another_begins_to_exit_and_say_why_once_that_is_known() -> None:
+    one = working()
+    one.told(DIES)
+    assert not one.one(LeaveRound).planned and not one.said and not one.all_of(Transact)
+    one.exits(1, exit(1, 1, code=-9))
+    assert not one.all_of(LeaveRound)
+    leaves = WorkersLeaving(1, Cause.WORKER_FAILED, planned=False)
+    assert [*map(type, one.said)] == [WorkerEnded, WorkersLeaving, StartHeldBack] and leaves in one.said
+    told = put(one.wrote(Tag.REPORT).writes[0])
+    assert isinstance(told, Report) and [one.slot for one in told.exits] == [1]
+
+
+def test_the_exit_of_a_worker_that_is_not_missed_makes_no_other_worker_leave() -> None:
+    one = working()
+    one.told(WorkerLingers(1, 77))
+    assert not one.all_of(LeaveRound)
+    one = working()
+    one.sees("round", closing(ROUND, Cause.GREW, planned=True))
+    one.told(DIES)
+    assert not one.all_of(LeaveRound), "they leave already, at a commit"
+    alone = Agent.working(round(1, {"a": 1, "b": 1}), IN_PLACE)
+    alone.told(WorkerLinked(0))
+    alone.told(WorkerLingers(0, 77, failed=True))
+    assert not alone.all_of(LeaveRound)
+
+
+def leading(of: Round) -> Agent:
+    """Return two linked workers of node a, which leads the job, in this round."""
+    one = Agent.working(of, IN_PLACE)
+    one.sees("leader", Leadership("a", life("a")))
+    one.told(WorkerLinked(0))
+    one.told(WorkerLinked(1))
+    return one
+
+
+def test_a_leader_alone_in_its_round_reports_a_failure_with_the_release() -> None:
+    one = leading(round(1, {"a": 2}))
+    one.exits(1, exit(1, 1, code=-9, at=one.now))
+    assert not one.all_of(Transact) and one.wake_at is not None and one.wake_at <= one.now + RELEASE_S
+    one.told(WorkerWaiting(0, 1))
+    record, told = (put(write) for write in one.wrote(Tag.NODE).writes)
+    assert isinstance(record, Node) and record.released == 1
+    assert isinstance(told, Report) and told.failure is not None
+
+
+def test_a_leader_reports_a_failure_at_once_if_its_workers_stay_or_another_node_must_know() -> None:
+    one = leading(round(1, {"a": 2}))
+    one.exits(1, exit(1, 1, code=-9, at=one.now))
+    one.at(one.now + RELEASE_S)
+    assert one.wrote(Tag.REPORT), "the other worker does not leave"
+    for several in (leading(ROUND), working()):
+        several.exits(1, exit(1, 1, code=-9, at=several.now))
+        assert several.wrote(Tag.REPORT)
 
 
 def test_a_job_that_is_to_stop_at_once_gives_its_workers_no_time_to_save() -> None:

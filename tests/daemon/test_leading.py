@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from elasticd.core import agent, leader
 from elasticd.core.agent import AgentState
+from elasticd.core.agent.crew import RELEASE_S
 from elasticd.core.agent_messages import KeySeen, LeaseChanged, LeaveJob, Tag, Tick, Transact
 from elasticd.core.facts import Budget, Limits, Node, Phase, Round
 from elasticd.core.leader import View
@@ -29,7 +31,7 @@ from tests.core.build import node, report
 from tests.core.story import DELAY_S, StoryClock
 from tests.sim.cluster import Cluster, Setup
 from tests.sim.invariants import Invariants
-from tests.sim.procs import Job
+from tests.sim.procs import Job, SimProcs
 
 Apply = Callable[[tuple[Guard, ...], tuple[Write, ...], int], Applied | Refused]
 
@@ -72,12 +74,35 @@ class Recorded:
         self.wait(lambda: self.round.number > number and self.round.phase is Phase.LIVE)
         return [keys for keys in self.written if keys != {"summary"}]
 
+    def kill_and_begin_anew(self, name: str) -> None:
+        """Kill a worker, and wait until the node has begun the next round."""
+        self.kill_a_worker(name)
+        driver = self.cluster.agents[name].driver
+        self.wait(lambda: (crew := driver.state.crew) is not None and crew.round.number == self.round.number)
+
     def wait(self, done: Callable[[], bool]) -> None:
         assert self.cluster.clock.run(until=self.cluster.clock.now() + 60.0, done=done)
 
 
-def test_a_round_of_one_node_ends_and_the_next_begins_in_two_transactions() -> None:
-    closes, forms = Recorded((2,)).kill_a_worker("n0")
+def test_a_round_of_one_node_ends_and_the_next_begins_in_one_transaction() -> None:
+    job = Recorded((2,))
+    assert job.kill_a_worker("n0") == [{"nodes/n0", "reports/n0", "round", "budget"}]
+    failure = job.round.failure
+    assert failure is not None and failure.exit.at < job.round.since
+    assert job.round.took_s == pytest.approx(job.round.since - failure.exit.at)
+
+
+def test_a_round_of_one_node_closes_in_a_transaction_of_its_own_if_its_workers_take_long_to_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Recorded((2,))
+    leave = SimProcs.leave
+
+    def leave_late(procs: SimProcs, *how: Any) -> None:
+        job.cluster.clock.after(2 * RELEASE_S, lambda: leave(procs, *how))
+
+    monkeypatch.setattr(SimProcs, "leave", leave_late)
+    closes, forms = job.kill_a_worker("n0")
     assert closes == {"reports/n0", "round"}
     assert forms == {"nodes/n0", "round", "budget"}
 
@@ -87,33 +112,24 @@ def test_a_node_alone_begins_its_next_round_though_no_watch_brings_anything() ->
     job = Recorded((2,))
     driver = job.cluster.agents["n0"].driver
     job.cluster.etcd.mute_watches()
-    job.kill_a_worker("n0")
-
-    def begins() -> bool:
-        crew = driver.state.crew
-        return crew is not None and crew.round.number == job.round.number
-
-    job.wait(begins)
+    job.kill_and_begin_anew("n0")
     assert driver.view is not None and driver.view.round == job.round
 
 
 def test_news_that_a_watch_brings_late_does_not_undo_what_the_leader_wrote() -> None:
     job = Recorded((2,))
     driver = job.cluster.agents["n0"].driver
-    closed: list[Entry] = []
-    job.cluster.etcd.written.append(lambda entry: closed.append(entry) if entry.key == "round" else None)
-    job.kill_a_worker("n0")
-    job.wait(lambda: driver.view is not None and driver.view.round == job.round)
+    before = driver.state.seen["round"]
+    job.kill_and_begin_anew("n0")
     seen = driver.view
-    assert isinstance(closed[0].fact, Round) and closed[0].fact.phase is Phase.CLOSING
-    driver.handle(KeySeen(closed[0]), job.cluster.clock.now())
+    driver.handle(KeySeen(before), job.cluster.clock.now())
     assert driver.state.round == job.round and driver.view is seen
 
 
 def test_news_of_what_agent_and_leader_know_change_nothing_and_are_passed_over() -> None:
     job = Recorded((2,))
     driver = job.cluster.agents["n0"].driver
-    job.kill_a_worker("n0")
+    job.kill_and_begin_anew("n0")
     now = job.cluster.clock.now()
     before, view, leading = driver.state, driver.view, driver._leading
     assert leading._term is not None
@@ -142,7 +158,7 @@ def test_news_of_what_the_agent_knows_and_the_leader_does_not_lead_to_a_decision
 def test_an_agent_does_not_know_what_it_has_given_up_or_knows_otherwise() -> None:
     job = Recorded((2,))
     driver = job.cluster.agents["n0"].driver
-    job.kill_a_worker("n0")
+    job.kill_and_begin_anew("n0")
     state = driver.state
     record, told = state.seen["nodes/n0"], state.seen["reports/n0"]
     assert state.knows(record) and state.knows(told)
@@ -250,20 +266,20 @@ def test_the_leader_waits_for_the_other_nodes() -> None:
     assert [keys for keys in written[1:] if "round" in keys] == [{"round", "budget"}]
 
 
-@pytest.mark.parametrize("own", ["reports/n0", "nodes/n0"])
-def test_if_etcd_refuses_both_the_agent_writes_alone_and_the_leader_decides_again(own: str) -> None:
+def test_if_etcd_refuses_both_the_agent_writes_alone_and_the_leader_decides_again() -> None:
     job = Recorded((2,))
+    own = {"nodes/n0", "reports/n0"}
     refused = []
 
     def refuses(keys: set[str]) -> bool:
         """The leader no longer leads, for example."""
-        refused.extend([keys] * (not refused and {own, "round"} <= keys))
+        refused.extend([keys] * (not refused and {*own, "round"} <= keys))
         return refused[-1:] == [keys]
 
     job.refuses = refuses
-    written = job.kill_a_worker("n0")
-    assert refused
-    assert written.index({own}) < written.index(refused[0] - {own})
+    written = [keys for keys in job.kill_a_worker("n0") if keys != {"nodes/n0"}]  # of a waiting worker
+    assert written == [own, {"round"}, {"round", "budget"}]
+    assert refused == [{*own, "round", "budget"}]
     job.wait(lambda: job.round.phase is Phase.ENDED)
     assert job.invariants.steps == 200
 

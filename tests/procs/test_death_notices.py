@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.core.facts import Exit
 from elasticd.core.page_layout import MUTEX
 from elasticd.core.ports import WorkerGone, WorkerLingers, WorkerNews
 from elasticd.procs import warden_client
@@ -216,10 +217,32 @@ def test_a_process_that_the_kernel_takes_down_is_reported_twice_ended_and_gone(b
     with Undead(pid):
         os.kill(pid, signal.SIGKILL)
         (exit,) = bench.wait()
-        assert exit.code == -signal.SIGKILL and news.get(timeout=PATIENCE_S) == WorkerLingers(10, pid)
+        assert exit.code == -signal.SIGKILL
+        assert news.get(timeout=PATIENCE_S) == WorkerLingers(10, pid, failed=True)
         assert news.empty()
     assert news.get(timeout=PATIENCE_S) == WorkerGone(pid)
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_death_is_told_before_it_is_known_how_the_worker_ended(bench: Bench) -> None:
+    procs = bench.procs([sys.executable, "-c", UNDEAD])
+    told: list[tuple[WorkerNews, list[Exit]]] = []
+    procs.listen(lambda news: told.append((news, [*bench.exits])))
+    pid = _start(bench, procs)
+    with Undead(pid):
+        os.kill(pid, signal.SIGKILL)
+        bench.wait()
+        assert told == [(WorkerLingers(10, pid, failed=True), [])]
+
+
+def test_a_worker_that_ends_because_it_was_told_to_has_not_failed(bench: Bench) -> None:
+    procs = bench.procs([sys.executable, "-c", UNDEAD])
+    news = _news(procs)
+    pid = _start(bench, procs)
+    with Undead(pid):
+        procs.stop(signal.SIGTERM, 60.0)
+        bench.wait()
+        assert news.get(timeout=PATIENCE_S) == WorkerLingers(10, pid, failed=False)
 
 
 def _start(bench: Bench, procs: LocalProcs) -> int:

@@ -139,7 +139,7 @@ class Invariants:
         hurried |= old.phase is new.phase is Phase.CLOSING and new.outlived and not old.outlived
         news = old.leaving != new.leaving or old.resizes_by != new.resizes_by
         told = old.phase is new.phase is Phase.LIVE and news
-        if new.phase not in allowed[old.phase] and not (hurried or told):
+        if new.phase not in allowed[old.phase] and not (hurried or told or self._all_have_left(old)):
             raise Broken(f"round {new.number} goes from {old.phase} to {new.phase}")
         if new.phase is Phase.LIVE and not told:
             if not fresh:
@@ -148,6 +148,13 @@ class Invariants:
         if new.phase is Phase.ENDED:
             self._ended(new, old)
         self._charges(old, new)
+
+    def _all_have_left(self, old: Round) -> bool:
+        """Whether no member is in the live round any more: then one write may close it and say what
+        follows."""
+        nodes = [self.cluster.etcd.fact(f"nodes/{member.node}") for member in old.members]
+        left = [isinstance(node, Node) and node.released >= old.number for node in nodes]
+        return old.phase is Phase.LIVE and all(left)
 
     def _world_written(self, round: Round) -> None:
         spec = self.cluster.etcd.fact("spec")

@@ -741,12 +741,13 @@ class SimWorker:
         del procs.workers[self.slot]
         if primary:
             procs.note_failure(self, exit)
+        trained = self.world is not None and self.acts and not (self.leaving or self.failing or self.stopping)
         self._leave_world()
         self.acts = False
         procs._made[self.slot] = (self.round, self.made)
         number, exited = self.round, self.exited
         if code and procs.training.job.taken_down_s[1]:
-            procs.take_down(self)
+            procs.take_down(self, failed=trained and not fenced)
         procs.host.call(lambda: exited(number, exit))
 
 
@@ -827,7 +828,7 @@ class SimProcs:
         held = {slot for slot, since in self.lingering.values() if now < since + PATIENCE_S}
         assert not (held if of is None else held & {of}), f"a worker starts while {held} are being taken down"
 
-    def take_down(self, worker: SimWorker) -> None:
+    def take_down(self, worker: SimWorker, *, failed: bool) -> None:
         """Take the process down as the kernel does; the process is gone only then. ``lingering`` is what the
         agent has heard: a slow agent hears of the end late."""
         training, slot, pid, ended_at = self.training, worker.slot, worker.pid, self.host.clock.now()
@@ -835,7 +836,7 @@ class SimProcs:
 
         def lingers() -> None:
             self.lingering[pid] = slot, ended_at
-            told(WorkerLingers(slot, pid))
+            told(WorkerLingers(slot, pid, failed))
 
         def gone() -> None:
             del self.lingering[pid]

@@ -29,6 +29,8 @@ from elasticd.core.lifecycle import Life, become
 from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Expelled, WorkersLeaving, WorkersStarted, WorkersStopping
 
+RELEASE_S = 0.5  # how long the report of a failure waits for the release
+
 
 def follow_the_round(do: Decisions) -> None:
     state, round = do.state, do.state.round
@@ -130,8 +132,16 @@ def leave(do: Decisions, planned: bool, signal: int, grace_s: float) -> None:
     leave_s = do.state.policy.part_s if hurried else None
     do.crew(order=Leaving(planned, hurried, grace_s), workers=_told(crew, Life.LEAVING))
     do.actions.append(LeaveRound(planned, signal, grace_s, leave_s, _going(do, crew)))
-    if begins:
-        do.reasons.append(WorkersLeaving(crew.round.number, _cause(do, crew), planned))
+    if begins and Life.DYING not in crew.workers.values():
+        tell_that_they_leave(do)
+
+
+def tell_that_they_leave(do: Decisions) -> None:
+    """Say that the workers leave the round. If a worker's death is the cause, say so after its exit, which
+    tells what ended it."""
+    crew = do.state.crew
+    if crew is not None and isinstance(crew.order, Leaving):
+        do.reasons.append(WorkersLeaving(crew.round.number, _cause(do, crew), crew.order.planned))
 
 
 def _told(crew: Crew, order: Life) -> dict[int, Life]:
@@ -227,6 +237,9 @@ def report(do: Decisions) -> None:
         return  # the node's record is written next, and the report with it
     if Tag.NODE in state.etcd.busy:
         return  # the guard needs the revision of the record that is being written
+    if (until := _waits_for_release(state)) > do.now:
+        do.wakes.append(until)
+        return
     if not (put := unreported(state)):
         return
     before = len(do.actions)
@@ -235,6 +248,21 @@ def report(do: Decisions) -> None:
     do.transact(Tag.REPORT, (Unchanged(state.me.key, state.registration.own.revision),), put)
     if len(do.actions) > before:
         do.registration(reported=state.report)
+
+
+def _waits_for_release(state: AgentState) -> float:
+    """Return the time until which the report of a failure waits for the release of the round; 0 if it does
+    not wait.
+
+    With both, the leader closes the round and forms the next in one transaction. The report waits only at the
+    leader, and only if no other node is in the round: other nodes must hear at once that the round is over.
+    """
+    crew, round = state.crew, state.round_of_crew
+    if crew is None or round is None or round.nodes > 1 or state.leads is None or not crew.alive:
+        return 0.0
+    if not isinstance(crew.order, Leaving) or crew.order.planned or not crew.report.exits:
+        return 0.0
+    return max(exit.at for exit in crew.report.exits) + RELEASE_S
 
 
 def unreported(state: AgentState) -> tuple[Put, ...]:

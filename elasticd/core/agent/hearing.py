@@ -16,7 +16,7 @@ from elasticd.core.agent.agent_state import (
     Lingering,
     Stopping,
 )
-from elasticd.core.agent.crew import leave, stop
+from elasticd.core.agent.crew import leave, stop, tell_that_they_leave
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import take_over_record
 from elasticd.core.agent.standbys import lose_standby
@@ -105,8 +105,10 @@ def absorb(do: Decisions, event: Event) -> None:
             _broke(do, slot, number, fails)
         case WorkerCheckpointed():
             _checkpointed(do, event)
-        case WorkerLingers(slot, pid):
+        case WorkerLingers(slot, pid, failed):
             do.takedown(lingering={**state.takedown.lingering, pid: Lingering(slot, do.now)})
+            if failed:
+                _dies(do, slot)
         case WorkerGone(gone):
             left = {pid: one for pid, one in state.takedown.lingering.items() if pid != gone}
             do.takedown(lingering=left)
@@ -285,6 +287,17 @@ def _checkpointed(do: Decisions, event: WorkerCheckpointed) -> None:
         do.actions.append(ContinueWorkers((event.slot,)))
 
 
+def _dies(do: Decisions, slot: int) -> None:
+    """Have the other workers of the node leave the round at once. How the worker ended is told later."""
+    crew = do.state.crew
+    if crew is None or crew.workers.get(slot) is not Life.TRAINING or not _trains(do):
+        return
+    if crew.alive == {slot}:
+        return
+    do.crew(workers={**crew.workers, slot: become(Life.TRAINING, Life.DYING)})
+    leave(do, False, SIGTERM, do.state.policy.broken_s)
+
+
 def _exited(do: Decisions, event: WorkerExited) -> None:
     crew, exit = do.state.crew, event.exit
     linked = exit.slot in do.state.linked
@@ -304,7 +317,7 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
     # Workers that leave at a commit must agree on the commit, so the others would wait for a dead worker.
     missed = isinstance(order, Leaving) and order.planned and exit.failed and exit.code != -SIGTERM
     killed = life is Life.LEAVING and linked and _killed_with_the_first(crew, exit)
-    by_itself = not exit.fenced and (life in (Life.TRAINING, Life.FAILING) or missed or killed)
+    by_itself = not exit.fenced and (life in (Life.TRAINING, Life.FAILING, Life.DYING) or missed or killed)
     if exit.fenced:
         end = Life.FENCED
     elif by_itself or (life is Life.LEAVING and linked and not exit.failed):
@@ -327,6 +340,8 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
         )
     if missed or (end is Life.FAILED and _trains(do)):
         leave(do, False, SIGTERM, do.state.policy.broken_s)
+    elif life is Life.DYING:
+        tell_that_they_leave(do)
 
 
 def _killed_with_the_first(crew: Crew, exit: Exit) -> bool:

@@ -11,7 +11,7 @@ driver adds the guard that this agent still leads.
                                             (else the next round is live at once)
 """
 
-from elasticd.core.leader.deciding import decide
+from elasticd.core.leader.deciding import decide, decide_and_go_on
 from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.roll import Mark, Registered, Standing
 from elasticd.core.leader.view import FINDINGS, NOT_SEATED, View, entries_of, foresee, hear_paces, see
@@ -25,6 +25,7 @@ __all__ = [
     "Standing",
     "View",
     "decide",
+    "decide_and_go_on",
     "entries_of",
     "foresee",
     "hear_paces",

@@ -10,10 +10,11 @@ from elasticd.core.leader.forming import form_or_wait
 from elasticd.core.leader.hanging import name_the_hung
 from elasticd.core.leader.lagging import name_stragglers
 from elasticd.core.leader.plan import Plan, write
+from elasticd.core.leader.roll import Mark
 from elasticd.core.leader.settling import settle
 from elasticd.core.leader.supervising import supervise
-from elasticd.core.leader.view import View
-from elasticd.core.ports import Delete
+from elasticd.core.leader.view import View, see
+from elasticd.core.ports import Changes, Delete, Put, entry_of
 from elasticd.core.round_parts import FOLDER
 
 _OUTDATED: Final = (
@@ -39,6 +40,40 @@ def decide(view: View, now: float) -> Plan:
     if not named.writes:
         return replace(plan, wake_at=min(wakes, default=None), judged=hung.judged)
     return replace(named, wake_at=min(wakes, default=None), waiting=plan.reasons)
+
+
+def decide_and_go_on(view: View, now: float) -> Plan:
+    """Return the next step of the job. If the step closes a round that no member is in any more, return one
+    transaction for this step and the next."""
+    view = view.up_to_date()
+    plan = decide(view, now)
+    if not (_closes(plan) and _may_be_joined(plan)):
+        return plan
+    failure = view.roll.first.get(Mark.FAILED)
+    if failure is not None:  # the round was over when the worker failed
+        assert view.round is not None
+        plan = decide(view, min(now, max(view.round.since, failure.exit.at)))
+    entries = (entry_of(write, view.revisions[write.key], 0) for write in plan.writes)
+    following = decide(see(view, Changes(tuple(entries)), "", now), now)
+    if not (following.writes and _may_be_joined(following)):
+        return plan
+    return replace(
+        following,
+        guards=tuple(dict.fromkeys((*plan.guards, *following.guards))),
+        writes=tuple({write.key: write for write in (*plan.writes, *following.writes)}.values()),
+        reasons=(*plan.reasons, *following.reasons),
+    )
+
+
+def _closes(plan: Plan) -> bool:
+    written = (write.fact for write in plan.writes if isinstance(write, Put))
+    return any(isinstance(fact, Round) and fact.phase is Phase.CLOSING for fact in written)
+
+
+def _may_be_joined(plan: Plan) -> bool:
+    """Whether the plan's writes may be in one transaction with others. etcd refuses a transaction that
+    deletes what it writes."""
+    return not plan.ahead and not any(isinstance(write, Delete) and write.prefix for write in plan.writes)
 
 
 def _of_the_round(view: View, now: float) -> Plan:
