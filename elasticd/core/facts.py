@@ -265,7 +265,10 @@ class Members(tuple[Member, ...]):
 
 
 class Phase(StrEnum):
-    """The phase of a round: waiting* -> live -> closing -> (the next round | waiting | ended)."""
+    """The phase of a round: waiting* -> live -> closing -> (the next round | waiting | ended).
+
+    A round that no member is in any more may end without the phase closing.
+    """
 
     WAITING = "waiting"  # nothing runs, and there are too few workers for the next round
     LIVE = "live"  # the round's workers run
@@ -387,7 +390,8 @@ class Round:
     ``store``: the ``address:port`` of the c10d store, which the first member's agent hosts. ``cause``: why
     the round began. Once the round closes, ``closing`` says why, and ``planned`` whether workers may still
     save. ``since``: the start of the phase, in seconds since the epoch. ``took_s``: how long the change to
-    the round took; 0 if the job waited for workers. ``lived_s``: how long a closing round was live.
+    the round took; 0 if the job waited for workers, or if one write closed the last round and began this one.
+    ``lived_s``: how long a closing round was live.
     ``restarts``: the failures charged so far; ``failure`` is the last one. An ended job has an ``outcome``
     and a sentence ``why``. Round 0 is never live: the job waits for its first workers.
 

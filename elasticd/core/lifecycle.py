@@ -16,7 +16,7 @@ class Life(StrEnum):
     WAITING = "waiting"  # in no round, and ready for the next
     TRAINING = "training"  # in a round
     FAILING = "failing"  # in a round, and about to end by an exception of its own
-    DYING = "dying"  # in a round, and its exit has begun; how it ended is told at once
+    DYING = "dying"  # in a round, and its exit has begun; the event of its exit follows
     LEAVING = "leaving"  # told to leave its round, and to keep its process if it can
     STOPPING = "stopping"  # told to end
     FINISHED = "finished"  # ended with status 0

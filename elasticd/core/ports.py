@@ -246,7 +246,7 @@ class WorkerCheckpointed:
 class WorkerLingers:
     """A worker has ended, but the kernel is still taking its process down: the memory, the device and the
     ports are not free yet. The event of the exit follows, and once the process is gone, ``WorkerGone``.
-    ``failed``: the worker was at work in a round, and has not ended well."""
+    ``failed``: the worker was training, has announced no error, and has not ended well."""
 
     slot: int
     pid: int

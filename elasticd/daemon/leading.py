@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from elasticd.core import leader
+from elasticd.core import agent, leader
 from elasticd.core.agent.agent_state import AgentState
 from elasticd.core.agent_messages import RoundWritten, Transact
 from elasticd.core.facts import Paces, Round
@@ -88,8 +88,9 @@ class _Term:
     it in several ways, such as by a watch and by the answer to a write; -1: none yet. Older news of such a
     key may come after newer news. ``written``: the revision of what this node last wrote, by key. The view
     must show it before the next decision: a late listing may have undone what came from the answer.
-    ``retry_at``: the earliest time of the next decision. ``waiting``: why the job waits. ``tried``: the
-    reasons of a write that is not done yet; a retry does not log them again.
+    ``reasons``: of the writes under way. ``retry_at``: the earliest time of the next decision. ``waiting``:
+    why the job waits. ``tried``: the reasons of writes that are not done yet, though they were asked for; a
+    retry does not log them again.
     ``reads_parts``: the members of a round in parts are being followed.
     """
 
@@ -99,6 +100,7 @@ class _Term:
     ends: list[Callable[[], None]]
     shown: dict[str, int]
     asked: tuple[Write, ...] = ()
+    reasons: tuple[Reason, ...] = ()
     written: dict[str, int] = field(default_factory=dict)
     retry_at: float = 0.0
     waiting: tuple[Reason, ...] = ()
@@ -119,8 +121,16 @@ class _Term:
         said = (*self.waiting, *self.tried)
         self.waiting = plan.waiting if plan.writes else plan.reasons
         if plan.writes:
-            self.asked, self.tried = plan.writes, plan.reasons
+            self.asked, self.reasons = plan.writes, plan.reasons
         return tuple(reason for reason in (*plan.waiting, *plan.reasons) if reason not in said)
+
+    def end_attempt(self, *, done: bool) -> tuple[Write, ...]:
+        """Note that the writes under way are done, or were refused. Return them."""
+        writes, reasons = self.asked, self.reasons
+        self.asked = self.reasons = ()
+        others = tuple(reason for reason in self.tried if reason not in reasons)
+        self.tried = others if done else (*others, *reasons)
+        return writes
 
     def guards_of(self, plan: leader.Plan) -> tuple[Guard, ...]:
         """Return the guards of the plan, and that this agent still leads."""
@@ -238,8 +248,8 @@ class Leading:
         term = self._term
         if not _may_decide(term, state):
             return None
-        if now < term.retry_at:
-            return term.retry_at
+        if now < (until := max(term.retry_at, agent.report_waits_until(state))):
+            return until
         term.view = _with_absence(term.view, state)
         plan = leader.decide(term.view, now)
         if plan.judged is not term.view.judged or plan.seated is not term.view.seated:
@@ -342,11 +352,10 @@ def _take_answer(term: _Term, answer: Answer, own: tuple[Write, ...], now: float
 
     ``own``: what its agent wrote with them.
     """
-    writes, term.asked = term.asked, ()
+    writes = term.end_attempt(done=isinstance(answer, Applied))
     if not isinstance(answer, Applied):
         term.retry_at = now + RETRY_S
         return None
-    term.tried = ()
     at = answer.revision
     entries = [*leader.entries_of(term.view, own, at)]
     round: RoundWritten | None = None

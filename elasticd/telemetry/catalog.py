@@ -209,7 +209,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     _seconds(
         "detect",
         "From a fault to the decision to end the round; counted on the node of rank 0. The fault is the exit "
-        "of a worker, else the last step before it.",
+        "of a worker, else the last step before it. If the leader's node is alone in the round, the decision "
+        "may come once the other workers have left the round.",
         _FAULT_S,
     ),
     _seconds(

@@ -55,8 +55,7 @@ class Outage:
             if (
                 now.cause is None and now.stepped
             ):  # the close of the round before was not seen, or not written
-                decided_at = round.since - round.took_s
-                now = replace(now, cause=round.cause, decided_at=decided_at, last_step_at=last_step_at)
+                now = replace(now, cause=round.cause, decided_at=round.since, last_step_at=last_step_at)
             now = replace(now, number=round.number, stepped=False)
             if now.cause is not None and now.fault_at is None:
                 now = replace(now, fault_at=_fault(now, round))

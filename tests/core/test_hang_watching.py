@@ -39,7 +39,7 @@ from tests.core.build import crew
 
 STEP_S = 0.1
 LIMITS = Limits(1, 9)
-LEAVING = Leaving(planned=True, hurried=False, grace_s=2.0)
+LEAVING = Leaving(planned=True, hurried=False, grace_s=2.0, since=0.0)
 BROKEN = Report("a", "i", 1, broken=True)
 
 

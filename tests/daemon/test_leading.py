@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from elasticd.core import agent, leader
 from elasticd.core.agent import AgentState
 from elasticd.core.agent.crew import RELEASE_S
 from elasticd.core.agent_messages import KeySeen, LeaseChanged, LeaveJob, Tag, Tick, Transact
-from elasticd.core.facts import Budget, Limits, Node, Phase, Round
+from elasticd.core.facts import Budget, Cause, Limits, Node, Phase, Round
 from elasticd.core.leader import View
 from elasticd.core.ports import (
     Applied,
@@ -42,6 +41,7 @@ class Recorded:
 
     def __init__(self, slots: tuple[int, ...]) -> None:
         clock, sizes = StoryClock(), Limits(1, sum(slots))
+        self.lines = clock.lines
         self.cluster = Cluster("leading", Setup(slots, sizes, job=Job(total_steps=200, inplace=True)), clock)
         self.cluster.network.fastest_s = self.cluster.network.slowest_s = DELAY_S
         self.invariants = Invariants(self.cluster)
@@ -87,24 +87,35 @@ class Recorded:
 def test_a_round_of_one_node_ends_and_the_next_begins_in_one_transaction() -> None:
     job = Recorded((2,))
     assert job.kill_a_worker("n0") == [{"nodes/n0", "reports/n0", "round", "budget"}]
-    failure = job.round.failure
-    assert failure is not None and failure.exit.at < job.round.since
-    assert job.round.took_s == pytest.approx(job.round.since - failure.exit.at)
+    assert job.round.failure is not None and job.round.cause is Cause.WORKER_FAILED
+
+
+def leave_late(monkeypatch: pytest.MonkeyPatch, by_s: float) -> None:
+    """Have workers take so long to leave their round."""
+    leave = SimProcs.leave
+    monkeypatch.setattr(
+        SimProcs, "leave", lambda its, *how: its.host.clock.after(by_s, lambda: leave(its, *how))
+    )
 
 
 def test_a_round_of_one_node_closes_in_a_transaction_of_its_own_if_its_workers_take_long_to_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = Recorded((2,))
-    leave = SimProcs.leave
-
-    def leave_late(procs: SimProcs, *how: Any) -> None:
-        job.cluster.clock.after(2 * RELEASE_S, lambda: leave(procs, *how))
-
-    monkeypatch.setattr(SimProcs, "leave", leave_late)
-    closes, forms = job.kill_a_worker("n0")
+    leave_late(monkeypatch, by_s=2 * RELEASE_S)
+    closes, forms = Recorded((2,)).kill_a_worker("n0")
     assert closes == {"reports/n0", "round"}
     assert forms == {"nodes/n0", "round", "budget"}
+
+
+def test_a_failure_is_charged_though_the_job_is_scaled_while_its_report_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leave_late(monkeypatch, by_s=0.8 * RELEASE_S)
+    job = Recorded((2,))
+    job.cluster.clock.after(0.4 * RELEASE_S, lambda: job.cluster.scale(Limits(1, 1)))
+    job.kill_a_worker("n0")
+    budget = job.cluster.etcd.fact("budget")
+    assert job.round.cause is Cause.WORKER_FAILED and isinstance(budget, Budget) and budget.total == 1
 
 
 def test_a_node_alone_begins_its_next_round_though_no_watch_brings_anything() -> None:
@@ -280,6 +291,8 @@ def test_if_etcd_refuses_both_the_agent_writes_alone_and_the_leader_decides_agai
     written = [keys for keys in job.kill_a_worker("n0") if keys != {"nodes/n0"}]  # of a waiting worker
     assert written == [own, {"round"}, {"round", "budget"}]
     assert refused == [{*own, "round", "budget"}]
+    said = [line for line in job.lines if "round 1 ends" in line or "restarts spent" in line]
+    assert len(said) == 2, "each is said once"
     job.wait(lambda: job.round.phase is Phase.ENDED)
     assert job.invariants.steps == 200
 

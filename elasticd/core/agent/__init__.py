@@ -6,6 +6,7 @@ from the whole state. So answers that are lost, late or repeated do no harm.
 """
 
 from elasticd.core.agent.agent_state import AgentConfig, AgentState, AgentStep, Crew, Identity
+from elasticd.core.agent.crew import report_waits_until
 from elasticd.core.agent.hearing import RETRY_S
 from elasticd.core.agent.stepping import step, watched
 
@@ -16,6 +17,7 @@ __all__ = [
     "AgentStep",
     "Crew",
     "Identity",
+    "report_waits_until",
     "step",
     "watched",
 ]

@@ -45,11 +45,13 @@ class Identity:
 @dataclass(frozen=True, slots=True)
 class Leaving:
     """The order to leave the round and to keep the process: at a commit if ``planned``, else at once. With
-    ``hurried`` it has a time limit. Workers that cannot leave end, within ``grace_s``."""
+    ``hurried`` it has a time limit. Workers that cannot leave end, within ``grace_s``. ``since``: the first
+    order to leave this round was given then."""
 
     planned: bool
     hurried: bool
     grace_s: float
+    since: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from elasticd.core.lifecycle import Life, become
 from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Expelled, WorkersLeaving, WorkersStarted, WorkersStopping
 
-RELEASE_S = 0.5  # how long the report of a failure waits for the release
+RELEASE_S = 0.5  # how long the report of a failure waits for the release, from the order to leave
 
 
 def follow_the_round(do: Decisions) -> None:
@@ -130,15 +130,15 @@ def leave(do: Decisions, planned: bool, signal: int, grace_s: float) -> None:
     if before is not None and not begins and (before.hurried or not hurried):
         return
     leave_s = do.state.policy.part_s if hurried else None
-    do.crew(order=Leaving(planned, hurried, grace_s), workers=_told(crew, Life.LEAVING))
+    since = before.since if before is not None else do.now
+    do.crew(order=Leaving(planned, hurried, grace_s, since), workers=_told(crew, Life.LEAVING))
     do.actions.append(LeaveRound(planned, signal, grace_s, leave_s, _going(do, crew)))
-    if begins and Life.DYING not in crew.workers.values():
+    if begins and Life.DYING not in crew.workers.values():  # else the exit follows, and tells the cause
         tell_that_they_leave(do)
 
 
 def tell_that_they_leave(do: Decisions) -> None:
-    """Say that the workers leave the round. If a worker's death is the cause, say so after its exit, which
-    tells what ended it."""
+    """Say that the workers leave the round, and why."""
     crew = do.state.crew
     if crew is not None and isinstance(crew.order, Leaving):
         do.reasons.append(WorkersLeaving(crew.round.number, _cause(do, crew), crew.order.planned))
@@ -237,7 +237,7 @@ def report(do: Decisions) -> None:
         return  # the node's record is written next, and the report with it
     if Tag.NODE in state.etcd.busy:
         return  # the guard needs the revision of the record that is being written
-    if (until := _waits_for_release(state)) > do.now:
+    if (until := report_waits_until(state)) > do.now:
         do.wakes.append(until)
         return
     if not (put := unreported(state)):
@@ -250,19 +250,21 @@ def report(do: Decisions) -> None:
         do.registration(reported=state.report)
 
 
-def _waits_for_release(state: AgentState) -> float:
+def report_waits_until(state: AgentState) -> float:
     """Return the time until which the report of a failure waits for the release of the round; 0 if it does
-    not wait.
+    not wait. The leader decides nothing meanwhile.
 
     With both, the leader closes the round and forms the next in one transaction. The report waits only at the
     leader, and only if no other node is in the round: other nodes must hear at once that the round is over.
     """
     crew, round = state.crew, state.round_of_crew
-    if crew is None or round is None or round.nodes > 1 or state.leads is None or not crew.alive:
+    if crew is None or round is None or round.nodes > 1 or round.phase is not Phase.LIVE:
         return 0.0
-    if not isinstance(crew.order, Leaving) or crew.order.planned or not crew.report.exits:
+    if state.leads is None or not crew.alive or not crew.report.exits:
         return 0.0
-    return max(exit.at for exit in crew.report.exits) + RELEASE_S
+    if not isinstance(crew.order, Leaving) or crew.order.planned:
+        return 0.0
+    return crew.order.since + RELEASE_S
 
 
 def unreported(state: AgentState) -> tuple[Put, ...]:

@@ -9,6 +9,8 @@ driver adds the guard that this agent still leads.
        |                         +--all finished--> ended <--budget spent, stopped---------+
        +--too few workers------------------------------------------------------------------+
                                             (else the next round is live at once)
+
+A live round that all members have released closes in the same transaction in which the next round begins.
 """
 
 from elasticd.core.leader.deciding import decide, decide_and_go_on

@@ -10,12 +10,11 @@ from elasticd.core.leader.forming import form_or_wait
 from elasticd.core.leader.hanging import name_the_hung
 from elasticd.core.leader.lagging import name_stragglers
 from elasticd.core.leader.plan import Plan, write
-from elasticd.core.leader.roll import Mark
 from elasticd.core.leader.settling import settle
 from elasticd.core.leader.supervising import supervise
 from elasticd.core.leader.view import View, see
 from elasticd.core.ports import Changes, Delete, Put, entry_of
-from elasticd.core.round_parts import FOLDER
+from elasticd.core.round_parts import FOLDER, has_parts
 
 _OUTDATED: Final = (
     *(Delete(key) for key in ("summary", "forgotten", "room")),
@@ -45,14 +44,9 @@ def decide(view: View, now: float) -> Plan:
 def decide_and_go_on(view: View, now: float) -> Plan:
     """Return the next step of the job. If the step closes a round that no member is in any more, return one
     transaction for this step and the next."""
-    view = view.up_to_date()
     plan = decide(view, now)
     if not (_closes(plan) and _may_be_joined(plan)):
         return plan
-    failure = view.roll.first.get(Mark.FAILED)
-    if failure is not None:  # the round was over when the worker failed
-        assert view.round is not None
-        plan = decide(view, min(now, max(view.round.since, failure.exit.at)))
     entries = (entry_of(write, view.revisions[write.key], 0) for write in plan.writes)
     following = decide(see(view, Changes(tuple(entries)), "", now), now)
     if not (following.writes and _may_be_joined(following)):
@@ -66,8 +60,12 @@ def decide_and_go_on(view: View, now: float) -> Plan:
 
 
 def _closes(plan: Plan) -> bool:
+    """Whether the plan closes a round of which the record holds all that others must know. Agents that are
+    not in the round must see that the job goes back to a checkpoint, and a round in parts has no members
+    here."""
     written = (write.fact for write in plan.writes if isinstance(write, Put))
-    return any(isinstance(fact, Round) and fact.phase is Phase.CLOSING for fact in written)
+    rounds = [fact for fact in written if isinstance(fact, Round)]
+    return any(one.phase is Phase.CLOSING and not one.anew and not has_parts(one) for one in rounds)
 
 
 def _may_be_joined(plan: Plan) -> bool:
