@@ -391,9 +391,9 @@ class Round:
     the round began. Once the round closes, ``closing`` says why, and ``planned`` whether workers may still
     save. ``since``: the start of the phase, in seconds since the epoch. ``took_s``: how long the change to
     the round took; 0 if the job waited for workers, or if one write closed the last round and began this one.
-    ``lived_s``: how long a closing round was live.
-    ``restarts``: the failures charged so far; ``failure`` is the last one. An ended job has an ``outcome``
-    and a sentence ``why``. Round 0 is never live: the job waits for its first workers.
+    ``lived_s``: how long a closing round was live. ``restarts``: the failures charged so far; ``failure`` is
+    the last one. An ended job has an ``outcome`` and a sentence ``why``. Round 0 is never live: the job waits
+    for its first workers.
 
     Where workers keep their process: ``leaving`` are nodes that were asked to leave and alone hold the state.
     They stay until ``leave_by`` to hand the state over. ``handover``: the workers of this round pass the

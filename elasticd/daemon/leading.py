@@ -7,9 +7,9 @@ view shows what was written.
 
 An agent's own release often lets the leader form the next round at once. If the leading agent is about to
 write its record or its report, and the leader would then change the round, both are written in one
-transaction. Without that, a round of one node would wait for etcd twice as often. If the round is closed by
-that, and no member is in it any more, the transaction holds the next round, too. So the agent's writes wait
-while those of the leader are under way: etcd would apply the agent's afterwards in any case.
+transaction. If that closes the round, and no member is in it any more, the transaction holds the next round,
+too. Without that, a round of one node would wait for etcd several times. So the agent's writes wait while
+those of the leader are under way: etcd would apply the agent's afterwards in any case.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from elasticd.core.ports import (
     Answer,
     Applied,
     Changes,
-    Delete,
     Entry,
     Guard,
     Listing,
@@ -90,8 +89,7 @@ class _Term:
     must show it before the next decision: a late listing may have undone what came from the answer.
     ``reasons``: of the writes under way. ``retry_at``: the earliest time of the next decision. ``waiting``:
     why the job waits. ``tried``: the reasons of writes that are not done yet, though they were asked for; a
-    retry does not log them again.
-    ``reads_parts``: the members of a round in parts are being followed.
+    retry does not log them again. ``reads_parts``: the members of a round in parts are being followed.
     """
 
     number: int
@@ -290,10 +288,8 @@ class Leading:
             return None
         foreseen = leader.foresee(_with_absence(term.view, state), action.writes, now)
         plan = leader.decide_and_go_on(foreseen, now) if foreseen is not None else leader.Plan()
-        if plan.ahead or not any(write.key == "round" for write in plan.writes):
+        if not plan.may_be_joined or not any(write.key == "round" for write in plan.writes):
             return None
-        if any(isinstance(write, Delete) and write.prefix for write in plan.writes):
-            return None  # etcd refuses a transaction that deletes what it writes
         news = term.take_on(plan)
         self._store.transact(
             (*action.guards, *term.guards_of(plan)),

@@ -157,10 +157,10 @@ class LocalProcs:
             others: list[Worker] = []
             ending: list[Worker] = []
             for slot, worker in self._workers.items():
-                leave = wire.Leave(worker.round, planned, slot in going)
-                done = worker.protocol.last is wire.Done and planned
                 if worker.life is Life.DYING:
                     continue  # the worker needs no order any more
+                leave = wire.Leave(worker.round, planned, slot in going)
+                done = worker.protocol.last is wire.Done and planned
                 if worker.life is Life.FAILING or (worker.life.in_round and done):
                     ending.append(worker)  # the worker has failed or finished, and exits by itself
                 elif worker.life.in_round and worker.protocol.linked and worker.tell(leave):

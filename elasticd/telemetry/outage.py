@@ -52,9 +52,7 @@ class Outage:
                 last_step_at=last_step_at,
             )
         if round.phase is Phase.LIVE and round.number > self.number:
-            if (
-                now.cause is None and now.stepped
-            ):  # the close of the round before was not seen, or not written
+            if now.cause is None and now.stepped:  # the round before closed unseen, or in the same write
                 now = replace(now, cause=round.cause, decided_at=round.since, last_step_at=last_step_at)
             now = replace(now, number=round.number, stepped=False)
             if now.cause is not None and now.fault_at is None:

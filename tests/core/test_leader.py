@@ -38,7 +38,7 @@ from elasticd.core.facts import (
 from elasticd.core.leader import Plan, View, decide, forming
 from elasticd.core.leader.roll import Registered
 from elasticd.core.persistent_map import PersistentMap
-from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged, Write
+from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged
 from elasticd.core.reasons import (
     AwaitingRelease,
     FailureCharged,
@@ -61,6 +61,7 @@ from tests.core.build import (
     view,
     written,
 )
+from tests.core.by_hand import put
 
 POLICY = Policy(settle_s=1.0, grow_cooldown_s=30.0, join_timeout_s=600.0)
 ROUND_AS_SEEN = Unchanged("round", ROUND_REVISION)
@@ -321,18 +322,11 @@ def test_a_round_that_no_member_is_in_is_closed_and_followed_in_one_transaction(
 def test_one_transaction_leads_to_what_two_would_lead_to(spent: int, workers: int) -> None:
     seen = out_of_round(budget=charges(*[("b", 0)] * spent, progressed=True), min=workers)
     closes = decide(seen, NOW)
-    closed = leader.see(seen, Changes(tuple(Entry(w.key, put_by(w), 99, 1) for w in closes.writes)), "", NOW)
+    closed = leader.see(seen, Changes(tuple(Entry(w.key, put(w), 99, 1) for w in closes.writes)), "", NOW)
     follows = decide(closed, NOW)
     both = leader.decide_and_go_on(seen, NOW)
-    assert {w.key: put_by(w) for w in both.writes} == {
-        w.key: put_by(w) for w in (*closes.writes, *follows.writes)
-    }
+    assert {w.key: put(w) for w in both.writes} == {w.key: put(w) for w in (*closes.writes, *follows.writes)}
     assert both.reasons == (*closes.reasons, *follows.reasons)
-
-
-def put_by(write: Write) -> Fact:
-    assert isinstance(write, Put)
-    return write.fact
 
 
 @pytest.mark.parametrize(

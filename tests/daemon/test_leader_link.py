@@ -36,6 +36,7 @@ from elasticd.daemon.leader_link.telemetry_messages import (
 from elasticd.daemon.leader_link.telemetry_sender import TelemetrySender
 from elasticd.daemon.node_saver import etcd_peers
 from elasticd.telemetry import accepting
+from tests.ports import free_port
 
 SECRET = "secret of the job"
 ROUTED = "203.0.113.5"  # an address that is reserved for documentation, so no interface has it
@@ -176,8 +177,7 @@ def test_flush_waits_until_the_leader_has_the_last_and_not_for_a_leader_that_is_
     began = time.monotonic()
     assert link.flush(PATIENCE_S, 0.1) and leader.next().progress == telemetry("b", 3).progress
     assert time.monotonic() - began >= 0.1 * link._spread > 0.01, "each node has a moment of its own"
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     link.tell(telemetry("b", 4), Leadership("z", "z#1", "127.0.0.1", port, SECRET))
     assert not link.flush(0.5)
 
@@ -187,8 +187,7 @@ def test_an_agent_that_cannot_reach_the_leader_logs_it_once(
 ) -> None:
     monkeypatch.setattr(telemetry_sender, "FIRST_S", 0.001)
     monkeypatch.setattr(telemetry_sender, "RETRY_S_MAX", 0.001)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     tells = sender(cleanup)
     tells.tell(telemetry("b", 1), Leadership("a", "1", "127.0.0.1", port, SECRET))
     warning = said.get(timeout=PATIENCE_S)

@@ -12,6 +12,7 @@ import pytest
 from elasticd.core.facts import Cause, Phase, Round
 from elasticd.daemon import master_port
 from elasticd.daemon.master_port import MasterPort
+from tests.ports import free_port
 
 
 def test_a_worker_that_enters_a_round_before_its_master_has_heard_of_it_waits_for_the_round_s_store(
@@ -20,8 +21,7 @@ def test_a_worker_that_enters_a_round_before_its_master_has_heard_of_it_waits_fo
     monkeypatch.setattr(master_port, "LOOK_S", 1000.0)
     with socket.create_server(("127.0.0.1", 0)) as old, socket.create_server(("127.0.0.1", 0)) as new:
         known = [_round(1, Phase.CLOSING, old)]
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         with MasterPort(["127.0.0.1"], port, lambda: known[-1]) as master:
             with socket.create_connection(("127.0.0.1", port), 60.0) as worker:
                 worker.sendall(b"early")
@@ -43,8 +43,7 @@ def test_a_worker_that_enters_a_round_before_its_master_has_heard_of_it_waits_fo
 
 
 def test_the_port_is_open_on_each_node_where_its_host_is_another_machine_or_not_known_yet() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     with (
         MasterPort(["127.0.0.1", "192.0.2.1", "node0.invalid"], port, lambda: None),
         socket.create_connection(("127.0.0.1", port), 60.0),
@@ -57,8 +56,7 @@ def test_the_port_is_open_on_each_node_where_its_host_is_another_machine_or_not_
 
 @pytest.mark.filterwarnings("error")
 def test_the_port_closes_without_an_error_while_workers_wait_for_a_round() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     asked = threading.Semaphore(0)
     with contextlib.ExitStack() as workers:
         with MasterPort(["127.0.0.1"], port, asked.release):

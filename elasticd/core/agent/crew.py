@@ -254,8 +254,9 @@ def report_waits_until(state: AgentState) -> float:
     """Return the time until which the report of a failure waits for the release of the round; 0 if it does
     not wait. The leader decides nothing meanwhile.
 
-    With both, the leader closes the round and forms the next in one transaction. The report waits only at the
-    leader, and only if no other node is in the round: other nodes must hear at once that the round is over.
+    From the two together, the leader closes the round and forms the next in one transaction. The report waits
+    only at the leader, and only if no other node is in the round: other nodes must hear at once that the
+    round is over.
     """
     crew, round = state.crew, state.round_of_crew
     if crew is None or round is None or round.nodes > 1 or round.phase is not Phase.LIVE:

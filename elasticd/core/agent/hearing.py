@@ -290,9 +290,7 @@ def _checkpointed(do: Decisions, event: WorkerCheckpointed) -> None:
 def _dies(do: Decisions, slot: int) -> None:
     """Have the other workers of the node leave the round at once. How the worker ended is told later."""
     crew = do.state.crew
-    if crew is None or crew.workers.get(slot) is not Life.TRAINING or not _trains(do):
-        return
-    if crew.alive == {slot}:
+    if crew is None or crew.workers.get(slot) is not Life.TRAINING or crew.alive == {slot} or not _trains(do):
         return
     do.crew(workers={**crew.workers, slot: become(Life.TRAINING, Life.DYING)})
     leave(do, False, SIGTERM, do.state.policy.broken_s)

@@ -45,11 +45,11 @@ def decide_and_go_on(view: View, now: float) -> Plan:
     """Return the next step of the job. If the step closes a round that no member is in any more, return one
     transaction for this step and the next."""
     plan = decide(view, now)
-    if not (_closes(plan) and _may_be_joined(plan)):
+    if not (_closes(plan) and plan.may_be_joined):
         return plan
     entries = (entry_of(write, view.revisions[write.key], 0) for write in plan.writes)
     following = decide(see(view, Changes(tuple(entries)), "", now), now)
-    if not (following.writes and _may_be_joined(following)):
+    if not (following.writes and following.may_be_joined):
         return plan
     return replace(
         following,
@@ -66,12 +66,6 @@ def _closes(plan: Plan) -> bool:
     written = (write.fact for write in plan.writes if isinstance(write, Put))
     rounds = [fact for fact in written if isinstance(fact, Round)]
     return any(one.phase is Phase.CLOSING and not one.anew and not has_parts(one) for one in rounds)
-
-
-def _may_be_joined(plan: Plan) -> bool:
-    """Whether the plan's writes may be in one transaction with others. etcd refuses a transaction that
-    deletes what it writes."""
-    return not plan.ahead and not any(isinstance(write, Delete) and write.prefix for write in plan.writes)
 
 
 def _of_the_round(view: View, now: float) -> Plan:

@@ -31,6 +31,12 @@ class Plan:
     judged: Judged = NOT_JUDGED
     seated: Seated = NOT_SEATED
 
+    @property
+    def may_be_joined(self) -> bool:
+        """Whether the writes may be in one transaction with others. etcd refuses a transaction that deletes
+        what it writes."""
+        return not self.ahead and not any(isinstance(w, Delete) and w.prefix for w in self.writes)
+
 
 def write(view: View, round: Round, budget: Budget, reasons: tuple[Reason, ...] = ()) -> Plan:
     """Return a transaction that writes the round, and the budget if it changed."""
